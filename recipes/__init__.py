@@ -1,0 +1,1 @@
+"""The programs that people run; each is read from top to bottom."""
