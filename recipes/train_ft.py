@@ -163,7 +163,7 @@ class TrainFinetuneRecipe:
     def finish(self) -> None:
         """Exports the model, asks the held-out questions, and marks the run as finished."""
         if self.config.checkpoint.export_hf and not self.folder.is_finished():
-            export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer)
+            export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer, self.built.source_dtype)
             self.console.say("exported", f"{self.folder.hf}: loads with AutoModelForCausalLM.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
                 answers = build(self.config.evaluation).ask(self.folder.hf, self.data.documents.questions)

@@ -1,6 +1,7 @@
 """Batches of each optimizer step, from a position on.
 
-The trainer owns the position: it advances with finished steps, so nothing that workers have read ahead can leak into it.
+The trainer owns the position: it advances with finished steps, so nothing that workers have read ahead can leak into
+it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class PackLoader:
             micro_batches = [next(batches) for _ in range(len(step))]
             waited_s = time.perf_counter() - began
             ids = order[start : start + size]
-            yield StepBatches(micro_batches, ids.tolist(), cursor.epoch, _after(cursor.epoch, start + len(ids), len(order)), waited_s)
+            yield StepBatches(
+                micro_batches, ids.tolist(), cursor.epoch, _after(cursor.epoch, start + len(ids), len(order)), waited_s
+            )
 
 
 def _after(epoch: int, packs: int, num_packs: int) -> Cursor:
@@ -87,6 +90,8 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
     )
 
 
-def validation_batches(packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig) -> StatefulDataLoader:
+def validation_batches(
+    packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig
+) -> StatefulDataLoader:
     """Every pack once over all ranks; ranks that run short get empty packs, so all run equally often."""
     return read_batches(packs, MicroBatchSampler([deal(np.arange(len(packs)), shape)], dp_rank), config)

@@ -5,8 +5,8 @@
     2 dp ranks, micro_batch_size 1:   rank 0: [4], [8]     rank 1: [1], [5]
     step 2 (short)     3 6            rank 0: [3]          rank 1: [6]
 
-The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may continue
-on another layout. Its position is (epoch, packs consumed).
+The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may
+continue on another layout. Its position is (epoch, packs consumed).
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
     return BatchShape(size, config.micro_batch_size, dp_size)
 
 
-def training_plan(
-    config: TrainingConfig, packs_of: Callable[[int], PackedDataset], shape: BatchShape
-) -> TrainingPlan:
+def training_plan(config: TrainingConfig, packs_of: Callable[[int], PackedDataset], shape: BatchShape) -> TrainingPlan:
     """The first of max_steps and num_epochs that is reached; raises ConfigError when neither is set."""
     first = steps_per_epoch(len(packs_of(0)), shape.global_batch_size)
     limits = []

@@ -32,7 +32,9 @@ class PreparedData:
 def prepare_data(config: Config, shape: MeshShape) -> PreparedData:
     """documents -> tokenizer -> token rows (cached, once a node) -> pack plan -> packs read lazily."""
     documents = build(config.dataset)
-    tokenizer = build(config.tokenizer, documents=documents, pretrained=config.model["pretrained"], cache_dir=config.cache_dir)
+    tokenizer = build(
+        config.tokenizer, documents=documents, pretrained=config.model["pretrained"], cache_dir=config.cache_dir
+    )
     tokens = tokenize_documents(documents, tokenizer, train_on=config.train_on, cache_dir=config.cache_dir)
     packer = build(config.packed_sequence, seed=config.seed, cp_size=shape.cp, padding_idx=tokenizer.pad_token_id or 0)
 
@@ -43,4 +45,6 @@ def prepare_data(config: Config, shape: MeshShape) -> PreparedData:
         return packer.packs(tokens.train, packer.plan(tokens.train.lengths, epoch))
 
     val_packs = {name: packer.packs(rows, packer.plan(rows.lengths, 0)) for name, rows in tokens.val.items()}
-    return PreparedData(documents, tokenizer, tokens, packer, packs_of, val_packs, packer.report(packs_of(0).plan, tokens.train.lengths))
+    return PreparedData(
+        documents, tokenizer, tokens, packer, packs_of, val_packs, packer.report(packs_of(0).plan, tokens.train.lengths)
+    )

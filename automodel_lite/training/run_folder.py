@@ -1,9 +1,9 @@
 """The folder of a run: one for all ranks and every restart, no timestamps; the same command again continues in it.
 
-    runs/<name>/
-        config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
-        checkpoints/      step_00000100/ ...              hf/               the exported model
-        STATUS.json       how the last process of this run ended
+runs/<name>/
+    config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
+    checkpoints/      step_00000100/ ...              hf/               the exported model
+    STATUS.json       how the last process of this run ended
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class RunFolder:
             raise ConfigError(f"output_dir={self.path} is a file.")
         if not self.config.is_file():
             if self.path.is_dir() and any(self.path.iterdir()):
-                raise ConfigError(f"output_dir={self.path} is not empty and is no run's folder: choose another name=... .")
+                raise ConfigError(
+                    f"output_dir={self.path} is not empty and is no run's folder: choose another name=... ."
+                )
             return
         if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
             return
@@ -67,7 +69,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} was begun with other settings:\n"
                 + "\n".join(f"  {key}: was {_show(old)}, now {_show(new)}" for key, old, new in changes)
-                + "\nStart a new run with name=..., or continue this one with the new settings by checkpoint.accept_changes=true."
+                + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
             )
 
     def open(self, config: Config) -> None:
@@ -79,7 +81,9 @@ class RunFolder:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 
     def rewind_metrics(self, step: int) -> None:
-        """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes too."""
+        """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes
+        too.
+        """
         if not self.metrics.is_file():
             return
         kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]

@@ -1,6 +1,7 @@
 """Learning-rate schedules: the fraction of the peak rate at each optimizer step, warm-up included.
 
-Step 0 is the first optimizer step. During warm-up the fraction is (step + 1) / warmup_steps, so that no step is wasted at 0.
+Step 0 is the first optimizer step. During warm-up the fraction is (step + 1) / warmup_steps, so that no step is
+wasted at 0.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ def warmup_frac(step: int, warmup_steps: int) -> float:
 
 
 def progress_frac(step: int, first_step: int, max_steps: int) -> float:
-    """0 at first_step, 1 at the last step (max_steps - 1)."""
-    span = max_steps - 1 - first_step
-    return min(1.0, max(0.0, (step - first_step) / span)) if span > 0 else float(step >= first_step)
+    """0 at first_step, 1 at max_steps, which is one after the last step: no step is wasted at a rate of 0."""
+    return min(1.0, max(0.0, (step - first_step) / max(1, max_steps - first_step)))
 
 
 def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, min_lr_frac: float = 0.0) -> LambdaLR:
