@@ -38,6 +38,17 @@ class MeshConfig:
 
 
 @dataclass
+class TokenizeConfig:
+    """How documents become tokens, and which of them are trained on."""
+
+    train_on: str = "assistant"  # assistant | last_assistant | completion | all
+    on_bad_row: str = "error"  # error | skip
+    max_bad_frac: float = 0.05  # bad, empty or fully masked documents that a set may have; more is an error
+    num_proc: int | None = None  # processes; null = all cores for large sets
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
+
+
+@dataclass
 class DataloaderConfig:
     """How packs are read."""
 
@@ -80,10 +91,10 @@ class Config:
     name: str = MISSING  # the run's folder is output_dir
     seed: int = 0
     output_dir: str = "runs/${name}"
-    cache_dir: str = ".cache"  # tokenised data and trained tokenizers, shared by runs
-    train_on: str = "assistant"  # assistant | last_assistant | completion | all
+    cache_dir: str | None = None  # tokens and trained tokenizers; null = ~/.cache/automodel_lite
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)
+    tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     packed_sequence: Part = field(default_factory=dict)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -103,7 +114,8 @@ CHOICES = {
     "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
     "training.activation_checkpointing": ("none", "full"),
-    "train_on": ("assistant", "last_assistant", "completion", "all"),
+    "tokenize.train_on": ("assistant", "last_assistant", "completion", "all"),
+    "tokenize.on_bad_row": ("error", "skip"),
 }
 AT_LEAST = {
     "training.max_steps": 1,
@@ -140,6 +152,12 @@ def build(part: Mapping[str, Any], *args: Any, **runtime: Any) -> Any:
     except TypeError as error:
         raise ConfigError(f"{part['_target_']}: {error}.") from None
     return target(*args, **constants, **runtime)
+
+
+def build_with(part: Mapping[str, Any], **offered: Any) -> Any:
+    """`build`, handing over those of the offered objects that the target asks for."""
+    wanted = inspect.signature(locate(part["_target_"])).parameters
+    return build(part, **{name: value for name, value in offered.items() if name in wanted})
 
 
 def _build_nested(value: Any) -> Any:

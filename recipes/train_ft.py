@@ -21,10 +21,10 @@ import torch
 
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
-from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, world_size
+from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console
 from automodel_lite.loggers.jsonl import JsonlLogger
-from automodel_lite.loggers.start import position_text, start_block
+from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.models.build import build_model
 from automodel_lite.models.export import export_hf
 from automodel_lite.thd import ThdBatch, to_thd
@@ -36,6 +36,7 @@ from automodel_lite.training.pack_order import Cursor
 from automodel_lite.training.plan import batch_shape, training_plan
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
+from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.validation import validation_loss
 
@@ -64,6 +65,7 @@ class TrainFinetuneRecipe:
         self.data = prepare_data(config, shape)
         self.plan = training_plan(config.training, self.data.packs_of, batches)
         self.mesh = init_mesh(config.mesh)
+        use_threads(config.training.num_threads)
         self.loader = PackLoader(self.data.packs_of, batches, self.mesh.dp_rank, config.seed, config.dataloader)
         seed_all(config.seed, "model")
         self.built = build_model(config, self.data.tokenizer, self.mesh)
@@ -81,7 +83,7 @@ class TrainFinetuneRecipe:
             state = self.checkpointer.load(self.checkpoint, self.model.loss_model, self.optimizer)
             check_same_data(state["data"], self.data.fingerprint, self.config.checkpoint.accept_changes)
             self.num_steps, self.cursor = state["step"], Cursor(**state["cursor"])
-            self.scheduler.load_state_dict(state["scheduler"])
+            move_to(self.scheduler, self.num_steps)
         if self.mesh.rank == 0:
             self.folder.open(self.config)
             self.folder.rewind_metrics(self.num_steps)
@@ -90,8 +92,9 @@ class TrainFinetuneRecipe:
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
-        self.console.print(start_block(self.config, self.data, self.built, self.mesh, self.plan, self.loader.shape))
-        self.console.say("run", position_text(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
+        for topic, text in start_lines(self.config, self.data, self.built, self.mesh, self.plan, self.loader.shape):
+            self.console.say(topic, text)
+        self.console.say("run", position_line(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
         throughput = Throughput()
         steps = self.loader.steps(self.cursor)
         while self.num_steps < self.plan.max_steps:
@@ -151,12 +154,7 @@ class TrainFinetuneRecipe:
 
     def save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
-        state = {
-            "step": self.num_steps,
-            "cursor": asdict(self.cursor),
-            "scheduler": self.scheduler.state_dict(),
-            "data": self.data.fingerprint,
-        }
+        state = {"step": self.num_steps, "cursor": asdict(self.cursor), "data": self.data.fingerprint}
         path = self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, state)
         self.console.print(f"{self.num_steps:7d}  saved {path.name}")
 

@@ -6,7 +6,7 @@ is complete.
 
     checkpoints/step_00000100/
         dcp/             model and optimizer, sharded (torch.distributed.checkpoint)
-        state.json       step, position in the data, schedule
+        state.json       step, position in the data
         COMPLETE.json    size in bytes of every file
 """
 

@@ -12,6 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
+def move_to(scheduler: LambdaLR, step: int) -> None:
+    """Sets the rate of the next step to that of `step`: a schedule has no other state than its place."""
+    scheduler.last_epoch = step
+    rates = [base * frac(step) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
 def warmup_frac(step: int, warmup_steps: int) -> float:
     """Linear rise to 1, which is reached at step warmup_steps - 1."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
