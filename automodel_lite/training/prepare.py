@@ -33,7 +33,7 @@ class PreparedData:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What the order of the data follows from, for checkpoints: other values are other data."""
-        return {"tokens": self.tokens.fingerprint, "packs": self.packs_of(0).plan.fingerprint}
+        return {"tokens": self.tokens.fingerprint, "packs": self.packs_of(0).plan.fingerprint()}
 
 
 def prepare_data(config: Config, shape: MeshShape) -> PreparedData:
