@@ -51,8 +51,12 @@ class CausalLM:
         known = AutoConfig.for_model(settings.pop("model_type"))
         return _override(known, settings)
 
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    def build(
+        self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
+    ) -> PreTrainedModel:
         """The model in fp32 on the CPU, in training mode; random weights come from torch's generator.
+
+        load_arguments   more arguments of `from_pretrained` (quantization)
 
         Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
         model.
@@ -60,7 +64,7 @@ class CausalLM:
         config = self.config(tokenizer)
         self.dtype = (config.dtype if self.pretrained else None) or torch.float32
         if self.pretrained:
-            model = _load(self.pretrained, config)
+            model = _load(self.pretrained, config, load_arguments or {})
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         rows = model.get_input_embeddings().weight.shape[0]
@@ -97,12 +101,12 @@ def _override(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedC
     return config
 
 
-def _load(source: str, config: PretrainedConfig) -> PreTrainedModel:
+def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=torch.float32, output_loading_info=True
+            source, config=config, dtype=torch.float32, output_loading_info=True, **more
         )
     except OSError as error:
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None

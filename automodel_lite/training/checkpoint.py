@@ -23,9 +23,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 _MANIFEST = "COMPLETE.json"
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""Frozen weights (the base of an adapter) come from where the model came from; a checkpoint that lacks a trained one
+does not load."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         _barrier()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_TRAINED)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary / "dcp")
         _barrier()
         if _is_first():
@@ -70,12 +79,20 @@ class Checkpointer:
 
     def load(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restores model and optimizer in place and returns the JSON state."""
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_TRAINED)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=checkpoint / "dcp")
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_TRAINED
+        )
         restored: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
         return restored
+
+    def load_model(self, checkpoint: Path, model: nn.Module) -> None:
+        """Restores the model alone, in place: for export and evaluation."""
+        state = get_model_state_dict(model, options=_TRAINED)
+        dcp.load({"model": state}, checkpoint_id=checkpoint / "dcp")
+        set_model_state_dict(model, state, options=_TRAINED)
 
     def _delete_old(self) -> None:
         for old in sorted(self.folder.glob("step_*"))[: -self.keep_last]:
