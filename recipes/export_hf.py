@@ -33,9 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.to and target.exists():
         raise ConfigError(f"--to {target} exists already: choose another folder.")
     export_hf(target, trained.model, trained.tokenizer, trained.dtype)
-    print(
-        f"{trained.checkpoint.name} of {args.run} written to {target}{' (adapter merged)' if trained.was_merged else ''}"
-    )
+    merged = " (adapter merged)" if trained.was_merged else ""
+    print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
     return 0
 
 

@@ -81,7 +81,8 @@ class Lora:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = f", whole {', '.join(self.modules_to_save)}" if self.modules_to_save else ""
         kind = "dora" if self.use_dora else "lora"
-        return f"{kind} r {self.r}, alpha {self.alpha} on {', '.join(sorted(names))}{whole}: {trained / 1e6:,.2f} M trained"
+        where = ", ".join(sorted(names)) + whole
+        return f"{kind} r {self.r}, alpha {self.alpha} on {where}: {trained / 1e6:,.2f} M trained"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class LoraAdapter:
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them."""
         named = {_PREFIX + name: value for name, value in weights.items()}
-        self.wrapped.save_pretrained(folder, state_dict=named, save_embedding_layers=False)
+        self.wrapped.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
 
     def merge(self) -> None:
         """Raises RuntimeError when the merged weights are not finite."""
