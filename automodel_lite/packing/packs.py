@@ -34,9 +34,14 @@ logger = logging.getLogger(__name__)
 class FlatRows(Protocol):
     """All documents one after the other: document i is tokens offsets[i] to offsets[i + 1] of both arrays."""
 
-    input_ids: np.ndarray
-    labels: np.ndarray
-    offsets: np.ndarray
+    @property
+    def input_ids(self) -> np.ndarray: ...
+
+    @property
+    def labels(self) -> np.ndarray: ...
+
+    @property
+    def offsets(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
