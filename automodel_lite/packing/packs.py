@@ -22,11 +22,11 @@ import pyarrow as pa
 import torch
 
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.packing.plan import PackPlan, next_fit
+from automodel_lite.packing.plan import PackPlan, padding_segments
+from automodel_lite.packing.strategies import next_fit
 
 CROSS_ENTROPY_IGNORE_IDX = -100
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
-PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +155,6 @@ class PackedDataset(torch.utils.data.Dataset):
         return {"input_ids": row["input_ids"], "labels": row["labels"], "attention_mask": attention_mask}
 
 
-def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
-    """Widths of the padding segments that fill a tail: at most PADDING_SEGMENT tokens, or one slot."""
-    widest = max(PADDING_SEGMENT // slot_multiple, 1) * slot_multiple
-    whole, rest = divmod(tail_tokens, widest)
-    return [widest] * whole + [rest] * (rest > 0)
-
-
 def pack_dataset(
     dataset: Any,
     split: str,
@@ -183,7 +176,7 @@ def pack_dataset(
     if max_packs is not None and max_packs < 1:
         raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
     multiple = 2 * cp_size if cp_size > 1 else 1
-    rows, num_dropped = _flat_samples(_split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples)
+    rows, num_dropped = _fitting_samples(split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples)
     lengths = np.diff(rows.offsets)
     if not len(lengths):
         raise DataError(
@@ -198,7 +191,7 @@ def pack_dataset(
     return _materialise(rows, slots, offsets, packed_sequence_size, padding_idx)
 
 
-def _split_of(dataset: Any, split: str) -> Any:
+def split_of(dataset: Any, split: str) -> Any:
     """Only a DatasetDict is indexed by `split`."""
     if not isinstance(dataset, datasets.DatasetDict):
         return dataset
@@ -208,10 +201,15 @@ def _split_of(dataset: Any, split: str) -> Any:
     return dataset[split]
 
 
-def _flat_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenArrays, int]:
-    """The samples that fit a pack, flat, with loss_mask applied to copies of the labels; and how many were too long."""
+def flat_samples(samples: Any) -> TokenArrays:
+    """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
     rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
-    rows = flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
+    return flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
+
+
+def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenArrays, int]:
+    """The samples that fit a pack, and how many were too long."""
+    rows = flat_samples(samples)
     lengths = np.diff(rows.offsets)
     slots = -(-lengths // multiple) * multiple
     long = slots > size
