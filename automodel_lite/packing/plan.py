@@ -152,7 +152,7 @@ def plan_packs(
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
-    _check_settings(packed_sequence_size, strategy, overlong, max_packs, slot_multiple, column_generation)
+    check_settings(packed_sequence_size, strategy, overlong, max_packs, slot_multiple, column_generation)
     lengths = _checked_lengths(lengths)
     note = ""
     if strategy == "wrapped":
@@ -291,9 +291,10 @@ def _count(lengths: np.ndarray, pieces: _Pieces, size: int, strategy: str, overl
     )
 
 
-def _check_settings(
+def check_settings(
     size: int, strategy: str, overlong: str, max_packs: int | None, slot_multiple: int, column_generation: bool
 ) -> None:
+    """Raises ConfigError for arguments of plan_packs that cannot work, whatever the lengths."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"packed_sequence.strategy={strategy!r} is unknown: use one of {', '.join(STRATEGIES)}.")
     if overlong not in OVERLONG:
@@ -301,7 +302,7 @@ def _check_settings(
     for name, value in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
             cure = "use null for all packs" if name == "max_packs" else "use 1 or more"
-            raise ConfigError(f"packed_sequence.{name}={value} must be a whole number over 0: {cure}.")
+            raise ConfigError(f"packed_sequence.{name}={value!r} must be a whole number over 0: {cure}.")
     if size % slot_multiple:
         raise ConfigError(
             f"packed_sequence.packed_sequence_size={size} must be a multiple of {slot_multiple} "
