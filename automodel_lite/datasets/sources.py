@@ -46,7 +46,8 @@ class JsonLines:
 
     @cached_property
     def _bytes(self) -> np.ndarray:
-        return np.memmap(self.path, np.uint8, "r") if self.path.stat().st_size else np.zeros(0, np.uint8)
+        is_empty = self.path.stat().st_size == 0  # which cannot be mapped
+        return np.zeros(0, np.uint8) if is_empty else np.asarray(np.memmap(self.path, np.uint8, "r"))
 
     def __reduce__(self) -> tuple:
         return JsonLines, (self.path, self.name, self.starts, self.line_numbers)

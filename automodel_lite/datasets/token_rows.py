@@ -55,7 +55,7 @@ class TokenRows:
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
     input_ids, labels, offsets = (
-        np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "labels", "offsets")
+        np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("input_ids", "labels", "offsets")
     )
     return TokenRows(input_ids, labels, offsets, folder)
 

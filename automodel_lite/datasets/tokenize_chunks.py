@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from automodel_lite.datasets.token_rows import ID_DTYPE, next_token_labels
 from automodel_lite.errors import DataError
 
 OnBadRow = Literal["error", "skip"]
-CHUNK_DOCUMENTS = 1024
+CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenises about that many
 
 
@@ -46,8 +46,7 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
     ranges = [range(start, min(start + CHUNK_DOCUMENTS, len(rows))) for start in range(0, len(rows), CHUNK_DOCUMENTS)]
     num_proc = job.num_proc or min(num_cores(), len(rows) // MIN_DOCUMENTS_PER_PROCESS)
     if num_proc <= 1:
-        worker = ChunkTokenizer(rows, job)
-        yield from map(worker.chunk, ranges)
+        yield from _chunks_in_threads(ChunkTokenizer(rows, job), ranges)
         return
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_process, (rows, job))
     try:
@@ -61,9 +60,33 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _chunks_in_threads(worker: ChunkTokenizer, ranges: Sequence[range]) -> Iterator[Chunk]:
+    """Renders a chunk (Python) while the one before it is tokenised (Rust, outside of the interpreter's lock)."""
+    with ThreadPoolExecutor(1) as encoder:
+        pending: Future[Chunk] | None = None
+        for wanted in ranges:
+            rendered = worker.render(wanted)
+            if pending is not None:
+                yield pending.result()
+            pending = encoder.submit(worker.encode, rendered)
+        if pending is not None:
+            yield pending.result()
+
+
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+@dataclass
+class Rendered:
+    """Some documents, read and rendered: samples of text, or token ids that were given."""
+
+    num_documents: int
+    samples: list[Sample] = field(default_factory=list)
+    tokens: list[Document] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    num_split_chats: int = 0
 
 
 class ChunkTokenizer:
@@ -76,32 +99,40 @@ class ChunkTokenizer:
         self._backend = bare_backend(job.tokenizer)
 
     def chunk(self, wanted: range) -> Chunk:
-        samples: list[Sample] = []
-        tokens: list[Document] = []
-        num_bad = num_split = 0
-        first_error: DataError | None = None
+        return self.encode(self.render(wanted))
+
+    def render(self, wanted: range) -> Rendered:
+        """Reads and renders documents.
+
+        Raises:
+            DataError: a bad row, unless they are skipped.
+        """
+        rendered = Rendered(num_documents=len(wanted))
         for index in wanted:
             try:
                 document = self._rows[index]
                 if "input_ids" in document:
-                    tokens.append(document)
+                    rendered.tokens.append(document)
                     continue
-                rendered = document_samples(self._renderer, document, self._rows.where(index))
+                samples = document_samples(self._renderer, document, self._rows.where(index))
             except DataError as error:
                 if self._job.on_bad_row == "error":
                     raise
-                num_bad, first_error = num_bad + 1, first_error or error
+                rendered.errors.append(str(error))
                 continue
-            samples += rendered
-            num_split += len(rendered) > 1
-        rows = _token_rows(tokens) if tokens else _sample_rows(self._backend, samples)
+            rendered.samples += samples
+            rendered.num_split_chats += len(samples) > 1
+        return rendered
+
+    def encode(self, rendered: Rendered) -> Chunk:
+        rows = _token_rows(rendered.tokens) if rendered.tokens else _sample_rows(self._backend, rendered.samples)
         return check_rows(
             *rows,
             stop_ids=self._renderer.stop_ids,
-            num_documents=len(wanted),
-            num_bad=num_bad,
-            num_split_chats=num_split,
-            first_error=str(first_error or ""),
+            num_documents=rendered.num_documents,
+            num_bad=len(rendered.errors),
+            num_split_chats=rendered.num_split_chats,
+            first_error=next(iter(rendered.errors), ""),
         )
 
 
