@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-IGNORE_INDEX = -100
+from automodel_lite.thd import IGNORE_INDEX
+
 ID_DTYPE = np.dtype(np.int32)
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from automodel_lite.datasets.chat import Sample, TrainOn
 from automodel_lite.datasets.documents import Document, DocumentRows
 from automodel_lite.datasets.encode import bare_backend, encode
-from automodel_lite.datasets.render import SampleRenderer, document_samples
+from automodel_lite.datasets.render import SampleRenderer
 from automodel_lite.datasets.row_checks import Chunk, check_rows
-from automodel_lite.datasets.token_rows import ID_DTYPE, next_token_labels
+from automodel_lite.datasets.token_rows import next_token_labels
 from automodel_lite.errors import DataError
 
 OnBadRow = Literal["error", "skip"]
@@ -97,6 +97,7 @@ class ChunkTokenizer:
         self._job = job
         self._renderer = SampleRenderer(job.tokenizer, job.train_on, dict(job.template_kwargs))
         self._backend = bare_backend(job.tokenizer)
+        self._vocab_size = len(job.tokenizer)
 
     def chunk(self, wanted: range) -> Chunk:
         return self.encode(self.render(wanted))
@@ -111,10 +112,7 @@ class ChunkTokenizer:
         for index in wanted:
             try:
                 document = self._rows[index]
-                if "input_ids" in document:
-                    rendered.tokens.append(document)
-                    continue
-                samples = document_samples(self._renderer, document, self._rows.where(index))
+                samples = self._samples(document, index, rendered)
             except DataError as error:
                 if self._job.on_bad_row == "error":
                     raise
@@ -123,6 +121,15 @@ class ChunkTokenizer:
             rendered.samples += samples
             rendered.num_split_chats += len(samples) > 1
         return rendered
+
+    def _samples(self, document: Document, index: int, rendered: Rendered) -> list[Sample]:
+        try:
+            if "input_ids" in document:
+                rendered.tokens.append(_given_tokens(document, self._job.train_on, self._vocab_size))
+                return []
+            return self._renderer.samples(document)
+        except DataError as error:
+            raise DataError(f"{self._rows.where(index)}: {error}") from error
 
     def encode(self, rendered: Rendered) -> Chunk:
         rows = _token_rows(rendered.tokens) if rendered.tokens else _sample_rows(self._backend, rendered.samples)
@@ -143,11 +150,24 @@ def _sample_rows(backend: Any, samples: list[Sample]) -> tuple[np.ndarray, np.nd
 
 
 def _token_rows(documents: list[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    input_ids, labels = (
-        np.concatenate([np.asarray(document[name], ID_DTYPE) for document in documents])
-        for name in ("input_ids", "labels")
-    )
-    return input_ids, labels, np.array([len(document["input_ids"]) for document in documents], np.int64)
+    input_ids, labels = (np.concatenate([document[name] for document in documents]) for name in ("input_ids", "labels"))
+    return input_ids, labels, np.array([n for document in documents for n in document["lengths"]], np.int64)
+
+
+def _given_tokens(document: Document, train_on: TrainOn, vocab_size: int) -> Document:
+    """Checks token ids that were given, and gives them labels where all is trained on."""
+    input_ids = document["input_ids"]
+    if len(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < vocab_size:
+        raise DataError(
+            f"column input_ids holds ids from {input_ids.min()} to {input_ids.max()}, and the tokenizer has ids from 0 "
+            f"to {vocab_size - 1}: they were made with another tokenizer."
+        )
+    if train_on == "all":
+        offsets = np.concatenate([[0], np.cumsum(document["lengths"])])
+        return {**document, "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), offsets)}
+    if document["labels"] is None:
+        raise DataError("has input_ids without labels: set train_on=all to train on every token.")
+    return document
 
 
 _worker: ChunkTokenizer

@@ -77,8 +77,8 @@ def check_source(key: str, source: str) -> None:
     looks_local = (
         source.startswith((".", "/", "~"))
         or source.count("/") > 1
-        or os.path.sep in source
-        and Path(source).parent.is_dir()
+        or (os.path.sep in source
+        and Path(source).parent.is_dir())
     )
     folder = Path(source).expanduser()
     if looks_local and not folder.is_dir():
