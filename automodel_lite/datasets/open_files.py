@@ -7,11 +7,10 @@ import glob
 import gzip
 import lzma
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow
 
@@ -112,14 +111,14 @@ def _decompressed(path: Path) -> Path:
     return build_once(default_cache_dir(), "decompressed", path.name, key, unpack).folder / "data"
 
 
-def _zstandard(path: Path) -> IO[bytes]:
+def _zstandard(path: Path) -> pyarrow.CompressedInputStream:
     return pyarrow.CompressedInputStream(str(path), "zstd")
 
 
-COMPRESSIONS = {
-    ".gz": partial(gzip.open, mode="rb"),
-    ".bz2": partial(bz2.open, mode="rb"),
-    ".xz": partial(lzma.open, mode="rb"),
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
     ".zst": _zstandard,
 }
 KINDS = {  # file ending -> builder of `datasets` ("": read here)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from automodel_lite.datasets.cache import CacheEntry, Key, build_once, default_cache_dir, short_hash
 from automodel_lite.datasets.chat import TrainOn
 from automodel_lite.datasets.documents import DocumentRows, Documents
+from automodel_lite.datasets.progress import Progress
 from automodel_lite.datasets.row_checks import RowCounts, Tally
 from automodel_lite.datasets.token_rows import RowsWriter, TokenRows, load_rows
 from automodel_lite.datasets.tokenize_chunks import Job, OnBadRow, tokenize_chunks
@@ -108,7 +109,9 @@ def _build(folder: Path, name: str, kind: str, rows: DocumentRows, job: Job) -> 
     """Writes the rows and counts of one set into `folder`."""
     writer = RowsWriter(folder)
     tally = Tally(job.tokenizer, kind, job.train_on, job.max_bad_frac)
+    progress = Progress(f"tokenizing {name}", len(rows), "documents")
     for chunk in tokenize_chunks(rows, job):
+        progress.add(chunk.counts.num_documents)
         writer.append(chunk.input_ids, chunk.labels, chunk.lengths)
         tally.add(chunk)
     writer.close()

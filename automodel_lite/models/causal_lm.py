@@ -62,7 +62,7 @@ class CausalLM:
         if self.pretrained:
             model = _load(self.pretrained, config)
         else:
-            model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > rows:
             raise ConfigError(
@@ -77,8 +77,7 @@ def check_source(key: str, source: str) -> None:
     looks_local = (
         source.startswith((".", "/", "~"))
         or source.count("/") > 1
-        or (os.path.sep in source
-        and Path(source).parent.is_dir())
+        or (os.path.sep in source and Path(source).parent.is_dir())
     )
     folder = Path(source).expanduser()
     if looks_local and not folder.is_dir():
@@ -103,7 +102,7 @@ def _load(source: str, config: PretrainedConfig) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, torch_dtype=torch.float32, output_loading_info=True
+            source, config=config, dtype=torch.float32, output_loading_info=True
         )
     except OSError as error:
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
@@ -116,7 +115,7 @@ def _load(source: str, config: PretrainedConfig) -> PreTrainedModel:
     if missing or mismatched:
         first = (missing + mismatched)[0]
         raise ConfigError(
-            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape than "
-            f"the config says, {first} first; they would train from random values."
+            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
+            f"than the config says, {first} first; they would train from random values."
         )
     return model
