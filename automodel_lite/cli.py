@@ -110,8 +110,8 @@ def help_text() -> str:
         "",
         "examples:",
         "  torchrun recipes/train_ft.py --config-name llama_packed",
-        "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=longer",
-        "  torchrun recipes/train_ft.py --config-name finetune name=mine model.pretrained=/models/x dataset.path=a.jsonl",
+        "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
+        "  torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
         "  torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
         "  python recipes/train_ft.py --config-name llama_packed --cfg job    (print the whole configuration and stop)",
     ]

@@ -16,16 +16,19 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
-from automodel_lite.loggers.console import Console
+from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.jsonl import JsonlLogger
 from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.models.build import build_model
+from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export_hf
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.checkpoint import Checkpointer
@@ -43,6 +46,10 @@ from automodel_lite.training.validation import validation_loss
 
 def main(config: Config) -> int:
     """Trains until the planned step; returns the exit code."""
+    quiet_libraries()
+    if message := RunFolder(config.output_dir).finished_message(config):
+        Console(is_silent=rank() != 0).print(message)
+        return 0
     recipe = TrainFinetuneRecipe(config)
     recipe.setup()
     return recipe.run()
@@ -66,9 +73,12 @@ class TrainFinetuneRecipe:
         self.plan = training_plan(config.training, self.data.packs_of, batches)
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
-        self.loader = PackLoader(self.data.packs_of, batches, self.mesh.dp_rank, config.seed, config.dataloader)
+        self.source: CausalLM = build(config.model)
+        self.costs = cost_model(self.source.config(self.data.tokenizer))
+        order_of = partial(self.data.order_of, config=config, shape=batches, costs=self.costs)
+        self.loader = PackLoader(order_of, batches, self.mesh.dp_rank, config.dataloader)
         seed_all(config.seed, "model")
-        self.built = build_model(config, self.data.tokenizer, self.mesh)
+        self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
@@ -86,13 +96,15 @@ class TrainFinetuneRecipe:
             move_to(self.scheduler, self.num_steps)
         if self.mesh.rank == 0:
             self.folder.open(self.config)
+            self.data.report(self.loader.shape, self.costs).to_json(self.folder.packing)
             self.folder.rewind_metrics(self.num_steps)
         self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
 
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
-        for topic, text in start_lines(self.config, self.data, self.built, self.mesh, self.plan, self.loader.shape):
+        report = self.data.report(self.loader.shape, self.costs)
+        for topic, text in start_lines(self.config, self.data, report, self.built, self.mesh, self.plan):
             self.console.say(topic, text)
         self.console.say("run", position_line(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
         throughput = Throughput()
@@ -160,7 +172,7 @@ class TrainFinetuneRecipe:
 
     def finish(self) -> None:
         """Exports the model, asks the held-out questions, and marks the run as finished."""
-        if self.config.checkpoint.export_hf and not self.folder.is_finished():
+        if self.config.checkpoint.export_hf:
             export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer, self.built.source_dtype)
             self.console.say("exported", f"{self.folder.hf}: loads with AutoModelForCausalLM.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:

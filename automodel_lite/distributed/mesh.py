@@ -61,7 +61,8 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     if shape.world_size != num_processes:
         raise ConfigError(
             f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp} = "
-            f"{shape.world_size} must equal the {num_processes} processes: set mesh.dp_shard=-1, or start {shape.world_size}."
+            f"{shape.world_size} must equal the {num_processes} processes: set mesh.dp_shard=-1, or "
+            f"start {shape.world_size}."
         )
     return shape
 

@@ -11,7 +11,7 @@ import automodel_lite
 from automodel_lite.config import Config
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.models.build import BuiltModel
-from automodel_lite.training.pack_order import BatchShape
+from automodel_lite.packing.report import PackingReport
 from automodel_lite.training.plan import TrainingPlan
 from automodel_lite.training.prepare import PreparedData
 
@@ -19,7 +19,7 @@ Line = tuple[str, str]
 
 
 def start_lines(
-    config: Config, data: PreparedData, built: BuiltModel, mesh: Mesh, plan: TrainingPlan, shape: BatchShape
+    config: Config, data: PreparedData, report: PackingReport, built: BuiltModel, mesh: Mesh, plan: TrainingPlan
 ) -> list[Line]:
     """(topic, text) of each line: what was built, and why so."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -30,7 +30,8 @@ def start_lines(
         ("attention", built.attention),
         ("data", data.documents.description),
         *(("", note) for note in data.tokens.notes),
-        ("steps", _steps(plan, shape, data)),
+        ("packing", _packing(report)),
+        ("steps", _steps(plan, report)),
     ]
 
 
@@ -59,9 +60,31 @@ def _model(config: Config, built: BuiltModel) -> str:
     )
 
 
-def _steps(plan: TrainingPlan, shape: BatchShape, data: PreparedData) -> str:
-    packs = data.packs_of(0)
-    num_documents = len(packs.plan.doc_ids) / max(len(packs), 1) * shape.global_batch_size
+def _packing(report: PackingReport) -> str:
+    lines = [
+        f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
+        f"{report.documents_per_pack_mean:.1f} documents a pack, fill {report.fill_frac:.1%} "
+        f"(padded batches: {report.padded_fill_frac:.1%})"
+    ]
+    if report.dropped_documents:
+        lines.append(f"dropped {report.dropped_documents:,} over-long documents, {report.dropped_tokens:,} tokens")
+    if report.truncated_documents:
+        lines.append(f"truncated {report.truncated_documents:,} documents by {report.cut_tokens:,} tokens")
+    if report.split_documents:
+        lines.append(f"split {report.split_documents:,} documents")
+    if report.left_out_documents:
+        lines.append(f"max_packs left out {report.left_out_documents:,} documents, {report.left_out_tokens:,} tokens")
+    if report.imbalance_before and report.imbalance_after:
+        lines.append(
+            f"slowest rank {report.imbalance_before:.3f} x the mean, {report.imbalance_after:.3f} x balanced by "
+            f"{report.balance}"
+        )
+    return "\n".join([*lines, *([report.note] if report.note else [])])
+
+
+def _steps(plan: TrainingPlan, report: PackingReport) -> str:
+    shape = plan.shape
+    num_documents = report.documents_per_pack_mean * shape.global_batch_size
     return (
         f"{plan.max_steps:,} = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}; a step is "
         f"{shape.global_batch_size} packs (about {num_documents:,.0f} documents) in micro-batches of "

@@ -32,14 +32,13 @@ class BuiltModel:
     source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
 
 
-def build_model(config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
+def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
     """Every rank builds the same weights; then they are checked and sharded.
 
     Raises ConfigError when the model, the kernel and the device do not fit together.
     """
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
-    source: CausalLM = build(config.model)
     lm = source.build(tokenizer)
     num_parameters = sum(p.numel() for p in lm.parameters())
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)

@@ -64,7 +64,7 @@ def generation_config(
 def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
     """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised."""
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", torch_dtype=dtype)
+        whole = AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", dtype=dtype)
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     whole.load_state_dict(cast, strict=True, assign=True)
     whole.tie_weights()
@@ -72,7 +72,7 @@ def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
 
 
 def _compare(folder: Path, expected: nn.Module) -> None:
-    loaded, report = AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto", output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
         raise RuntimeError(f"the exported model does not load completely: {report}")
     weights = loaded.state_dict()

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from automodel_lite.collate import packed_sequence_thd_collater
 from automodel_lite.config import DataloaderConfig
 from automodel_lite.packing.packs import PackedDataset
-from automodel_lite.training.pack_order import BatchShape, Cursor, MicroBatchSampler, deal, epoch_order
+from automodel_lite.training.pack_order import BatchShape, Cursor, MicroBatchSampler, deal
 
 Batch = dict[str, Any]
 _NEVER = 1 << 60
@@ -40,13 +40,12 @@ class StepBatches:
 class PackLoader:
     """Endless optimizer steps over epochs of packs.
 
-    packs_of   epoch -> packs; the same object each time unless packs are planned anew for each epoch
+    order_of   epoch -> its packs and the order in which they are consumed, int64 [packs]
     """
 
-    packs_of: Callable[[int], PackedDataset]
+    order_of: Callable[[int], tuple[PackedDataset, np.ndarray]]
     shape: BatchShape
     dp_rank: int
-    seed: int
     config: DataloaderConfig
 
     def steps(self, cursor: Cursor) -> Iterator[StepBatches]:
@@ -56,8 +55,7 @@ class PackLoader:
             cursor = Cursor(cursor.epoch + 1, 0)
 
     def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
-        packs = self.packs_of(cursor.epoch)
-        order = epoch_order(len(packs), self.seed, cursor.epoch, self.config.shuffle)
+        packs, order = self.order_of(cursor.epoch)
         size = self.shape.global_batch_size
         starts = range(cursor.packs, len(order), size)
         steps = [deal(order[start : start + size], self.shape) for start in starts]

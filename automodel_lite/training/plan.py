@@ -17,6 +17,7 @@ class TrainingPlan:
 
     max_steps: int
     steps_per_epoch: int
+    shape: BatchShape
 
     @property
     def num_epochs(self) -> float:
@@ -49,4 +50,4 @@ def training_plan(config: TrainingConfig, packs_of: Callable[[int], PackedDatase
         raise ConfigError(
             f"training.max_steps=null and training.num_epochs=null: set one; an epoch is {first} steps of these packs."
         )
-    return TrainingPlan(min(limits), first)
+    return TrainingPlan(min(limits), first, shape)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config import Config, build, build_with
@@ -15,8 +16,11 @@ from automodel_lite.datasets.tokenize import TokenizedData, tokenize_documents
 from automodel_lite.datasets.tokenizer import padding_id
 from automodel_lite.distributed.mesh import MeshShape
 from automodel_lite.errors import ConfigError
+from automodel_lite.packing.balance import CostModel, deal, pack_costs
 from automodel_lite.packing.packer import Packer
 from automodel_lite.packing.packs import PackedDataset
+from automodel_lite.packing.report import PackingReport, packing_report
+from automodel_lite.training.pack_order import BatchShape, epoch_order
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,34 @@ class PreparedData:
     packer: Packer
     packs_of: Callable[[int], PackedDataset]  # epoch -> packs
     val_packs: dict[str, PackedDataset]
+
+    def order_of(
+        self, epoch: int, config: Config, shape: BatchShape, costs: CostModel
+    ) -> tuple[PackedDataset, np.ndarray]:
+        """The packs of an epoch and the order in which they are consumed: shuffled, then dealt by their cost."""
+        packs = self.packs_of(epoch)
+        order = epoch_order(len(packs), config.seed, epoch, config.dataloader.shuffle)
+        dealt = deal(
+            pack_costs(packs.plan, self.tokens.train.lengths, costs)[order],
+            self.packer.balance,
+            ranks=shape.dp_size,
+            micro_steps=shape.micro_steps,
+            micro_batch_size=shape.micro_batch_size,
+            seed=config.seed,
+        )
+        return packs, order[dealt]
+
+    def report(self, shape: BatchShape, costs: CostModel) -> PackingReport:
+        """What the packs of the first epoch cost and gain."""
+        return packing_report(
+            self.packs_of(0).plan,
+            self.tokens.train.lengths,
+            cost_model=costs,
+            balance=self.packer.balance,
+            ranks=shape.dp_size,
+            micro_steps=shape.micro_steps,
+            micro_batch_size=shape.micro_batch_size,
+        )
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -59,6 +91,6 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: 
     if saved != now and not accept_changes:
         changed = ", ".join(f"{key}: was {saved[key]}, now {now[key]}" for key in saved if saved[key] != now.get(key))
         raise ConfigError(
-            f"the data changed since the checkpoint was written ({changed}): bring the old files or settings back, start a "
-            "new run with name=..., or continue on the new data with checkpoint.accept_changes=true."
+            f"the data changed since the checkpoint was written ({changed}): bring the old files or settings back, "
+            "start a new run with name=..., or continue on the new data with checkpoint.accept_changes=true."
         )

@@ -3,7 +3,8 @@
 runs/<name>/
     config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
     checkpoints/      step_00000100/ ...              hf/               the exported model
-    STATUS.json       how the last process of this run ended
+    packing.json      what the packs cost and gain
+        STATUS.json       how the last process of this run ended
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class RunFolder:
         self.path = Path(path).resolve()
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.packing = self.path / "packing.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
         self.status = self.path / "STATUS.json"
@@ -92,9 +94,18 @@ class RunFolder:
     def write_status(self, state: str, step: int) -> None:
         write_atomically(self.status, json.dumps({"state": state, "step": step}) + "\n")
 
-    def is_finished(self) -> bool:
-        """Did a process of this run reach its last step, export included?"""
-        return self.status.is_file() and json.loads(self.status.read_text())["state"] == "finished"
+    def finished_message(self, config: Config) -> str | None:
+        """What to tell someone who starts a run again that has reached its end; None when there is work to do."""
+        self.check(config)
+        if not self.status.is_file() or not self.config.is_file():
+            return None
+        status = json.loads(self.status.read_text())
+        if status["state"] != "finished" or list(changed_settings(saved_config(self.config), plain(config))):
+            return None
+        return (
+            f"{self.path} is finished (step {status['step']}): nothing to do. Start another run with name=..., "
+            "or go on with more training.max_steps and checkpoint.accept_changes=true."
+        )
 
 
 def plain(config: Config) -> dict[str, Any]:
