@@ -7,7 +7,8 @@ offsets     0         4       7 …      int64 [N + 1]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
@@ -17,6 +18,26 @@ import numpy as np
 from automodel_lite.thd import IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
+
+
+class IndexedRows(ABC):
+    """Rows that are no flat arrays: they are read one by one. Pickling them copies no tokens."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [N]."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        """`input_ids` and `labels` of one document."""
 
 
 @dataclass(frozen=True)
