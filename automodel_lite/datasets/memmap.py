@@ -106,7 +106,9 @@ class MemmapCorpus:
         self.val = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
         self.description = f"{', '.join(Path(path).name for path in paths)}: {len(self.train):,} documents, "
         self.description += f"{self.train.num_tokens:,} tokens, mapped as they are"
-        stamps = [f"{path} {_bin_path(path).stat().st_size} B at {_bin_path(path).stat().st_mtime_ns}" for path in paths]
+        stamps = [
+            f"{path} {_bin_path(path).stat().st_size} B at {_bin_path(path).stat().st_mtime_ns}" for path in paths
+        ]
         self.identity = f"memmap({'; '.join(stamps)}; separator_id={self.separator_id}, bos_id={self.bos_id}, "
         self.identity += f"eos_id={self.eos_id})"
 
@@ -115,7 +117,9 @@ class MemmapCorpus:
             raise ConfigError(f"{key}={path}: there is no file {_bin_path(path)}.")
         index = _bin_path(path).with_suffix(".idx")
         dtype, offsets = (
-            read_megatron_index(index) if index.is_file() else _own_index(_bin_path(path), self.dtype, self.separator_id)
+            read_megatron_index(index)
+            if index.is_file()
+            else _own_index(_bin_path(path), self.dtype, self.separator_id)
         )
         return MemmapRows(_bin_path(path), dtype, offsets, self.bos_id, self.eos_id)
 

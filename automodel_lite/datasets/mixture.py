@@ -65,7 +65,9 @@ class Mixture:
     @property
     def train(self) -> DocumentRows:
         """The documents of all datasets, one after the other, as a tokenizer is trained on them."""
-        return ConcatenatedRows([p.dataset.train for p in self.parts.values() if not isinstance(p.dataset, MemmapCorpus)])
+        return ConcatenatedRows(
+            [p.dataset.train for p in self.parts.values() if not isinstance(p.dataset, MemmapCorpus)]
+        )
 
     @property
     def val(self) -> dict[str, DocumentRows]:
@@ -74,7 +76,9 @@ class Mixture:
 
     @property
     def identity(self) -> str:
-        texts = [f"{name}: {p.dataset.identity} {p.weight} {p.repeat} {p.max_documents}" for name, p in self.parts.items()]
+        texts = [
+            f"{name}: {p.dataset.identity} {p.weight} {p.repeat} {p.max_documents}" for name, p in self.parts.items()
+        ]
         return f"mixture({'; '.join(texts)}; {self.stop}, seed={self.seed})"
 
     def mix(self, rows: Mapping[str, Rows]) -> MixedRows:
@@ -98,7 +102,9 @@ class Mixture:
         for name, rows in zip(mixed.names, mixed.parts):
             own = int(rows.lengths[: self.parts[name].max_documents].sum())
             times = taken[name] / max(1, own)
-            line = f"{name}: {taken[name]:,} tokens an epoch, {taken[name] / total:.1%} of all, {times:.2f} × its {own:,}"
+            line = (
+                f"{name}: {taken[name]:,} tokens an epoch, {taken[name] / total:.1%} of all, {times:.2f} x its {own:,}"
+            )
             lines.append(line + (f" (each document {times:.1f} times: more of it?)" if times > MANY_REPEATS else ""))
         return lines
 
