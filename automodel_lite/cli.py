@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.config import check_config, did_you_mean
+from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -45,11 +45,11 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         args = get_args_parser().parse_args(argv)
         if args.help:
             print(help_text())
-            sys.exit(0)
+            _exit(0)
         raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
         if args.cfg:
-            print(OmegaConf.to_yaml(raw, resolve=bool(args.resolve)), end="")
-            sys.exit(0)
+            print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
+            _exit(0)
         config = check_config(raw)
         module, function = main.split(":")
         code = getattr(importlib.import_module(module), function)(config)
@@ -59,7 +59,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         _leave("interrupted", 130)
     except Exception:
         _leave(traceback.format_exc(), 1)
-    sys.exit(code or 0)
+    _exit(code or 0)
 
 
 def compose_config(config_name: str | None, overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -159,5 +159,11 @@ def _leave(message: str, code: int) -> NoReturn:
             Path(error_file).write_text(json.dumps({"message": message.rstrip(), "timestamp": int(time.time())}))
     elif is_mistake:
         time.sleep(_WAIT_FOR_RANK_0_S)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends at once: gloo's threads abort one process in ten that is left to the interpreter's own clean-up."""
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

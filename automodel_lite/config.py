@@ -213,6 +213,13 @@ def check_config(raw: DictConfig) -> Config:
     return config
 
 
+def with_defaults(raw: DictConfig) -> DictConfig:
+    """The configuration with the schema's defaults filled in; keys that the schema does not know stay."""
+    merged = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(Config)), raw)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key."""
 

@@ -124,7 +124,8 @@ def init_mesh(config: MeshConfig) -> Mesh:
     if "RANK" not in os.environ:
         return Mesh(shape, device, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     names = ("dp_replicate", "dp_shard", "cp")
     return Mesh(
         shape,

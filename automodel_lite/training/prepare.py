@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from automodel_lite.config import Config, build, build_with
 from automodel_lite.datasets.documents import Documents
 from automodel_lite.datasets.tokenize import TokenizedData, tokenize_documents
-from automodel_lite.datasets.tokenizer import padding_id
 from automodel_lite.distributed.mesh import MeshShape
 from automodel_lite.errors import ConfigError
 from automodel_lite.packing.balance import CostModel, deal, pack_costs
@@ -70,11 +69,10 @@ class PreparedData:
 
 def prepare_data(config: Config, shape: MeshShape) -> PreparedData:
     """documents -> tokenizer -> token rows (cached, once a node) -> pack plan -> packs read lazily."""
+    packer: Packer = build_with(config.packed_sequence, seed=config.seed, cp_size=shape.cp)  # first: it checks sizes
     documents: Documents = build(config.dataset)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     tokens = tokenize_documents(documents, tokenizer, cache_dir=config.cache_dir, **asdict(config.tokenize))
-    pads = padding_id(tokenizer)
-    packer: Packer = build_with(config.packed_sequence, seed=config.seed, cp_size=shape.cp, padding_idx=pads)
 
     @lru_cache(maxsize=2)
     def packs_of(epoch: int) -> PackedDataset:
