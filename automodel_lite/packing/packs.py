@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.plan import PackPlan, padding_segments
 from automodel_lite.packing.strategies import next_fit
@@ -81,16 +82,12 @@ class PackedDataset(torch.utils.data.Dataset):
     document's own slot instead, which the collater pads to the longest of its batch. [EMPTY_PACK] is a pack of padding.
     """
 
-    def __init__(self, rows: FlatRows, plan: PackPlan, padding_idx: int = 0):
-        if int(rows.offsets[-1]) > len(rows.input_ids) or len(rows.labels) != len(rows.input_ids):
-            raise DataError(
-                f"the rows hold {len(rows.input_ids)} input_ids and {len(rows.labels)} labels for "
-                f"{int(rows.offsets[-1])} tokens: all three must be equal."
-            )
-        if plan.counts.documents != len(rows.offsets) - 1:
+    def __init__(self, rows: FlatRows | IndexedRows, plan: PackPlan, padding_idx: int = 0):
+        num_rows = len(rows) if isinstance(rows, IndexedRows) else _num_flat_rows(rows)
+        if plan.counts.documents != num_rows:
             raise DataError(
                 f"the plan was made for {plan.counts.documents} documents and the rows hold "
-                f"{len(rows.offsets) - 1}: plan again from the lengths of these rows."
+                f"{num_rows}: plan again from the lengths of these rows."
             )
         self.rows = rows
         self.plan = plan
@@ -113,12 +110,30 @@ class PackedDataset(torch.utils.data.Dataset):
             raise IndexError(f"pack {index} of {len(plan)}")
         piece = slice(int(plan.offsets[index]), int(plan.offsets[index + 1]))
         doc_ids = np.asarray(plan.doc_ids[piece])
+        if isinstance(self.rows, IndexedRows):
+            return self._read(self.rows, doc_ids, piece)
         offsets = np.asarray(self.rows.offsets)
         starts, stops = offsets[doc_ids], offsets[doc_ids + 1]
         if plan.starts is not None and plan.stops is not None:
             starts, stops = starts + plan.starts[piece], starts + plan.stops[piece]
         input_ids, labels = np.asarray(self.rows.input_ids), np.asarray(self.rows.labels)
         return [(input_ids[start:stop], labels[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist())]
+
+    def _read(self, rows: IndexedRows, doc_ids: np.ndarray, piece: slice) -> list[Document]:
+        documents = [(row["input_ids"], row["labels"]) for row in map(rows.__getitem__, doc_ids.tolist())]
+        if self.plan.starts is None or self.plan.stops is None:
+            return documents
+        pieces = zip(self.plan.starts[piece].tolist(), self.plan.stops[piece].tolist())
+        return [(ids[start:stop], labels[start:stop]) for (ids, labels), (start, stop) in zip(documents, pieces)]
+
+
+def _num_flat_rows(rows: FlatRows) -> int:
+    if int(rows.offsets[-1]) > len(rows.input_ids) or len(rows.labels) != len(rows.input_ids):
+        raise DataError(
+            f"the rows hold {len(rows.input_ids)} input_ids and {len(rows.labels)} labels for "
+            f"{int(rows.offsets[-1])} tokens: all three must be equal."
+        )
+    return len(rows.offsets) - 1
 
 
 def lay_out(documents: Sequence[Document], size: int, slot_multiple: int = 1, padding_idx: int = 0) -> dict[str, Any]:
