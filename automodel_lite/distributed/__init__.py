@@ -1,1 +1,1 @@
-"""Ranks: meshes, context parallelism, sharding. Nothing outside of this package knows about them but attention."""
+"""Processes: the device mesh, sharding of the model, context parallelism."""

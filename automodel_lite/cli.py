@@ -1,0 +1,154 @@
+"""The command line of every recipe: compose the configuration, run, and say what went wrong in one sentence.
+
+Hydra composes; what it leaves to the user is done here. An override needs no `+`: every key is checked afterwards against
+the schema and the signatures (config.check_config), so a new key is either known or named as a mistake. Errors that a user
+can mend are printed by rank 0 alone, without a traceback, and are the last words on the screen under torchrun too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from automodel_lite.config import check_config, did_you_mean
+from automodel_lite.errors import ConfigError, DataError
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
+_WAIT_FOR_RANK_0_S = 10.0
+
+
+def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
+    """Composes the configuration named on the command line, checks it, calls `main(config)` and exits.
+
+    main   "recipes.train_ft:main", imported only when there is something to run: `--help` and `--cfg` need no torch.
+
+    Exit codes: 0 done, 2 a mistake in the settings or the data, 1 any other error, else what `main` returned.
+    """
+    try:
+        args = get_args_parser().parse_args(argv)
+        if args.help:
+            print(help_text())
+            sys.exit(0)
+        raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
+        if args.cfg:
+            print(OmegaConf.to_yaml(raw, resolve=bool(args.resolve)), end="")
+            sys.exit(0)
+        config = check_config(raw)
+        module, function = main.split(":")
+        code = getattr(importlib.import_module(module), function)(config)
+    except (ConfigError, DataError) as error:
+        _leave(str(error), CONFIG_EXIT)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+    except Exception:
+        _leave(traceback.format_exc(), 1)
+    sys.exit(code or 0)
+
+
+def compose_config(config_name: str | None, overrides: list[str], config_dir: str | None = None) -> DictConfig:
+    """The merged configuration of a preset and overrides such as `training.max_steps=10 attention=varlen`.
+
+    `config_dir` is a folder of the user's own presets and group options, searched beside the project's.
+    Raises ConfigError: unknown preset or option, unreadable override.
+    """
+    if config_name is None:
+        raise ConfigError(f"--config-name is missing: choose one of {', '.join(presets(config_dir))}.")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+            return compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_sentence(error, config_name, config_dir)) from None
+
+
+def presets(config_dir: str | None = None) -> list[str]:
+    """Names for --config-name."""
+    return sorted({p.stem for folder in _folders(config_dir) for p in folder.glob("*.yaml") if not p.stem.startswith("_")})
+
+
+def groups(config_dir: str | None = None) -> dict[str, list[str]]:
+    """Group -> its options: {"attention": ["auto", "flash", ...]}."""
+    found: dict[str, set[str]] = {}
+    for folder in _folders(config_dir):
+        for path in folder.glob("*/*.yaml"):
+            found.setdefault(path.parent.name, set()).add(path.stem)
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+def help_text() -> str:
+    """What `--help` prints: presets, groups with their options, and examples."""
+    lines = ["Fine-tune a Hugging Face causal LM on packed sequences.", "", "usage: torchrun recipes/train_ft.py --config-name PRESET [key=value ...]"]
+    lines += ["", "presets: " + ", ".join(presets()), "", "groups (group=option):"]
+    lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups().items()]
+    lines += [
+        "",
+        "examples:",
+        "  torchrun recipes/train_ft.py --config-name llama_packed",
+        "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 training.max_steps=50",
+        "  torchrun recipes/train_ft.py --config-name finetune model.pretrained=/models/llama dataset.path=chats.jsonl name=mine",
+        "  torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
+        "  python recipes/train_ft.py --config-name llama_packed --cfg job    (print the whole configuration and stop)",
+    ]
+    return "\n".join(lines)
+
+
+def _folders(config_dir: str | None) -> list[Path]:
+    return [CONF_DIR, *([Path(config_dir)] if config_dir else [])]
+
+
+def _open(override: str, known_groups: dict[str, list[str]]) -> str:
+    """`a.b=1` -> `++a.b=1`: set or add, the check comes later; group choices and Hydra's own keys stay as they are."""
+    key = override.split("=", 1)[0]
+    if not re.match(r"^[A-Za-z_]", override) or "=" not in override:
+        return override
+    is_group = key.split("@")[0] in known_groups
+    return override if is_group or key.startswith("hydra") else f"++{override}"
+
+
+def _sentence(error: Exception, config_name: str, config_dir: str | None) -> str:
+    """Hydra's message in one line with the key, the value and the nearest right name."""
+    text = str(error)
+    if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
+        group, option = match.groups()
+        options = groups(config_dir).get(group, [])
+        return f"{group}={option}: no such option{did_you_mean(option, options) or '.'} The options are {', '.join(options)}."
+    if "Cannot find primary config" in text:
+        known = presets(config_dir)
+        return f"--config-name {config_name}: no such preset{did_you_mean(config_name, known) or '.'} The presets are {', '.join(known)}."
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    """Ends the process with one message on the screen, from rank 0 alone.
+
+    torchrun prints a summary after every failure; the text it quotes as the root cause is read from the file named by
+    TORCHELASTIC_ERROR_FILE. The other ranks wait so that rank 0 is seen to fail first.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_mistake = code == CONFIG_EXIT
+    if rank == 0 or not is_mistake:
+        prefix = "" if rank == 0 else f"[rank {rank}] "
+        print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)
+        if error_file:
+            Path(error_file).write_text(json.dumps({"message": message.rstrip(), "timestamp": int(time.time())}))
+    elif is_mistake:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,363 @@
+"""The configuration: a typed schema, the check before anything is loaded, and `build`, which makes a part from its block.
+
+YAML holds constants. Scalars live in the schema below (type, default, unit); a part (dataset, model, optimizer ...) is a
+block with a `_target_`, whose other keys are the arguments of that function or class. Objects that exist only at run time
+(the tokenizer, the model's parameters) are handed to `build(block, object, name=object)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from automodel_lite.errors import ConfigError
+
+Part = dict[str, Any]
+
+
+@dataclass
+class MeshConfig:
+    """Axes of the device mesh; their product is the number of processes."""
+
+    dp_replicate: int = 1  # replicas of the sharded model (HSDP); > 1 with dp_shard > 1
+    dp_shard: int = -1  # processes over which parameters are sharded; -1 = all that remain
+    cp: int = 1  # processes that share one pack (context parallel)
+    strategy: str = "auto"  # fsdp | ddp | none | auto (fsdp with several processes or a GPU, else none)
+    cp_exchange: str = "all_gather"  # all_gather | all_to_all | te (Transformer Engine's own)
+    timeout_s: int = 600  # a collective that takes longer ends the run
+
+
+@dataclass
+class DataloaderConfig:
+    """How packs are read."""
+
+    num_workers: int = 0  # processes a rank that read packs ahead
+    prefetch_factor: int = 4  # batches that each worker keeps ready
+    pin_memory: bool = True  # page-locked batches (GPU only)
+    shuffle: bool = True  # the order of packs is drawn anew each epoch from (seed, epoch)
+
+
+@dataclass
+class TrainingConfig:
+    """How long, how much at a time, and how often something is said. Batch sizes are in packs."""
+
+    max_steps: int | None = None  # optimizer steps; null = num_epochs decides
+    num_epochs: int | None = None  # passes over the packs; null = max_steps decides
+    micro_batch_size: int = 1  # packs a forward of one data-parallel rank
+    global_batch_size: int | None = None  # packs an optimizer step over all ranks; null = micro_batch_size x ranks
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
+    log_every_steps: int = 10
+    val_every_steps: int = 0  # 0 = only at the end
+    precision: str = "auto"  # fp32 | bf16 (bf16 compute, fp32 master weights) | auto (bf16 on a GPU, else fp32)
+    activation_checkpointing: str = "none"  # none | full (recompute each layer in the backward pass)
+    num_threads: int = 0  # CPU threads a process; 0 = the cores divided by the processes of this host
+
+
+@dataclass
+class CheckpointConfig:
+    """When a checkpoint is written and which are kept."""
+
+    every_steps: int = 0  # 0 = only at the end
+    keep_last: int = 2  # newest checkpoints kept
+    accept_changes: bool = False  # continue although settings that shape the numbers changed since the run began
+    export_hf: bool = True  # write hf/, a folder that from_pretrained loads, at the end
+
+
+@dataclass
+class Config:
+    """Everything a run is made of, in the order the data meets it."""
+
+    name: str = MISSING  # the run's folder is output_dir
+    seed: int = 0
+    output_dir: str = "runs/${name}"
+    cache_dir: str = ".cache"  # tokenised data and trained tokenizers, shared by runs
+    train_on: str = "assistant"  # assistant | last_assistant | completion | all
+    dataset: Part = field(default_factory=dict)
+    tokenizer: Part = field(default_factory=dict)
+    packed_sequence: Part = field(default_factory=dict)
+    dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: Part = field(default_factory=dict)
+    attention: Part = field(default_factory=dict)
+    loss: Part = field(default_factory=dict)
+    optimizer: Part = field(default_factory=dict)
+    lr_scheduler: Part = field(default_factory=dict)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: Part = field(default_factory=dict)
+    logger: Part = field(default_factory=dict)
+
+
+CHOICES = {
+    "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
+    "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
+    "training.precision": ("auto", "fp32", "bf16"),
+    "training.activation_checkpointing": ("none", "full"),
+    "train_on": ("assistant", "last_assistant", "completion", "all"),
+}
+AT_LEAST = {
+    "training.max_steps": 1,
+    "training.num_epochs": 1,
+    "training.micro_batch_size": 1,
+    "training.global_batch_size": 1,
+    "training.log_every_steps": 1,
+    "training.val_every_steps": 0,
+    "training.max_grad_norm": 0,
+    "training.num_threads": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.keep_last": 1,
+    "dataloader.num_workers": 0,
+    "dataloader.prefetch_factor": 1,
+    "mesh.dp_replicate": 1,
+    "mesh.cp": 1,
+    "mesh.timeout_s": 1,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- building
+def build(part: Mapping[str, Any], *args: Any, **runtime: Any) -> Any:
+    """Calls the part's `_target_` with its constants, then `args` and `runtime`; nested parts are built first.
+
+    Plain Python values reach the target, never OmegaConf containers. The signature is checked before any work.
+    Raises ConfigError: unknown target or argument, with the closest name.
+
+    >>> build({"_target_": "torch.optim.AdamW", "lr": 1e-3}, model.parameters())
+    """
+    target = locate(part["_target_"])
+    constants = {key: _build_nested(value) for key, value in part.items() if key != "_target_"}
+    try:
+        inspect.signature(target).bind(*args, **constants, **runtime)
+    except TypeError as error:
+        raise ConfigError(f"{part['_target_']}: {error}.") from None
+    return target(*args, **constants, **runtime)
+
+
+def _build_nested(value: Any) -> Any:
+    if isinstance(value, dict):
+        return build(value) if "_target_" in value else {key: _build_nested(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_build_nested(item) for item in value]
+    return value
+
+
+def locate(path: str) -> Callable[..., Any]:
+    """The function or class of a dotted path: `torch.optim.AdamW`."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+                continue
+            raise
+        for name in parts[cut:]:
+            if name not in dir(found):
+                raise ConfigError(f"_target_={path}: {found.__name__} has no {name}{did_you_mean(name, dir(found))}.")
+            found = getattr(found, name)
+        return found
+    raise ConfigError(f"_target_={path}: there is no module {parts[0]}.")
+
+
+# ---------------------------------------------------------------------------------------------------------- checking
+def check_config(raw: DictConfig) -> Config:
+    """A composed configuration -> the typed one; raises one ConfigError that lists every problem, a line each.
+
+    Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}` before anything is loaded.
+    """
+    problems = list(_unresolved(raw))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    plain = OmegaConf.to_container(raw, resolve=True)
+    assert isinstance(plain, dict)
+    problems = list(_schema_problems(plain, Config, ""))
+    if not problems:
+        problems = [*_choice_problems(plain), *_range_problems(plain)]
+        for key, part in _parts(plain):
+            problems += _part_problems(key, part)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+    assert isinstance(config, Config)
+    return config
+
+
+def _unresolved(raw: DictConfig) -> Iterator[str]:
+    """Missing values (`???`) and interpolations that do not resolve, each with its key."""
+
+    def walk(node: Any, prefix: str) -> Iterator[str]:
+        keys = node.keys() if isinstance(node, DictConfig) else range(len(node))
+        for key in keys:
+            path = f"{prefix}.{key}" if prefix else str(key)
+            if OmegaConf.is_missing(node, key):
+                yield f"{path} has no value: set {path}=..."
+                continue
+            try:
+                child = node[key]
+            except OmegaConfBaseException as error:
+                text = OmegaConf.to_container(raw, resolve=False)
+                for step in path.split("."):
+                    text = text[int(step) if isinstance(text, list) else step]  # type: ignore[index,call-overload]
+                yield f"{path}={text}: {str(error).splitlines()[0].rstrip('.')}."
+                continue
+            if OmegaConf.is_config(child):
+                yield from walk(child, path)
+
+    yield from walk(raw, "")
+
+
+def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:
+    hints = typing.get_type_hints(schema)
+    for key, value in node.items():
+        path = f"{prefix}{key}"
+        if key not in hints:
+            yield f"{path}={_show(value)}: unknown key{did_you_mean(path, known_keys())}."
+        elif is_dataclass(hints[key]):
+            if isinstance(value, dict):
+                yield from _schema_problems(value, hints[key], f"{path}.")
+            else:
+                yield f"{path}={_show(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
+        elif hints[key] == Part:
+            if not isinstance(value, dict):
+                yield f"{path}={_show(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
+        elif not matches(value, hints[key]):
+            yield f"{path}={_show(value)} must be {describe(hints[key])}."
+
+
+def _choice_problems(plain: dict[str, Any]) -> Iterator[str]:
+    for key, choices in CHOICES.items():
+        value = _lookup(plain, key)
+        if value is not None and value not in choices:
+            yield f"{key}={_show(value)} must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}."
+
+
+def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
+    for key, least in AT_LEAST.items():
+        value = _lookup(plain, key)
+        if value is not None and value < least:
+            yield f"{key}={value} must be at least {least}."
+
+
+def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
+    """Arguments that the part's target does not take, or takes as another type."""
+    try:
+        target = locate(part["_target_"])
+    except ConfigError as error:
+        yield f"{key}.{error}"
+        return
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = _parameter_hints(target)
+    for name, value in part.items():
+        path = f"{key}.{name}"
+        if name == "_target_" or (takes_any and name not in parameters):
+            continue
+        if name not in parameters:
+            options = [f"{key}.{p}" for p in parameters]
+            yield f"{path}={_show(value)}: unknown key{did_you_mean(path, options)}."
+        elif name in hints and not (isinstance(value, dict) and "_target_" in value) and not matches(value, hints[name]):
+            yield f"{path}={_show(value)} must be {describe(hints[name])}."
+
+
+def _parameter_hints(target: Callable[..., Any]) -> dict[str, Any]:
+    annotated = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(annotated)
+    except (NameError, TypeError):  # annotations of another library that only exist for its type checker
+        return {}
+
+
+def _parts(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every block with a `_target_`, with its key."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield prefix, node
+        for key, value in node.items():
+            yield from _parts(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _parts(value, f"{prefix}.{index}")
+
+
+def known_keys() -> list[str]:
+    """Every key of the schema, dotted: `training.max_steps`."""
+
+    def walk(schema: type, prefix: str) -> Iterator[str]:
+        for name, hint in typing.get_type_hints(schema).items():
+            yield prefix + name
+            if is_dataclass(hint):
+                yield from walk(typing.cast(type, hint), f"{prefix}{name}.")
+
+    return list(walk(Config, ""))
+
+
+def matches(value: Any, hint: Any) -> bool:
+    """Does a YAML value fit a type annotation? An int serves as a float; annotations of objects take anything."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(matches(value, arg) for arg in args)
+    if origin is typing.Literal:
+        return value in args
+    if hint is type(None):
+        return value is None
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str)
+    if (origin or hint) in (list, tuple):
+        item = args[0] if args else Any
+        return isinstance(value, (list, tuple)) and all(matches(v, item) for v in value)
+    if (origin or hint) is dict:
+        return isinstance(value, dict)
+    return True
+
+
+def describe(hint: Any) -> str:
+    """A type annotation in words: `int | None` -> `a whole number or null`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(hint, "a list" if (origin or hint) in (list, tuple) else "a group of keys")
+
+
+def _lookup(plain: Mapping[str, Any], key: str) -> Any:
+    node: Any = plain
+    for step in key.split("."):
+        if not isinstance(node, dict) or step not in node:
+            return None
+        node = node[step]
+    return node
+
+
+def _first_option(key: str) -> str:
+    return {"model": "pretrained", "dataset": "path", "optimizer": "lr"}.get(key, "_target_")
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
+    """The closest known name, by its last part first: a right key under a wrong group is found too."""
+    known = [k for k in known if not k.split(".")[-1].startswith("_")]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not close:
+        last = {k.split(".")[-1]: k for k in known}
+        close = [last[m] for m in difflib.get_close_matches(name.split(".")[-1], last, n=1, cutoff=0.7)]
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,176 @@
+"""Fine-tune a Hugging Face causal LM on packed sequences.
+
+    torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512
+
+    files ─▶ documents ─▶ token rows ─▶ pack plan ─▶ packs ─▶ batch ─▶ ThdBatch ─▶ shard ─▶ hidden ─▶ loss
+                                                              [B,S]     [T]       [T/cp]   [T/cp,C]  sum
+
+`setup()` builds the parts in the order the data meets them, `run()` says when things happen, `step()` says what.
+"""
+
+from __future__ import annotations
+
+from automodel_lite.cli import run_recipe
+
+if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+    run_recipe("recipes.train_ft:main")
+
+from dataclasses import asdict
+
+import torch
+
+from automodel_lite.config import Config, build
+from automodel_lite.distributed.context_parallel import cp_shard
+from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, world_size
+from automodel_lite.loggers.console import Console
+from automodel_lite.loggers.jsonl import JsonlLogger
+from automodel_lite.loggers.start import position_text, start_block
+from automodel_lite.models.build import build_model
+from automodel_lite.models.export import export_hf
+from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.training.checkpoint import Checkpointer
+from automodel_lite.training.loader import PackLoader, StepBatches
+from automodel_lite.training.metrics import StepResult, Throughput, step_metrics, sum_counts
+from automodel_lite.training.optim import clip_gradients
+from automodel_lite.training.pack_order import Cursor
+from automodel_lite.training.plan import batch_shape, training_plan
+from automodel_lite.training.prepare import check_same_data, prepare_data
+from automodel_lite.training.run_folder import RunFolder
+from automodel_lite.training.seed import seed_all
+from automodel_lite.training.validation import validation_loss
+
+
+def main(config: Config) -> int:
+    """Trains until the planned step; returns the exit code."""
+    recipe = TrainFinetuneRecipe(config)
+    recipe.setup()
+    return recipe.run()
+
+
+class TrainFinetuneRecipe:
+    """One run: built by `setup()`, trained by `run()`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def setup(self) -> None:
+        """Builds every part; raises ConfigError or DataError before anything is trained."""
+        config = self.config
+        self.console = Console(is_silent=rank() != 0)
+        self.folder = RunFolder(config.output_dir)
+        self.folder.check(config)
+        shape = mesh_shape(config.mesh, world_size())
+        batches = batch_shape(config.training, shape.dp)
+        self.data = prepare_data(config, shape)
+        self.plan = training_plan(config.training, self.data.packs_of, batches)
+        self.mesh = init_mesh(config.mesh)
+        self.loader = PackLoader(self.data.packs_of, batches, self.mesh.dp_rank, config.seed, config.dataloader)
+        seed_all(config.seed, "model")
+        self.built = build_model(config, self.data.tokenizer, self.mesh)
+        self.model = self.built.model
+        self.optimizer = build(config.optimizer, self.model.loss_model)
+        self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
+        self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint.keep_last)
+        self.resume()
+
+    def resume(self) -> None:
+        """Continues from the newest complete checkpoint, or starts fresh."""
+        self.num_steps, self.cursor = 0, Cursor()
+        self.checkpoint = self.checkpointer.newest()
+        if self.checkpoint:
+            state = self.checkpointer.load(self.checkpoint, self.model.loss_model, self.optimizer)
+            check_same_data(state["data"], self.data.fingerprint, self.config.checkpoint.accept_changes)
+            self.num_steps, self.cursor = state["step"], Cursor(**state["cursor"])
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.mesh.rank == 0:
+            self.folder.open(self.config)
+            self.folder.rewind_metrics(self.num_steps)
+        self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
+
+    def run(self) -> int:
+        """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
+        training = self.config.training
+        self.console.print(start_block(self.config, self.data, self.built, self.mesh, self.plan, self.loader.shape))
+        self.console.say("run", position_text(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
+        throughput = Throughput()
+        steps = self.loader.steps(self.cursor)
+        while self.num_steps < self.plan.max_steps:
+            throughput.start()
+            batches = next(steps)
+            seed_all(self.config.seed, self.num_steps, self.mesh.rank)
+            result = self.step(batches)
+            throughput.stop(result.counts, batches.wait_s)
+            self.num_steps, self.cursor = self.num_steps + 1, batches.after
+            if self.is_due(training.log_every_steps):
+                self.log(result, throughput, batches)
+                throughput = Throughput()
+            if self.is_due(training.val_every_steps):
+                self.validate()
+            if self.is_due(self.config.checkpoint.every_steps):
+                self.save()
+        self.finish()
+        return 0
+
+    def step(self, batches: StepBatches) -> StepResult:
+        """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step."""
+        micro_batches = [to_thd(batch) for batch in batches.micro_batches]
+        counts = sum_counts(micro_batches, self.mesh)
+        loss_sum = torch.zeros((), device=self.mesh.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            with self.model.accumulate(is_last=number == len(micro_batches)):
+                loss = self.model(self.this_ranks_part(batch))
+                (loss * (self.model.mean_ranks / max(counts.num_label_tokens, 1))).backward()
+            loss_sum += loss.detach()
+        grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
+        lr = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss_sum, grad_norm, lr, counts)
+
+    def this_ranks_part(self, batch: ThdBatch) -> ThdBatch:
+        """The tokens of this context-parallel rank, on its device."""
+        return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange).to(self.mesh.device)
+
+    def is_due(self, every_steps: int) -> bool:
+        """At every so many steps (0 = never), and after the last step."""
+        return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
+
+    def log(self, result: StepResult, throughput: Throughput, batches: StepBatches) -> None:
+        """One row on the screen and in metrics.jsonl."""
+        row = step_metrics(result, throughput, self.mesh, self.num_steps, batches.epoch, self.plan.max_steps)
+        self.console.step(row)
+        self.metrics.log(asdict(row))
+
+    def validate(self) -> None:
+        """Mean loss over the label tokens of each validation set; every document is counted once."""
+        for name, packs in self.data.val_packs.items():
+            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.this_ranks_part)
+            self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
+            self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+
+    def save(self) -> None:
+        """A checkpoint of everything that the next step depends on."""
+        state = {
+            "step": self.num_steps,
+            "cursor": asdict(self.cursor),
+            "scheduler": self.scheduler.state_dict(),
+            "data": self.data.fingerprint,
+        }
+        path = self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, state)
+        self.console.print(f"{self.num_steps:7d}  saved {path.name}")
+
+    def finish(self) -> None:
+        """Exports the model, asks the held-out questions, and marks the run as finished."""
+        if self.config.checkpoint.export_hf and not self.folder.is_finished():
+            export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer)
+            self.console.say("exported", f"{self.folder.hf}: loads with AutoModelForCausalLM.from_pretrained")
+            if self.config.evaluation and self.mesh.rank == 0:
+                answers = build(self.config.evaluation).ask(self.folder.hf, self.data.documents.questions)
+                self.console.print(answers.text())
+                self.metrics.log({"step": self.num_steps, "answers_right": answers.num_right, "answers": len(answers)})
+        if self.mesh.rank == 0:
+            self.folder.write_status("finished", self.num_steps)
+        self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
+        self.metrics.close()
+        self.mesh.close()
