@@ -93,9 +93,10 @@ def default_collater(batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: 
             rows = pad_within_micro(values, get_pad_token_from_key(key, pad_ids), pad_seq_len_divisible)
             collated[key] = batchify(torch.LongTensor(rows))
     if "attention_mask" in collated:
-        collated["padding_mask"] = collated["attention_mask"] == 0
+        collated["padding_mask"] = collated["attention_mask"].eq(0)
     elif "input_ids" in collated:
-        collated["padding_mask"] = collated["input_ids"] == get_pad_token_from_key("input_ids", pad_ids)
+        pad_id: Any = get_pad_token_from_key("input_ids", pad_ids)
+        collated["padding_mask"] = collated["input_ids"].eq(pad_id)
     return collated
 
 

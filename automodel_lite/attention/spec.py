@@ -52,12 +52,22 @@ def layer_window(config: PretrainedConfig, layer_idx: int | None) -> int | None:
     return config_value(config, "sliding_window")
 
 
-def attention_spec(model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype) -> AttentionSpec:
+def attention_spec(
+    model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype, own_exchange: bool = False
+) -> AttentionSpec:
     """What a model of this config will ask of its attention kernel.
 
-    Raises ConfigError for layers that cannot be packed (recurrent, convolution, chunked attention).
+    own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
+    Raises ConfigError for layers that cannot be packed (recurrent, convolution, chunked attention), and for attention
+    dropout, which no packed kernel has.
     """
     config = model_config.get_text_config()
+    dropout = config_value(config, "attention_dropout", 0.0)
+    if dropout:
+        raise ConfigError(
+            f"model_type={config.model_type} has attention_dropout={dropout}, which packed kernels do not do: set "
+            "model.config.attention_dropout=0."
+        )
     num_heads = config.num_attention_heads
     head_dim = config_value(config, "head_dim", config.hidden_size // num_heads)
     value_head_dim = head_dim
@@ -76,5 +86,5 @@ def attention_spec(model_config: PretrainedConfig, device: torch.device | str, d
         window=min((window for window in windows if window is not None), default=None),
         softcap=config_value(config, "attn_logit_softcapping"),
         sinks=config.model_type in FAMILIES_WITH_SINKS,
-        dropout=config_value(config, "attention_dropout", 0.0),
+        own_exchange=own_exchange,
     )

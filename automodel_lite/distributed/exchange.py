@@ -139,17 +139,13 @@ class Ulysses:
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """Hands the group to the `te` kernel, which wants the padded boundaries of the whole stream on every rank.
-
-    comm_type  "p2p", "all_gather" or "a2a"
-    """
+    """Hands the group to the `te` kernel, which wants the padded boundaries of the whole stream on every rank."""
 
     group: dist.ProcessGroup
-    comm_type: str
 
     @property
     def kernel_kwargs(self) -> dict[str, Any]:
-        return {"cp_group": self.group, "cp_comm_type": self.comm_type}
+        return {"cp_group": self.group}
 
     def before(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
@@ -166,6 +162,6 @@ class TransformerEngine:
 def heads_do_not_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> str:
     """The sentence for a model whose heads an all-to-all cannot deal out."""
     return (
-        f"mesh.cp={cp_size} with the ulysses exchange must divide the {num_heads} query heads, and divide or be "
-        f"divided by the {num_kv_heads} key/value heads: use the all_gather exchange, which has no such rule."
+        f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {num_heads} query heads, and divide or be "
+        f"divided by the {num_kv_heads} key/value heads: take mesh.cp_exchange=all_gather, which has no such rule."
     )
