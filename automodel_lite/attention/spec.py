@@ -26,7 +26,7 @@ REFUSED_LAYERS = {
     "recurrent": "carries a recurrent state from one document into the next",
     "conv": "convolves over the boundary of two documents",
 }
-UNPACKED = "train it with packed_sequence.strategy=none and micro batches of one row, or take another model"
+UNPACKED = "take another model, docs/models.md lists the families that can be packed"
 
 
 def config_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
@@ -68,7 +68,9 @@ def attention_spec(
             f"model_type={config.model_type} has attention_dropout={dropout}, which packed kernels do not do: set "
             "model.config.attention_dropout=0."
         )
-    num_heads = config.num_attention_heads
+    num_heads = config_value(config, "num_attention_heads")
+    if num_heads is None:
+        raise ConfigError(f"model_type={config.model_type} has no attention layers to keep documents apart in: {UNPACKED}.")
     head_dim = config_value(config, "head_dim", config.hidden_size // num_heads)
     value_head_dim = head_dim
     if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values

@@ -12,7 +12,7 @@ from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.probe import TOLERANCE_STD
 from automodel_lite.attention.spec import config_value
 from automodel_lite.distributed.context_parallel import cp_shard
-from automodel_lite.distributed.exchange import heads_do_not_divide
+from automodel_lite.distributed.exchange import check_heads_divide
 from automodel_lite.distributed.zigzag import shard_indices
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionPlan, ThdBatch
@@ -38,8 +38,7 @@ def check_cp_settings(
             f"(2 * mesh.cp): use {good}."
         )
     if exchange == "all_to_all":
-        if spec.num_heads % cp_size or (spec.num_kv_heads % cp_size and cp_size % spec.num_kv_heads):
-            raise ConfigError(heads_do_not_divide(cp_size, spec.num_heads, spec.num_kv_heads))
+        check_heads_divide(cp_size, spec.num_heads, spec.num_kv_heads)
     _refuse_length_dependent_rope(model_config.get_text_config(), cp_size, packed_sequence_size)
 
 
@@ -77,8 +76,8 @@ def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=cp_mesh.get_group())
     if not torch.equal(largest, smallest):
         raise ConfigError(
-            f"the {cp_mesh.size()} context-parallel ranks of a group read different packs (hash of token ids, labels or "
-            "boundaries): give all of them the same data, seed and packed_sequence settings."
+            f"the {cp_mesh.size()} context-parallel ranks of a group read different packs (hash of token ids, labels "
+            "or boundaries): give all of them the same data, seed and packed_sequence settings."
         )
 
 
