@@ -18,6 +18,7 @@ from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES
 
+LAYERS: dict[str, Any] = {"lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}}
 ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128, 128)
 
 
@@ -51,7 +52,7 @@ def test_spec_of_a_family(family: str, want: dict[str, Any]) -> None:
 )
 def test_layers_that_cannot_be_packed(model_type: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        attention_spec(AutoConfig.for_model(model_type), "cpu", torch.float32)
+        attention_spec(AutoConfig.for_model(model_type, **LAYERS.get(model_type, {})), "cpu", torch.float32)
 
 
 def test_attention_dropout_is_refused() -> None:
