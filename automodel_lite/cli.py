@@ -1,8 +1,9 @@
 """The command line of every recipe: compose the configuration, run, and say what went wrong in one sentence.
 
-Hydra composes; what it leaves to the user is done here. An override needs no `+`: every key is checked afterwards against
-the schema and the signatures (config.check_config), so a new key is either known or named as a mistake. Errors that a user
-can mend are printed by rank 0 alone, without a traceback, and are the last words on the screen under torchrun too.
+Hydra composes; what it leaves to the user is done here. An override needs no `+`: every key is checked afterwards
+against the schema and the signatures (config.check_config), so a new key is either known or named as a mistake.
+Errors that a user can mend are printed by rank 0 alone, without a traceback, and are the last words on the screen
+under torchrun too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import NoReturn
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.config import check_config, did_you_mean
+from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -43,11 +45,11 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         args = get_args_parser().parse_args(argv)
         if args.help:
             print(help_text())
-            sys.exit(0)
+            _exit(0)
         raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
         if args.cfg:
-            print(OmegaConf.to_yaml(raw, resolve=bool(args.resolve)), end="")
-            sys.exit(0)
+            print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
+            _exit(0)
         config = check_config(raw)
         module, function = main.split(":")
         code = getattr(importlib.import_module(module), function)(config)
@@ -57,7 +59,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         _leave("interrupted", 130)
     except Exception:
         _leave(traceback.format_exc(), 1)
-    sys.exit(code or 0)
+    _exit(code or 0)
 
 
 def compose_config(config_name: str | None, overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -68,18 +70,22 @@ def compose_config(config_name: str | None, overrides: list[str], config_dir: st
     """
     if config_name is None:
         raise ConfigError(f"--config-name is missing: choose one of {', '.join(presets(config_dir))}.")
+    known = presets(config_dir)
+    if config_name not in known:
+        near = did_you_mean(config_name, known) or "."
+        raise ConfigError(f"--config-name {config_name}: no such preset{near} The presets are {', '.join(known)}.")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
             return compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_sentence(error, config_name, config_dir)) from None
+        raise ConfigError(" ".join(str(error).split())) from None
 
 
 def presets(config_dir: str | None = None) -> list[str]:
     """Names for --config-name."""
-    return sorted({p.stem for folder in _folders(config_dir) for p in folder.glob("*.yaml") if not p.stem.startswith("_")})
+    return sorted({p.stem for folder in _folders(config_dir) for p in folder.glob("*.yaml")} - {"base"})
 
 
 def groups(config_dir: str | None = None) -> dict[str, list[str]]:
@@ -93,15 +99,19 @@ def groups(config_dir: str | None = None) -> dict[str, list[str]]:
 
 def help_text() -> str:
     """What `--help` prints: presets, groups with their options, and examples."""
-    lines = ["Fine-tune a Hugging Face causal LM on packed sequences.", "", "usage: torchrun recipes/train_ft.py --config-name PRESET [key=value ...]"]
+    lines = [
+        "Fine-tune a Hugging Face causal LM on packed sequences.",
+        "",
+        "usage: torchrun recipes/train_ft.py --config-name PRESET [key=value ...]",
+    ]
     lines += ["", "presets: " + ", ".join(presets()), "", "groups (group=option):"]
     lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups().items()]
     lines += [
         "",
         "examples:",
         "  torchrun recipes/train_ft.py --config-name llama_packed",
-        "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 training.max_steps=50",
-        "  torchrun recipes/train_ft.py --config-name finetune model.pretrained=/models/llama dataset.path=chats.jsonl name=mine",
+        "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
+        "  torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
         "  torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
         "  python recipes/train_ft.py --config-name llama_packed --cfg job    (print the whole configuration and stop)",
     ]
@@ -114,24 +124,23 @@ def _folders(config_dir: str | None) -> list[Path]:
 
 def _open(override: str, known_groups: dict[str, list[str]]) -> str:
     """`a.b=1` -> `++a.b=1`: set or add, the check comes later; group choices and Hydra's own keys stay as they are."""
-    key = override.split("=", 1)[0]
-    if not re.match(r"^[A-Za-z_]", override) or "=" not in override:
-        return override
-    is_group = key.split("@")[0] in known_groups
-    return override if is_group or key.startswith("hydra") else f"++{override}"
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        reason = " ".join(str(error).splitlines()[0].split())
+        raise ConfigError(f"{override}: cannot be read as key=value ({reason}).") from None
+    key = parsed.key_or_group
+    if key in known_groups and not parsed.is_delete():
+        _check_options(key, parsed.value(), known_groups[key])
+    is_plain = re.match(r"[A-Za-z_]", override) and key not in known_groups and not key.startswith("hydra")
+    return f"++{override}" if is_plain else override
 
 
-def _sentence(error: Exception, config_name: str, config_dir: str | None) -> str:
-    """Hydra's message in one line with the key, the value and the nearest right name."""
-    text = str(error)
-    if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
-        group, option = match.groups()
-        options = groups(config_dir).get(group, [])
-        return f"{group}={option}: no such option{did_you_mean(option, options) or '.'} The options are {', '.join(options)}."
-    if "Cannot find primary config" in text:
-        known = presets(config_dir)
-        return f"--config-name {config_name}: no such preset{did_you_mean(config_name, known) or '.'} The presets are {', '.join(known)}."
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+def _check_options(group: str, chosen: object, options: list[str]) -> None:
+    for option in chosen if isinstance(chosen, list) else [chosen]:
+        if option not in options:
+            near = did_you_mean(str(option), options) or "."
+            raise ConfigError(f"{group}={option}: no such option{near} The options are {', '.join(options)}.")
 
 
 def _leave(message: str, code: int) -> NoReturn:
@@ -150,5 +159,11 @@ def _leave(message: str, code: int) -> NoReturn:
             Path(error_file).write_text(json.dumps({"message": message.rstrip(), "timestamp": int(time.time())}))
     elif is_mistake:
         time.sleep(_WAIT_FOR_RANK_0_S)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends at once: gloo's threads abort one process in ten that is left to the interpreter's own clean-up."""
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,9 @@
-"""The configuration: a typed schema, the check before anything is loaded, and `build`, which makes a part from its block.
+"""The configuration: a typed schema, the check before anything is loaded, and `build`, which makes a part from its
+block.
 
-YAML holds constants. Scalars live in the schema below (type, default, unit); a part (dataset, model, optimizer ...) is a
-block with a `_target_`, whose other keys are the arguments of that function or class. Objects that exist only at run time
-(the tokenizer, the model's parameters) are handed to `build(block, object, name=object)`.
+YAML holds constants. Scalars live in the schema below (type, default, unit); a part (dataset, model, optimizer ...)
+is a block with a `_target_`, whose other keys are the arguments of that function or class. Objects that exist only at
+run time (the tokenizer, the model's parameters) are handed to `build(block, object, name=object)`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,17 @@ class MeshConfig:
     strategy: str = "auto"  # fsdp | ddp | none | auto (fsdp with several processes or a GPU, else none)
     cp_exchange: str = "all_gather"  # all_gather | all_to_all | te (Transformer Engine's own)
     timeout_s: int = 600  # a collective that takes longer ends the run
+
+
+@dataclass
+class TokenizeConfig:
+    """How documents become tokens, and which of them are trained on."""
+
+    train_on: str = "assistant"  # assistant | last_assistant | completion | all
+    on_bad_row: str = "error"  # error | skip
+    max_bad_frac: float = 0.05  # bad, empty or fully masked documents that a set may have; more is an error
+    num_proc: int | None = None  # processes; null = all cores for large sets
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
 
 
 @dataclass
@@ -79,10 +91,10 @@ class Config:
     name: str = MISSING  # the run's folder is output_dir
     seed: int = 0
     output_dir: str = "runs/${name}"
-    cache_dir: str = ".cache"  # tokenised data and trained tokenizers, shared by runs
-    train_on: str = "assistant"  # assistant | last_assistant | completion | all
+    cache_dir: str | None = None  # tokens and trained tokenizers; null = ~/.cache/automodel_lite
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)
+    tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     packed_sequence: Part = field(default_factory=dict)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -102,7 +114,8 @@ CHOICES = {
     "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
     "training.activation_checkpointing": ("none", "full"),
-    "train_on": ("assistant", "last_assistant", "completion", "all"),
+    "tokenize.train_on": ("assistant", "last_assistant", "completion", "all"),
+    "tokenize.on_bad_row": ("error", "skip"),
 }
 AT_LEAST = {
     "training.max_steps": 1,
@@ -141,6 +154,12 @@ def build(part: Mapping[str, Any], *args: Any, **runtime: Any) -> Any:
     return target(*args, **constants, **runtime)
 
 
+def build_with(part: Mapping[str, Any], **offered: Any) -> Any:
+    """`build`, handing over those of the offered objects that the target asks for."""
+    wanted = inspect.signature(locate(part["_target_"])).parameters
+    return build(part, **{name: value for name, value in offered.items() if name in wanted})
+
+
 def _build_nested(value: Any) -> Any:
     if isinstance(value, dict):
         return build(value) if "_target_" in value else {key: _build_nested(item) for key, item in value.items()}
@@ -162,7 +181,9 @@ def locate(path: str) -> Callable[..., Any]:
             raise
         for name in parts[cut:]:
             if name not in dir(found):
-                raise ConfigError(f"_target_={path}: {found.__name__} has no {name}{did_you_mean(name, dir(found))}.")
+                raise ConfigError(
+                    f"_target_={path}: {found.__name__} has no {name}{did_you_mean(name, dir(found)) or '.'}"
+                )
             found = getattr(found, name)
         return found
     raise ConfigError(f"_target_={path}: there is no module {parts[0]}.")
@@ -172,7 +193,8 @@ def locate(path: str) -> Callable[..., Any]:
 def check_config(raw: DictConfig) -> Config:
     """A composed configuration -> the typed one; raises one ConfigError that lists every problem, a line each.
 
-    Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}` before anything is loaded.
+    Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}` before anything is
+    loaded.
     """
     problems = list(_unresolved(raw))
     if problems:
@@ -191,6 +213,13 @@ def check_config(raw: DictConfig) -> Config:
     return config
 
 
+def with_defaults(raw: DictConfig) -> DictConfig:
+    """The configuration with the schema's defaults filled in; keys that the schema does not know stay."""
+    merged = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(Config)), raw)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key."""
 
@@ -207,7 +236,8 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
                 text = OmegaConf.to_container(raw, resolve=False)
                 for step in path.split("."):
                     text = text[int(step) if isinstance(text, list) else step]  # type: ignore[index,call-overload]
-                yield f"{path}={text}: {str(error).splitlines()[0].rstrip('.')}."
+                cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+                yield f"{path}={text}: {cause.strip(chr(34)).rstrip('.')}."
                 continue
             if OmegaConf.is_config(child):
                 yield from walk(child, path)
@@ -220,7 +250,8 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
     for key, value in node.items():
         path = f"{prefix}{key}"
         if key not in hints:
-            yield f"{path}={_show(value)}: unknown key{did_you_mean(path, known_keys())}."
+            leaf, shown = _first_leaf(path, value)
+            yield f"{leaf}={_show(shown)}: unknown key{did_you_mean(leaf, known_keys()) or '.'}"
         elif is_dataclass(hints[key]):
             if isinstance(value, dict):
                 yield from _schema_problems(value, hints[key], f"{path}.")
@@ -237,7 +268,7 @@ def _choice_problems(plain: dict[str, Any]) -> Iterator[str]:
     for key, choices in CHOICES.items():
         value = _lookup(plain, key)
         if value is not None and value not in choices:
-            yield f"{key}={_show(value)} must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}."
+            yield f"{key}={_show(value)} must be one of {', '.join(choices)}{did_you_mean(str(value), choices) or '.'}"
 
 
 def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
@@ -263,8 +294,10 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
             continue
         if name not in parameters:
             options = [f"{key}.{p}" for p in parameters]
-            yield f"{path}={_show(value)}: unknown key{did_you_mean(path, options)}."
-        elif name in hints and not (isinstance(value, dict) and "_target_" in value) and not matches(value, hints[name]):
+            yield f"{path}={_show(value)}: unknown key{did_you_mean(path, options) or '.'}"
+        elif (
+            name in hints and not (isinstance(value, dict) and "_target_" in value) and not matches(value, hints[name])
+        ):
             yield f"{path}={_show(value)} must be {describe(hints[name])}."
 
 
@@ -345,6 +378,14 @@ def _lookup(plain: Mapping[str, Any], key: str) -> Any:
     return node
 
 
+def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
+    """`optimizr`, {"lr": 1} -> `optimizr.lr`, 1: the key as it was typed."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        path = f"{path}.{key}"
+    return path, value
+
+
 def _first_option(key: str) -> str:
     return {"model": "pretrained", "dataset": "path", "optimizer": "lr"}.get(key, "_target_")
 
@@ -354,10 +395,21 @@ def _show(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
-    """The closest known name, by its last part first: a right key under a wrong group is found too."""
+    """`; did you mean X?` or nothing: the closest last part in the same group, then the closest group, then any
+    group.
+    """
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not close:
-        last = {k.split(".")[-1]: k for k in known}
-        close = [last[m] for m in difflib.get_close_matches(name.split(".")[-1], last, n=1, cutoff=0.7)]
-    return f"; did you mean {close[0]}?" if close else ""
+    group, _, last = name.rpartition(".")
+    here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    tops = {k.split(".")[0] for k in known}
+    anywhere = {k.rpartition(".")[2]: k for k in known}
+    top, _, rest = name.partition(".")
+    if close := difflib.get_close_matches(last, here, n=1, cutoff=0.6):
+        near = here[close[0]]
+    elif rest and top not in tops and (close := difflib.get_close_matches(top, tops, n=1, cutoff=0.6)):
+        near = f"{close[0]}.{rest}"
+    elif close := difflib.get_close_matches(last, anywhere, n=1, cutoff=0.75):
+        near = anywhere[close[0]]
+    else:
+        return ""
+    return f"; did you mean {near}?"

@@ -16,16 +16,19 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
-from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, world_size
-from automodel_lite.loggers.console import Console
+from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
+from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.jsonl import JsonlLogger
-from automodel_lite.loggers.start import position_text, start_block
+from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.models.build import build_model
+from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export_hf
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.checkpoint import Checkpointer
@@ -36,12 +39,17 @@ from automodel_lite.training.pack_order import Cursor
 from automodel_lite.training.plan import batch_shape, training_plan
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
+from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.validation import validation_loss
 
 
 def main(config: Config) -> int:
     """Trains until the planned step; returns the exit code."""
+    quiet_libraries()
+    if message := RunFolder(config.output_dir).finished_message(config):
+        Console(is_silent=rank() != 0).print(message)
+        return 0
     recipe = TrainFinetuneRecipe(config)
     recipe.setup()
     return recipe.run()
@@ -61,12 +69,16 @@ class TrainFinetuneRecipe:
         self.folder.check(config)
         shape = mesh_shape(config.mesh, world_size())
         batches = batch_shape(config.training, shape.dp)
+        self.source: CausalLM = build(config.model)
         self.data = prepare_data(config, shape)
         self.plan = training_plan(config.training, self.data.packs_of, batches)
         self.mesh = init_mesh(config.mesh)
-        self.loader = PackLoader(self.data.packs_of, batches, self.mesh.dp_rank, config.seed, config.dataloader)
+        use_threads(config.training.num_threads)
+        self.costs = cost_model(self.source.config(self.data.tokenizer))
+        order_of = partial(self.data.order_of, config=config, shape=batches, costs=self.costs)
+        self.loader = PackLoader(order_of, batches, self.mesh.dp_rank, config.dataloader)
         seed_all(config.seed, "model")
-        self.built = build_model(config, self.data.tokenizer, self.mesh)
+        self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
@@ -81,17 +93,20 @@ class TrainFinetuneRecipe:
             state = self.checkpointer.load(self.checkpoint, self.model.loss_model, self.optimizer)
             check_same_data(state["data"], self.data.fingerprint, self.config.checkpoint.accept_changes)
             self.num_steps, self.cursor = state["step"], Cursor(**state["cursor"])
-            self.scheduler.load_state_dict(state["scheduler"])
+            move_to(self.scheduler, self.num_steps)
         if self.mesh.rank == 0:
             self.folder.open(self.config)
+            self.data.report(self.loader.shape, self.costs).to_json(self.folder.packing)
             self.folder.rewind_metrics(self.num_steps)
         self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
 
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
-        self.console.print(start_block(self.config, self.data, self.built, self.mesh, self.plan, self.loader.shape))
-        self.console.say("run", position_text(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
+        report = self.data.report(self.loader.shape, self.costs)
+        for topic, text in start_lines(self.config, self.data, report, self.built, self.mesh, self.plan):
+            self.console.say(topic, text)
+        self.console.say("run", position_line(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
         throughput = Throughput()
         steps = self.loader.steps(self.cursor)
         while self.num_steps < self.plan.max_steps:
@@ -151,19 +166,14 @@ class TrainFinetuneRecipe:
 
     def save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
-        state = {
-            "step": self.num_steps,
-            "cursor": asdict(self.cursor),
-            "scheduler": self.scheduler.state_dict(),
-            "data": self.data.fingerprint,
-        }
+        state = {"step": self.num_steps, "cursor": asdict(self.cursor), "data": self.data.fingerprint}
         path = self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, state)
         self.console.print(f"{self.num_steps:7d}  saved {path.name}")
 
     def finish(self) -> None:
         """Exports the model, asks the held-out questions, and marks the run as finished."""
-        if self.config.checkpoint.export_hf and not self.folder.is_finished():
-            export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer)
+        if self.config.checkpoint.export_hf:
+            export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer, self.built.source_dtype)
             self.console.say("exported", f"{self.folder.hf}: loads with AutoModelForCausalLM.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
                 answers = build(self.config.evaluation).ask(self.folder.hf, self.data.documents.questions)

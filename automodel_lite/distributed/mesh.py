@@ -43,13 +43,16 @@ def rank() -> int:
 
 
 def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
-    """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the processes."""
+    """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
+    processes.
+    """
     fixed = config.dp_replicate * config.cp
     dp_shard = config.dp_shard
     if dp_shard == -1:
         if num_processes % fixed:
             raise ConfigError(
-                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp} = {fixed} must divide the {num_processes} processes."
+                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp} = {fixed} must divide the "
+                f"{num_processes} processes."
             )
         dp_shard = num_processes // fixed
     elif dp_shard < 1:
@@ -57,8 +60,9 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     shape = MeshShape(config.dp_replicate, dp_shard, config.cp)
     if shape.world_size != num_processes:
         raise ConfigError(
-            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp} = {shape.world_size} "
-            f"must equal the {num_processes} processes: set mesh.dp_shard=-1, or start {shape.world_size}."
+            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp} = "
+            f"{shape.world_size} must equal the {num_processes} processes: set mesh.dp_shard=-1, or "
+            f"start {shape.world_size}."
         )
     return shape
 
@@ -120,6 +124,11 @@ def init_mesh(config: MeshConfig) -> Mesh:
     if "RANK" not in os.environ:
         return Mesh(shape, device, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     names = ("dp_replicate", "dp_shard", "cp")
-    return Mesh(shape, device, init_device_mesh(device.type, (shape.dp_replicate, shape.dp_shard, shape.cp), mesh_dim_names=names))
+    return Mesh(
+        shape,
+        device,
+        init_device_mesh(device.type, (shape.dp_replicate, shape.dp_shard, shape.cp), mesh_dim_names=names),
+    )

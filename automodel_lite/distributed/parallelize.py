@@ -23,7 +23,9 @@ def choose_strategy(strategy: str, shape: MeshShape, device: torch.device) -> st
     if strategy == "auto":
         return "fsdp" if shape.world_size > 1 else "none"
     if strategy == "none" and shape.world_size > 1:
-        raise ConfigError(f"mesh.strategy=none with {shape.world_size} processes would train {shape.world_size} models: use fsdp or ddp.")
+        raise ConfigError(
+            f"mesh.strategy=none with {shape.world_size} processes would train as many models: use fsdp or ddp."
+        )
     if strategy == "ddp" and shape.dp_replicate > 1:
         raise ConfigError("mesh.strategy=ddp replicates over all ranks: set mesh.dp_replicate=1, or use fsdp for HSDP.")
     return strategy
@@ -74,7 +76,11 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
     model.to(mesh.device)
     autocasts = compute_dtype != torch.float32
     if strategy == "fsdp" and mesh.root is not None:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32) if autocasts else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+            if autocasts
+            else MixedPrecisionPolicy()
+        )
         fsdp_mesh = _fsdp_mesh(mesh.root, mesh.shape)
         for layer in decoder_layers(model.lm):
             fully_shard(layer, mesh=fsdp_mesh, mp_policy=policy)

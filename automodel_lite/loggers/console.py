@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
+
+from datasets.utils.logging import disable_progress_bar as disable_datasets_bar
+from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 from automodel_lite.training.metrics import StepMetrics
 
 _HEADER = "   step      loss        lr  grad norm  tokens/s   fill   memory      ETA"
+
+
+def quiet_libraries() -> None:
+    """No progress bars and deprecation notes of libraries between the rows of the run."""
+    disable_datasets_bar()
+    disable_transformers_bar()
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone, as meant
 
 
 class Console:

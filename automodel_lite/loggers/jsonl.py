@@ -11,7 +11,7 @@ class JsonlLogger:
     """Appends rows to a file. NaN and infinities are written as text, so that every line is valid JSON."""
 
     def __init__(self, path: Path, is_silent: bool = False) -> None:
-        self._file = None if is_silent else open(path, "a", buffering=1)
+        self._file = None if is_silent else open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
 
     def log(self, row: dict[str, Any]) -> None:
         if self._file:

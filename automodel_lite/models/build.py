@@ -15,6 +15,7 @@ from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
+from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel, head_is_plain
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
 
@@ -28,16 +29,17 @@ class BuiltModel:
     attention: str  # which kernel, and why
     loss: str
     strategy: str
+    source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
 
 
-def build_model(config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
+def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
     """Every rank builds the same weights; then they are checked and sharded.
 
     Raises ConfigError when the model, the kernel and the device do not fit together.
     """
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
-    lm = build(config.model).build(tokenizer)
+    lm = source.build(tokenizer)
     num_parameters = sum(p.numel() for p in lm.parameters())
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
     install(lm, kernel)
@@ -48,19 +50,21 @@ def build_model(config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) 
     if config.training.activation_checkpointing == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
-    return BuiltModel(model, num_parameters, f"{kernel.name}: {reason}", loss_reason, strategy)
+    return BuiltModel(model, num_parameters, reason, loss_reason, strategy, source.dtype)
 
 
 def choose_attention(
     config: Config, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttentionKernel, str]:
-    """The configured kernel, checked against what the model asks of it; an empty node (`attention=auto`) takes the best."""
+    """The configured kernel, checked against what the model asks of it; an empty node (`attention=auto`) takes the
+    best.
+    """
     spec = attention_spec(model_config, device, dtype)
     if not config.attention:
         return auto_attention(spec)
     kernel: AttentionKernel = build(config.attention)
     kernel.check(spec)
-    return kernel, "as configured"
+    return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
 
 
 def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tuple[Loss, str]:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from automodel_lite.config import did_you_mean
 from automodel_lite.errors import ConfigError
 
 
@@ -30,7 +31,9 @@ class CausalLM:
                 "choose model=pretrained as well."
             )
         if not pretrained and "model_type" not in self.overrides:
-            raise ConfigError("model.pretrained=null needs model.config.model_type (llama, qwen3 ...), or a folder to load.")
+            raise ConfigError(
+                "model.pretrained=null needs model.config.model_type (llama, qwen3 ...), or a folder to load."
+            )
         if pretrained:
             check_source("model.pretrained", pretrained)
 
@@ -39,7 +42,11 @@ class CausalLM:
         if self.pretrained:
             config = AutoConfig.from_pretrained(self.pretrained)
             return _override(config, self.overrides)
-        special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        special = {
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
         settings = {"vocab_size": len(tokenizer), **special, **self.overrides}
         known = AutoConfig.for_model(settings.pop("model_type"))
         return _override(known, settings)
@@ -47,25 +54,31 @@ class CausalLM:
     def build(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         """The model in fp32 on the CPU, in training mode; random weights come from torch's generator.
 
-        Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the model.
+        Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
+        model.
         """
         config = self.config(tokenizer)
+        self.dtype = (config.dtype if self.pretrained else None) or torch.float32
         if self.pretrained:
             model = _load(self.pretrained, config)
         else:
-            model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > rows:
             raise ConfigError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own tokenizer, "
-                f"or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
+                f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own "
+                f"tokenizer, or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
             )
         return model.train()
 
 
 def check_source(key: str, source: str) -> None:
     """A name that looks like a local path must exist; raises ConfigError before transformers tries it as a hub name."""
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or os.path.sep in source and Path(source).parent.is_dir()
+    looks_local = (
+        source.startswith((".", "/", "~"))
+        or source.count("/") > 1
+        or (os.path.sep in source and Path(source).parent.is_dir())
+    )
     folder = Path(source).expanduser()
     if looks_local and not folder.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder.")
@@ -77,9 +90,9 @@ def _override(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedC
     known = config.to_dict()
     for key, value in settings.items():
         if key not in known:
-            from automodel_lite.config import did_you_mean
-
-            raise ConfigError(f"model.config.{key}={value}: {config.model_type} has no such setting{did_you_mean(key, known) or '.'}")
+            raise ConfigError(
+                f"model.config.{key}={value}: {config.model_type} has no such setting{did_you_mean(key, known) or '.'}"
+            )
         setattr(config, key, value)
     return config
 
@@ -88,7 +101,9 @@ def _load(source: str, config: PretrainedConfig) -> PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(source, config=config, torch_dtype=torch.float32, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=torch.float32, output_loading_info=True
+        )
     except OSError as error:
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
     except RuntimeError as error:  # shapes that do not fit
@@ -100,7 +115,7 @@ def _load(source: str, config: PretrainedConfig) -> PreTrainedModel:
     if missing or mismatched:
         first = (missing + mismatched)[0]
         raise ConfigError(
-            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape than the "
-            f"config says, {first} first; they would train from random values."
+            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
+            f"than the config says, {first} first; they would train from random values."
         )
     return model

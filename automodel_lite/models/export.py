@@ -10,12 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from automodel_lite.models.loss_model import LossModel
 
 
-def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
     """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it, rank 0 writes.
 
     The folder appears complete or not at all, and is read back and compared weight by weight before it appears.
@@ -25,7 +31,7 @@ def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase
     if not dist.is_initialized() or dist.get_rank() == 0:
         temporary = folder.with_name(f".tmp-{folder.name}")
         shutil.rmtree(temporary, ignore_errors=True)
-        whole = _rebuild(model.lm, weights, model.lm.config.dtype or torch.float32)
+        whole = _rebuild(model.lm, weights, dtype)
         whole.generation_config = generation_config(whole.config, model.lm.generation_config, tokenizer)
         whole.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -58,7 +64,7 @@ def generation_config(
 def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
     """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised."""
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", torch_dtype=dtype)
+        whole = AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", dtype=dtype)
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     whole.load_state_dict(cast, strict=True, assign=True)
     whole.tie_weights()
@@ -66,7 +72,7 @@ def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
 
 
 def _compare(folder: Path, expected: nn.Module) -> None:
-    loaded, report = AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto", output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
         raise RuntimeError(f"the exported model does not load completely: {report}")
     weights = loaded.state_dict()

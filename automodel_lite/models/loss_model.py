@@ -1,7 +1,7 @@
 """The module whose forward returns the loss: batch in, summed loss out.
 
-It is the root for FSDP, so that the output head's weight is whole while the loss uses it. Only rows that carry a label meet
-the head.
+It is the root for FSDP, so that the output head's weight is whole while the loss uses it. Only rows that carry a
+label meet the head.
 """
 
 from __future__ import annotations

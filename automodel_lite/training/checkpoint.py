@@ -1,11 +1,12 @@
 """Checkpoints: complete or absent.
 
-A checkpoint is written into a temporary folder, every file and folder is fsynced, a manifest with the size of each file is
-added last, then the folder is renamed. A folder is deleted by renaming it first. What is found under `step_*` is complete.
+A checkpoint is written into a temporary folder, every file and folder is fsynced, a manifest with the size of each
+file is added last, then the folder is renamed. A folder is deleted by renaming it first. What is found under `step_*`
+is complete.
 
     checkpoints/step_00000100/
         dcp/             model and optimizer, sharded (torch.distributed.checkpoint)
-        state.json       step, position in the data, schedule
+        state.json       step, position in the data
         COMPLETE.json    size in bytes of every file
 """
 

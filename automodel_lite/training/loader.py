@@ -1,6 +1,7 @@
 """Batches of each optimizer step, from a position on.
 
-The trainer owns the position: it advances with finished steps, so nothing that workers have read ahead can leak into it.
+The trainer owns the position: it advances with finished steps, so nothing that workers have read ahead can leak into
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from automodel_lite.collate import packed_sequence_thd_collater
 from automodel_lite.config import DataloaderConfig
 from automodel_lite.packing.packs import PackedDataset
-from automodel_lite.training.pack_order import BatchShape, Cursor, MicroBatchSampler, deal, epoch_order
+from automodel_lite.training.pack_order import BatchShape, Cursor, MicroBatchSampler, deal
 
 Batch = dict[str, Any]
 _NEVER = 1 << 60
@@ -39,13 +40,12 @@ class StepBatches:
 class PackLoader:
     """Endless optimizer steps over epochs of packs.
 
-    packs_of   epoch -> packs; the same object each time unless packs are planned anew for each epoch
+    order_of   epoch -> its packs and the order in which they are consumed, int64 [packs]
     """
 
-    packs_of: Callable[[int], PackedDataset]
+    order_of: Callable[[int], tuple[PackedDataset, np.ndarray]]
     shape: BatchShape
     dp_rank: int
-    seed: int
     config: DataloaderConfig
 
     def steps(self, cursor: Cursor) -> Iterator[StepBatches]:
@@ -55,8 +55,7 @@ class PackLoader:
             cursor = Cursor(cursor.epoch + 1, 0)
 
     def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
-        packs = self.packs_of(cursor.epoch)
-        order = epoch_order(len(packs), self.seed, cursor.epoch, self.config.shuffle)
+        packs, order = self.order_of(cursor.epoch)
         size = self.shape.global_batch_size
         starts = range(cursor.packs, len(order), size)
         steps = [deal(order[start : start + size], self.shape) for start in starts]
@@ -66,7 +65,9 @@ class PackLoader:
             micro_batches = [next(batches) for _ in range(len(step))]
             waited_s = time.perf_counter() - began
             ids = order[start : start + size]
-            yield StepBatches(micro_batches, ids.tolist(), cursor.epoch, _after(cursor.epoch, start + len(ids), len(order)), waited_s)
+            yield StepBatches(
+                micro_batches, ids.tolist(), cursor.epoch, _after(cursor.epoch, start + len(ids), len(order)), waited_s
+            )
 
 
 def _after(epoch: int, packs: int, num_packs: int) -> Cursor:
@@ -87,6 +88,8 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
     )
 
 
-def validation_batches(packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig) -> StatefulDataLoader:
+def validation_batches(
+    packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig
+) -> StatefulDataLoader:
     """Every pack once over all ranks; ranks that run short get empty packs, so all run equally often."""
     return read_batches(packs, MicroBatchSampler([deal(np.arange(len(packs)), shape)], dp_rank), config)

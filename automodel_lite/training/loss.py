@@ -1,4 +1,5 @@
-"""The loss: a SUM over the tokens that carry a label, in fp32; the recipe divides by the label tokens of the whole step.
+"""The loss: a SUM over the tokens that carry a label, in fp32; the recipe divides by the label tokens of the whole
+step.
 
 T tokens of the stream, R rows that carry a label, C model dim, V vocabulary.
 """
@@ -61,7 +62,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden_RC.device)
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            loss, grad_logits = _chunk_loss(hidden_RC[rows] @ weight_VC.t(), labels_R[rows], softcap, needs_hidden or needs_weight)
+            loss, grad_logits = _chunk_loss(
+                hidden_RC[rows] @ weight_VC.t(), labels_R[rows], softcap, needs_hidden or needs_weight
+            )
             total += loss
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VC, out=grad_hidden[rows])

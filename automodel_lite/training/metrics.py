@@ -74,7 +74,9 @@ class Throughput:
 
 
 def sum_counts(micro_batches: Sequence[ThdBatch], mesh: Mesh) -> Counts:
-    """Counted on the host before context parallelism cuts the streams; the ranks of a cp group count the same streams."""
+    """Counted on the host before context parallelism cuts the streams; the ranks of a cp group count the same
+    streams.
+    """
     own = [(b.num_tokens, b.num_label_tokens, b.labels.numel()) for b in micro_batches]
     total = mesh.sum(torch.tensor(own, dtype=torch.int64).sum(0)) // mesh.shape.cp
     return Counts(*total.tolist())

@@ -5,22 +5,21 @@
     2 dp ranks, micro_batch_size 1:   rank 0: [4], [8]     rank 1: [1], [5]
     step 2 (short)     3 6            rank 0: [3]          rank 1: [6]
 
-The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may continue
-on another layout. Its position is (epoch, packs consumed).
+The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may
+continue on another layout. Its position is (epoch, packs consumed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from automodel_lite.packing.order import seeded_order
 from automodel_lite.packing.packs import EMPTY_PACK
 from automodel_lite.training.seed import derive_seed
-
-Deal = Callable[[np.ndarray, int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,15 @@ class BatchShape:
     micro_batch_size: int
     dp_size: int
 
-    def num_micro_steps(self, num_packs: int) -> int:
-        """Forward passes of each rank for a step of that many packs."""
-        return -(-num_packs // (self.micro_batch_size * self.dp_size))
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes of each rank for a whole step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """The packs of an epoch in the order they are consumed, int64 [num_packs]."""
-    if not shuffle:
-        return np.arange(num_packs)
-    return np.random.Generator(np.random.PCG64(derive_seed("packs", seed, epoch, num_packs))).permutation(num_packs)
+    return seeded_order(num_packs, derive_seed("packs", seed), epoch) if shuffle else np.arange(num_packs)
 
 
 def steps_per_epoch(num_packs: int, global_batch_size: int) -> int:
@@ -59,7 +57,7 @@ def steps_per_epoch(num_packs: int, global_batch_size: int) -> int:
 def deal(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
     """The packs of one step -> int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
     width = shape.dp_size * shape.micro_batch_size
-    num_micro = shape.num_micro_steps(len(pack_ids))
+    num_micro = -(-len(pack_ids) // width)
     filled = np.full(num_micro * width, EMPTY_PACK, dtype=np.int64)
     filled[: len(pack_ids)] = pack_ids
     return filled.reshape(num_micro, shape.dp_size, shape.micro_batch_size)

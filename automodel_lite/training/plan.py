@@ -17,6 +17,7 @@ class TrainingPlan:
 
     max_steps: int
     steps_per_epoch: int
+    shape: BatchShape
 
     @property
     def num_epochs(self) -> float:
@@ -36,9 +37,7 @@ def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
     return BatchShape(size, config.micro_batch_size, dp_size)
 
 
-def training_plan(
-    config: TrainingConfig, packs_of: Callable[[int], PackedDataset], shape: BatchShape
-) -> TrainingPlan:
+def training_plan(config: TrainingConfig, packs_of: Callable[[int], PackedDataset], shape: BatchShape) -> TrainingPlan:
     """The first of max_steps and num_epochs that is reached; raises ConfigError when neither is set."""
     first = steps_per_epoch(len(packs_of(0)), shape.global_batch_size)
     limits = []
@@ -51,4 +50,4 @@ def training_plan(
         raise ConfigError(
             f"training.max_steps=null and training.num_epochs=null: set one; an epoch is {first} steps of these packs."
         )
-    return TrainingPlan(min(limits), first)
+    return TrainingPlan(min(limits), first, shape)

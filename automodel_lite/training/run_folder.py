@@ -1,8 +1,9 @@
 """The folder of a run: one for all ranks and every restart, no timestamps; the same command again continues in it.
 
-    runs/<name>/
-        config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
-        checkpoints/      step_00000100/ ...              hf/               the exported model
+runs/<name>/
+    config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
+    checkpoints/      step_00000100/ ...              hf/               the exported model
+    packing.json      what the packs cost and gain
         STATUS.json       how the last process of this run ended
 """
 
@@ -48,6 +49,7 @@ class RunFolder:
         self.path = Path(path).resolve()
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.packing = self.path / "packing.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
         self.status = self.path / "STATUS.json"
@@ -58,7 +60,9 @@ class RunFolder:
             raise ConfigError(f"output_dir={self.path} is a file.")
         if not self.config.is_file():
             if self.path.is_dir() and any(self.path.iterdir()):
-                raise ConfigError(f"output_dir={self.path} is not empty and is no run's folder: choose another name=... .")
+                raise ConfigError(
+                    f"output_dir={self.path} is not empty and is no run's folder: choose another name=... ."
+                )
             return
         if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
             return
@@ -67,7 +71,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} was begun with other settings:\n"
                 + "\n".join(f"  {key}: was {_show(old)}, now {_show(new)}" for key, old, new in changes)
-                + "\nStart a new run with name=..., or continue this one with the new settings by checkpoint.accept_changes=true."
+                + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
             )
 
     def open(self, config: Config) -> None:
@@ -79,7 +83,9 @@ class RunFolder:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 
     def rewind_metrics(self, step: int) -> None:
-        """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes too."""
+        """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes
+        too.
+        """
         if not self.metrics.is_file():
             return
         kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
@@ -88,9 +94,18 @@ class RunFolder:
     def write_status(self, state: str, step: int) -> None:
         write_atomically(self.status, json.dumps({"state": state, "step": step}) + "\n")
 
-    def is_finished(self) -> bool:
-        """Did a process of this run reach its last step, export included?"""
-        return self.status.is_file() and json.loads(self.status.read_text())["state"] == "finished"
+    def finished_message(self, config: Config) -> str | None:
+        """What to tell someone who starts a run again that has reached its end; None when there is work to do."""
+        self.check(config)
+        if not self.status.is_file() or not self.config.is_file():
+            return None
+        status = json.loads(self.status.read_text())
+        if status["state"] != "finished" or list(changed_settings(saved_config(self.config), plain(config))):
+            return None
+        return (
+            f"{self.path} is finished (step {status['step']}): nothing to do. Start another run with name=..., "
+            "or go on with more training.max_steps and checkpoint.accept_changes=true."
+        )
 
 
 def plain(config: Config) -> dict[str, Any]:

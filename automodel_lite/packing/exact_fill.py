@@ -1,0 +1,127 @@
+"""Streaming packer: documents in arrival order, the tail of each pack filled exactly by subset-sum.
+
+    waiting   [312 95 40 700 88 ...]        size 1024
+    arrival    312 95 40                    takes documents in order until less than half of the pack is free
+    tail                 room 577 -> subset of the next <= 256 documents that sums to 577, the oldest ones preferred
+
+The sums that can be reached are bits of one Python integer: `reach |= reach << length`. The oldest waiting document is
+always taken first, so none starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+LOOKAHEAD = 256
+
+
+class ExactFill:
+    """Iterator of packs (lists of document ids) over a stream of lengths; ids count from `first_id`.
+
+    lengths: any iterable of ints in [1, size]. `waiting` are (id, length) pairs that an earlier iterator had read and
+    not yet packed. `read_ahead` is how many lengths are pulled at once: 1 for streams, more where lengths are at hand.
+    The packs do not depend on it.
+
+    To stop and go on: keep `cursor` (how many lengths were read) and `waiting` (at most `lookahead` pairs with
+    `read_ahead=1`), and build `ExactFill(lengths[cursor:], size, first_id=cursor, waiting=waiting)`.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        size: int,
+        *,
+        lookahead: int = LOOKAHEAD,
+        first_id: int = 0,
+        waiting: Iterable[tuple[int, int]] = (),
+        read_ahead: int = 1,
+    ):
+        self.size = size
+        self.lookahead = lookahead
+        self.cursor = first_id
+        self._stream = iter(lengths)
+        self._read_ahead = read_ahead
+        pairs = list(waiting)
+        self._ids = [i for i, _ in pairs]
+        self._lengths = [length for _, length in pairs]
+        self._head = 0  # documents before it are packed
+
+    @property
+    def waiting(self) -> list[tuple[int, int]]:
+        """(id, length) of the documents that were read and are in no pack yet, oldest first."""
+        return list(zip(self._ids[self._head :], self._lengths[self._head :]))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self._head == len(self._ids) and not self._pull():
+            raise StopIteration
+        pack, room = self._take_in_order()
+        if room:
+            self._fill(pack, room)
+        if self._head >= 4096:
+            del self._ids[: self._head], self._lengths[: self._head]
+            self._head = 0
+        return pack
+
+    def _pull(self) -> bool:
+        new = list(islice(self._stream, self._read_ahead))
+        self._ids.extend(range(self.cursor, self.cursor + len(new)))
+        self._lengths.extend(new)
+        self.cursor += len(new)
+        return bool(new)
+
+    def _take_in_order(self) -> tuple[list[int], int]:
+        """The oldest document, then the next ones while more than half of the pack stays free."""
+        lengths, head = self._lengths, self._head
+        half = self.size // 2
+        room = self.size - lengths[head]
+        at = head + 1
+        while room > half:
+            if at == len(lengths) and not self._pull():
+                break
+            left = room - lengths[at]
+            if left < half:  # let the subset-sum decide on the rest
+                break
+            room = left
+            at += 1
+        self._head = at
+        return self._ids[head:at], room
+
+    def _fill(self, pack: list[int], room: int) -> None:
+        """Adds to the pack the documents of the look-ahead that fill `room` best, and leaves the others waiting."""
+        ids, lengths, head = self._ids, self._lengths, self._head
+        full = 1 << room
+        mask = (full << 1) - 1
+        reach = 1
+        before: list[int] = []  # reachable sums before each useful document
+        useful: list[int] = []
+        at, end, have = head, head + self.lookahead, len(lengths)
+        while at < end:
+            if at == have:
+                if not self._pull():
+                    break
+                have = len(lengths)
+            length = lengths[at]
+            if length <= room:
+                grown = (reach | reach << length) & mask
+                if grown != reach:
+                    before.append(reach)
+                    useful.append(at)
+                    reach = grown
+                    if grown & full:
+                        break
+            at += 1
+        rest = reach.bit_length() - 1
+        chosen: list[int] = []
+        for k in range(len(useful) - 1, -1, -1):
+            if not (before[k] >> rest) & 1:
+                chosen.append(useful[k])
+                rest -= lengths[useful[k]]
+                if not rest:
+                    break
+        pack.extend([ids[at] for at in reversed(chosen)])
+        for at in chosen:  # from the right
+            del ids[at], lengths[at]
