@@ -15,7 +15,8 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Peft
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.training.checkpoint import Checkpointer, is_complete
+from automodel_lite.training.checkpoint import load_weights
+from automodel_lite.training.checkpoint_folder import survey
 from automodel_lite.training.loss import CrossEntropy
 from automodel_lite.training.run_folder import RunFolder
 
@@ -47,7 +48,7 @@ def load_trained(run: Path, checkpoint_name: str | None = None) -> Trained:
         peft: Peft = build(config.peft)
         adapter = peft.adapt(lm, str(source.pretrained))
     model = LossModel(lm, CrossEntropy())
-    Checkpointer(folder.checkpoints, keep_last=1).load_model(checkpoint, model)
+    load_weights(checkpoint, model)
     if adapter:
         adapter.merge()
     return Trained(model, tokenizer, source.dtype, checkpoint, adapter is not None)
@@ -64,11 +65,11 @@ def load_run_config(folder: RunFolder) -> Config:
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
     """A complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on."""
-    found = sorted(path for path in folder.checkpoints.glob("step_*") if is_complete(path))
+    found = survey(folder.checkpoints)[0] if folder.checkpoints.is_dir() else []
     if not found:
         raise ConfigError(f"{folder.path} has no complete checkpoint.")
     if name is None:
-        return found[-1]
+        return found[0]
     by_name = {path.name: path for path in found}
     if name not in by_name:
         raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
