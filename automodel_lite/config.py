@@ -72,6 +72,12 @@ class TrainingConfig:
     precision: str = "auto"  # fp32 | bf16 (bf16 compute, fp32 master weights) | auto (bf16 on a GPU, else fp32)
     activation_checkpointing: str = "none"  # none | full (recompute each layer in the backward pass)
     num_threads: int = 0  # CPU threads a process; 0 = the cores divided by the processes of this host
+    max_bad_steps: int = 3  # steps in a row with a non-finite loss or gradient that are skipped; one more ends the run
+    max_time: str | int | None = (
+        None  # "1:30:00", hours first: save and leave before so much time has passed; null = SLURM's
+    )
+    stop_margin_s: float = 60.0  # kept for the last save, besides the time that saves and steps have taken so far
+    stuck_after_s: float = 120.0  # a step that takes longer has its stacks written to logs/; 0 = never
 
 
 @dataclass
@@ -79,7 +85,11 @@ class CheckpointConfig:
     """When a checkpoint is written and which are kept."""
 
     every_steps: int = 0  # 0 = only at the end
+    mode: str = "sync"  # sync | async (written behind the training, from a copy in host memory)
     keep_last: int = 2  # newest checkpoints kept
+    keep_best: int = 0  # and those with the lowest validation loss
+    keep_every: int = 0  # and those at multiples of so many steps; 0 = none
+    checksums: bool = True  # of every file, compared when it is loaded
     accept_changes: bool = False  # continue although settings that shape the numbers changed since the run began
     export_hf: bool = True  # write hf/, a folder that from_pretrained loads, at the end
 
@@ -110,6 +120,7 @@ class Config:
 
 
 CHOICES = {
+    "checkpoint.mode": ("sync", "async"),
     "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
     "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
@@ -128,6 +139,10 @@ AT_LEAST = {
     "training.num_threads": 0,
     "checkpoint.every_steps": 0,
     "checkpoint.keep_last": 1,
+    "checkpoint.keep_best": 0,
+    "checkpoint.keep_every": 0,
+    "training.max_bad_steps": 0,
+    "training.stop_margin_s": 0,
     "dataloader.num_workers": 0,
     "dataloader.prefetch_factor": 1,
     "mesh.dp_replicate": 1,
