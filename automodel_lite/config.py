@@ -110,6 +110,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: Part = field(default_factory=dict)
     attention: Part = field(default_factory=dict)
+    peft: Part = field(default_factory=dict)
     loss: Part = field(default_factory=dict)
     optimizer: Part = field(default_factory=dict)
     lr_scheduler: Part = field(default_factory=dict)
@@ -149,6 +150,23 @@ AT_LEAST = {
     "mesh.cp": 1,
     "mesh.timeout_s": 1,
 }
+
+
+EXTRAS = {  # optional package -> the extra that brings it
+    "bitsandbytes": "qlora",
+    "flash_attn": "flash",
+    "matplotlib": "plots",
+    "peft": "peft",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "transformer_engine": "te",
+    "wandb": "wandb",
+}
+
+
+def missing_package(wanted_by: str, package: str) -> str:
+    """One sentence with the pip line that brings an optional package."""
+    return f"{wanted_by} needs the package {package}: pip install 'automodel-lite[{EXTRAS[package]}]'."
 
 
 # ---------------------------------------------------------------------------------------------------------- building
@@ -193,6 +211,8 @@ def locate(path: str) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
                 continue
+            if error.name and error.name.split(".")[0] in EXTRAS:
+                raise ConfigError(missing_package(path, error.name.split(".")[0])) from None
             raise
         for name in parts[cut:]:
             if name not in dir(found):
