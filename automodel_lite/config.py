@@ -101,6 +101,7 @@ class Config:
     name: str = MISSING  # the run's folder is output_dir
     seed: int = 0
     output_dir: str = "runs/${name}"
+    dry_run: bool = False  # compose, check, count, estimate memory and steps, and stop
     cache_dir: str | None = None  # tokens and trained tokenizers; null = ~/.cache/automodel_lite
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)

@@ -34,9 +34,11 @@ from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.checkpoint import Checkpointer
+from automodel_lite.training.dry_run import dry_run
 from automodel_lite.training.failures import log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
 from automodel_lite.training.loader import PackLoader, StepBatches
+from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.metrics import Meter, StepResult, sum_counts
 from automodel_lite.training.optim import clip_gradients
 from automodel_lite.training.pack_order import Cursor
@@ -54,13 +56,18 @@ from automodel_lite.training.watchdog import Watchdog
 def main(config: Config) -> int:
     """Trains until the planned step, or until it is told to stop; returns the exit code."""
     quiet_libraries()
+    if config.dry_run:
+        return dry_run(config)
     folder = RunFolder(config.output_dir)
     config = folder.with_saved_layout(config)
     if message := folder.finished_message(config):
         Console(is_silent=rank() != 0).print(message)
         return 0
     recipe = TrainFinetuneRecipe(config, folder)
-    with recorded(folder, rank(), lambda: recipe.watchdog.doing), locked(folder.lock, is_first=rank() == 0):
+    with (
+        recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text),
+        locked(folder.lock, is_first=rank() == 0),
+    ):
         recipe.setup()
         return recipe.run()
 
@@ -71,6 +78,7 @@ class TrainFinetuneRecipe:
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self.config = config
         self.folder = folder
+        self.memory_text = out_of_memory_text(config, None)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
     def setup(self) -> None:
@@ -90,6 +98,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
+        self.memory_text = out_of_memory_text(config, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)

@@ -29,11 +29,16 @@ def start_lines(
         ("model", _model(config, built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
-        ("data", data.documents.description),
-        *(("", note) for note in data.tokens.notes),
-        ("packing", _packing(report)),
-        ("steps", _steps(plan, report)),
+        ("memory", str(built.memory)),
+        *data_lines(data),
+        ("packing", packing_text(report)),
+        ("steps", steps_text(plan, report)),
     ]
+
+
+def data_lines(data: PreparedData) -> list[Line]:
+    """Where the documents are from, and what became of them."""
+    return [("data", data.documents.description), *(("", note) for note in data.tokens.notes)]
 
 
 def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int) -> str:
@@ -70,7 +75,7 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _packing(report: PackingReport) -> str:
+def packing_text(report: PackingReport) -> str:
     lines = [
         f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
         f"{report.documents_per_pack_mean:.1f} documents a pack, fill {report.fill_frac:.1%} "
@@ -92,7 +97,7 @@ def _packing(report: PackingReport) -> str:
     return "\n".join([*lines, *([report.note] if report.note else [])])
 
 
-def _steps(plan: TrainingPlan, report: PackingReport) -> str:
+def steps_text(plan: TrainingPlan, report: PackingReport) -> str:
     shape = plan.shape
     num_documents = report.documents_per_pack_mean * shape.global_batch_size
     return (

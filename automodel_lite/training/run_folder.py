@@ -29,6 +29,7 @@ FREE_SETTINGS = (
     "name",
     "output_dir",
     "cache_dir",
+    "dry_run",
     "dataloader.num_workers",
     "dataloader.prefetch_factor",
     "dataloader.pin_memory",
