@@ -46,6 +46,7 @@ from automodel_lite.training.plan import batch_shape, training_plan
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
 from automodel_lite.training.run_lock import locked
+from automodel_lite.training.samples import sample_answers
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
@@ -215,6 +216,9 @@ class TrainFinetuneRecipe:
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
             self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+        for prompt, answer in sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer):
+            self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
+            self.metrics.text(self.num_steps, prompt, answer)
         self.meter.lap("validation")
         self.owes_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 

@@ -45,6 +45,7 @@ FREE_SETTINGS = (
     "training.stop_margin_s",
     "training.stuck_after_s",
     "checkpoint",
+    "samples",
     "evaluation",
     "logger",
 )
