@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -51,7 +51,7 @@ class _Save:
     path: Path
     began: float  # time.monotonic()
     num_bytes: int
-    error: Exception | None = None
+    error: BaseException | None = None  # CheckpointException is no Exception
     is_done: bool = False
     thread: threading.Thread | None = None
 
@@ -161,7 +161,7 @@ class Checkpointer:
             self.saver.on_first(
                 lambda: on_disk.complete(temporary, current.path, state, config_yaml(self.run_config), config.checksums)
             )
-        except Exception as error:  # whatever it is, the run goes on without this checkpoint
+        except (Exception, CheckpointException) as error:  # whatever it is, the run goes on without this checkpoint
             current.error = error
             if self.saver.is_first:
                 on_disk.clean(self.folder)
@@ -238,10 +238,10 @@ class Checkpointer:
 
 def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the configuration's)."""
-    tensors = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    tensors = {f"model.{name}": value for name, value in get_model_state_dict(model).items() if _is_tensor(value)}
     scalars: JsonState = {}
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
-        if isinstance(value, Tensor):
+        if _is_tensor(value):
             tensors[f"optimizer.{name}"] = value
         elif not name.startswith("param_groups."):
             scalars[name] = value
@@ -251,11 +251,15 @@ def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dic
 def _set_flat_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: JsonState
 ) -> None:
-    weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     set_model_state_dict(model, weights)
-    values = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    values |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+    values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+    values |= {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
     set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor)
 
 
 def _cause(error: BaseException) -> str:
