@@ -15,6 +15,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,6 +65,21 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         _leave(f"stopped by {stopped} before the first step: nothing to save", PREEMPTED_EXIT)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
+    except Exception:
+        _leave(traceback.format_exc(), 1)
+    _exit(code or 0)
+
+
+def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
+    """Runs a recipe that reads its own command line; exit codes and messages as those of `run_recipe`."""
+    try:
+        code = main(sys.argv[1:] if argv is None else argv)
+    except (ConfigError, DataError) as error:
+        _leave(str(error), CONFIG_EXIT)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+    except SystemExit as leaving:  # argparse's
+        _exit(leaving.code if isinstance(leaving.code, int) else 1)
     except Exception:
         _leave(traceback.format_exc(), 1)
     _exit(code or 0)

@@ -110,6 +110,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: Part = field(default_factory=dict)
     attention: Part = field(default_factory=dict)
+    peft: Part = field(default_factory=dict)
     loss: Part = field(default_factory=dict)
     optimizer: Part = field(default_factory=dict)
     lr_scheduler: Part = field(default_factory=dict)
@@ -149,6 +150,23 @@ AT_LEAST = {
     "mesh.cp": 1,
     "mesh.timeout_s": 1,
 }
+
+
+EXTRAS = {  # optional package -> the extra that brings it
+    "bitsandbytes": "qlora",
+    "flash_attn": "flash",
+    "matplotlib": "plots",
+    "peft": "peft",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "transformer_engine": "te",
+    "wandb": "wandb",
+}
+
+
+def missing_package(wanted_by: str, package: str) -> str:
+    """One sentence with the pip line that brings an optional package."""
+    return f"{wanted_by} needs the package {package}: pip install 'automodel-lite[{EXTRAS[package]}]'."
 
 
 # ---------------------------------------------------------------------------------------------------------- building
@@ -193,6 +211,8 @@ def locate(path: str) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
                 continue
+            if error.name and error.name.split(".")[0] in EXTRAS:
+                raise ConfigError(missing_package(path, error.name.split(".")[0])) from None
             raise
         for name in parts[cut:]:
             if name not in dir(found):
@@ -214,8 +234,7 @@ def check_config(raw: DictConfig) -> Config:
     problems = list(_unresolved(raw))
     if problems:
         raise ConfigError("\n".join(problems))
-    plain = OmegaConf.to_container(raw, resolve=True)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = list(_schema_problems(plain, Config, ""))
     if not problems:
         problems = [*_choice_problems(plain), *_range_problems(plain)]
@@ -238,26 +257,23 @@ def with_defaults(raw: DictConfig) -> DictConfig:
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key."""
 
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        keys = node.keys() if isinstance(node, DictConfig) else range(len(node))
-        for key in keys:
-            path = f"{prefix}.{key}" if prefix else str(key)
+    def walk(node: Any, literal: Any, prefix: str) -> Iterator[str]:
+        for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
+            path = prefix + str(key)
             if OmegaConf.is_missing(node, key):
                 yield f"{path} has no value: set {path}=..."
                 continue
             try:
                 child = node[key]
             except OmegaConfBaseException as error:
-                text = OmegaConf.to_container(raw, resolve=False)
-                for step in path.split("."):
-                    text = text[int(step) if isinstance(text, list) else step]  # type: ignore[index,call-overload]
-                cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
-                yield f"{path}={text}: {cause.strip(chr(34)).rstrip('.')}."
+                text = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+                cause = text.strip('"').rstrip(".")
+                yield f"{path}={literal[key]}: {cause}."
                 continue
-            if OmegaConf.is_config(child):
-                yield from walk(child, path)
+            if OmegaConf.is_config(child) and not isinstance(literal[key], str):
+                yield from walk(child, literal[key], f"{path}.")
 
-    yield from walk(raw, "")
+    yield from walk(raw, OmegaConf.to_container(raw, resolve=False), "")
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:

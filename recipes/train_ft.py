@@ -31,7 +31,7 @@ from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
-from automodel_lite.models.export import export_hf
+from automodel_lite.models.export import export
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.failures import log_of, recorded
@@ -142,7 +142,7 @@ class TrainFinetuneRecipe:
             result = self.step(batches)
             throughput.stop(result.counts, batches.wait_s)
             self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
-            if self.is_due(training.log_every_steps):
+            if self.num_steps == 1 or self.is_due(training.log_every_steps):
                 self.log(result, throughput, batches)
                 throughput = Throughput()
             if self.is_due(training.val_every_steps):
@@ -231,10 +231,10 @@ class TrainFinetuneRecipe:
         """Exports the model, asks the held-out questions, and marks the run as finished."""
         self.watchdog.beat("exporting")
         if self.config.checkpoint.export_hf:
-            export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer, self.built.source_dtype)
-            self.console.say("exported", f"{self.folder.hf}: loads with AutoModelForCausalLM.from_pretrained")
+            exported = export(self.folder.path, self.built, self.data.tokenizer)
+            self.console.say("exported", f"{exported}: loads with AutoModelForCausalLM.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
-                answers = build(self.config.evaluation).ask(self.folder.hf, self.data.documents.questions)
+                answers = build(self.config.evaluation).ask(exported, self.data.documents.questions)
                 self.console.print(answers.text())
                 self.metrics.log({"step": self.num_steps, "answers_right": answers.num_right, "answers": len(answers)})
         if self.mesh.rank == 0:

@@ -8,6 +8,7 @@ A save that fails (no space, a network disk that is gone) costs a warning: it le
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +40,9 @@ from automodel_lite.training.run_folder import RunFolder, config_yaml
 from automodel_lite.training.sharded_files import BrokenCheckpointError, ShardReader, ShardWriter, check_fits
 
 JsonState = dict[str, Any]
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""Frozen weights (the base of an adapter) come from where the model came from; `check_fits` misses a trained one."""
 _BROKEN = (BrokenCheckpointError, CheckpointException, SafetensorError, OSError, ValueError, KeyError, RuntimeError)
 
 
@@ -103,7 +106,7 @@ class Checkpointer:
         if self.newest == path:
             return True
         tensors, scalars = _flat_state(model, optimizer)
-        state = {**state, "optimizer_scalars": scalars}
+        state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy that nobody changes
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_owed = current, False
         if self.config.mode == "sync" or wait:
@@ -236,9 +239,21 @@ class Checkpointer:
             raise BrokenCheckpointError(f"a file has another checksum than when it was written{named}")
 
 
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Restores the trained weights alone from a checkpoint, in place, in one process: for export."""
+    reader = ShardReader(path / on_disk.TENSORS)
+    tensors = _model_state(model)
+    if missing := sorted(tensors.keys() - reader.read_metadata().state_dict_metadata.keys()):
+        raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    weights = {name.removeprefix("model."): value for name, value in tensors.items()}
+    set_model_state_dict(model, weights, options=_TRAINED)
+
+
 def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the configuration's)."""
-    tensors = {f"model.{name}": value for name, value in get_model_state_dict(model).items() if _is_tensor(value)}
+    tensors = _model_state(model)
     scalars: JsonState = {}
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
         if _is_tensor(value):
@@ -248,11 +263,16 @@ def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dic
     return tensors, scalars
 
 
+def _model_state(model: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Any] = get_model_state_dict(model, options=_TRAINED)
+    return {f"model.{name}": value for name, value in state.items()}
+
+
 def _set_flat_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: JsonState
 ) -> None:
     weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    set_model_state_dict(model, weights)
+    set_model_state_dict(model, weights, options=_TRAINED)
     values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
     values |= {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
     set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)

@@ -66,7 +66,7 @@ class PreparedData:
         by_window = f"window, {shape.dp_size} data-parallel ranks x {shape.micro_batch_size}"
         return {
             "documents": len(self.tokens.train),
-            "tokens": self.tokens.train.num_tokens,
+            "tokens": int(self.tokens.train.lengths.sum()),
             "content": self.tokens.fingerprint,
             "packs": self.packs_of(0).plan.fingerprint(),
             "dealt": by_window if self.packer.balance == "window" else "the same on every layout",

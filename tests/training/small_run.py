@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import signal
 from contextlib import redirect_stdout
@@ -42,7 +43,8 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
-    """Runs the recipe in this process -> exit code, what it printed. `term_at`: this rank is told to stop in that step."""
+    """Runs the recipe in this process -> exit code, what it printed. `term_at`: this rank is told to stop in that step;
+    negative: its data workers too."""
     import torch
 
     from automodel_lite.training.stopping import SIGNALS
@@ -54,7 +56,9 @@ def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
     real_step = train_ft.TrainFinetuneRecipe.step
 
     def step(recipe: Any, batches: Any) -> Any:
-        if recipe.num_steps + 1 == term_at:
+        if recipe.num_steps + 1 == abs(term_at):
+            for child in multiprocessing.active_children() if term_at < 0 else ():
+                os.kill(child.pid or 0, signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
         return real_step(recipe, batches)
 
@@ -69,6 +73,7 @@ def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
 
 
 def _rank(rank: int, world_size: int, folder: str, overrides: list[str], term_at: int, term_rank: int) -> Any:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
     return train(Path(folder), *overrides, term_at=term_at if rank == term_rank else 0)
 
 

@@ -64,6 +64,12 @@ def test_another_layout_continues_with_the_same_batches(tmp_path: Path) -> None:
         assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
 
 
+def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
+    """SLURM signals the data workers too."""
+    assert train_on(1, tmp_path, "dataloader.num_workers=2", term_at=-3)[0] == 75
+    assert train(tmp_path)[0] == 0
+
+
 def test_a_signal_in_validation_leaves_at_once_and_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
