@@ -26,8 +26,8 @@ from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
 from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console, quiet_libraries
-from automodel_lite.loggers.jsonl import JsonlLogger
 from automodel_lite.loggers.start import position_line, start_lines
+from automodel_lite.loggers.tracker import open_metrics
 from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
@@ -37,7 +37,7 @@ from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.failures import log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
 from automodel_lite.training.loader import PackLoader, StepBatches
-from automodel_lite.training.metrics import StepResult, Throughput, step_metrics, sum_counts
+from automodel_lite.training.metrics import Meter, StepResult, sum_counts
 from automodel_lite.training.optim import clip_gradients
 from automodel_lite.training.pack_order import Cursor
 from automodel_lite.training.plan import batch_shape, training_plan
@@ -90,6 +90,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
+        self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.control, saver = open_control(config.mesh), open_control(config.mesh)
@@ -120,7 +121,9 @@ class TrainFinetuneRecipe:
             self.data.report(self.loader.shape, self.costs).to_json(self.folder.packing)
             self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
-        self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
+        is_first = self.mesh.rank == 0
+        self.metrics = open_metrics(self.config, self.folder, is_first, self.num_steps, self.extra, self.console.print)
+        self.extra = self.metrics.state()
 
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
@@ -132,19 +135,18 @@ class TrainFinetuneRecipe:
         SIGNALS.defer()
         if self.owes_validation:
             self.validate()
-        throughput = Throughput()
         steps = self.loader.steps(self.cursor)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
             self.watchdog.beat(f"in step {self.num_steps + 1}")
-            throughput.start()
+            self.meter.start()
             batches = next(steps)
+            self.meter.lap("data")
             seed_all(self.config.seed, self.num_steps, self.mesh.rank)
             result = self.step(batches)
-            throughput.stop(result.counts, batches.wait_s)
+            self.meter.stop(result.counts, batches.wait_s)
             self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
             if self.num_steps == 1 or self.is_due(training.log_every_steps):
-                self.log(result, throughput, batches)
-                throughput = Throughput()
+                self.log(result, batches.epoch)
             if self.is_due(training.val_every_steps):
                 self.validate()
             if self.checkpointer.is_due(self.num_steps, self.is_due(self.config.checkpoint.every_steps)):
@@ -154,12 +156,14 @@ class TrainFinetuneRecipe:
     def step(self, batches: StepBatches) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step."""
         micro_batches = [to_thd(batch) for batch in batches.micro_batches]
-        counts = sum_counts(micro_batches, self.mesh)
+        counts = sum_counts(micro_batches, self.mesh, self.costs)
         loss_sum = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
             with self.model.accumulate(is_last=number == len(micro_batches)):
                 loss = self.model(self.this_ranks_part(batch))
+                self.meter.lap("forward")
                 (loss * (self.model.mean_ranks / max(counts.num_label_tokens, 1))).backward()
+                self.meter.lap("backward")
             loss_sum += loss.detach()
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
@@ -170,6 +174,7 @@ class TrainFinetuneRecipe:
             self.bad_steps.good()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        self.meter.lap("optimizer")
         return StepResult(loss_sum, grad_norm, lr, counts)
 
     def this_ranks_part(self, batch: ThdBatch) -> ThdBatch:
@@ -180,11 +185,11 @@ class TrainFinetuneRecipe:
         """At every so many steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, throughput: Throughput, batches: StepBatches) -> None:
-        """One row on the screen and in metrics.jsonl."""
-        row = step_metrics(result, throughput, self.mesh, self.num_steps, batches.epoch, self.plan.max_steps)
+    def log(self, result: StepResult, epoch: int) -> None:
+        """One row on the screen, in metrics.jsonl and in the trackers."""
+        row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
-        self.metrics.log(asdict(row))
+        self.metrics.log(row.as_row())
 
     def validate(self) -> None:
         """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
@@ -201,6 +206,7 @@ class TrainFinetuneRecipe:
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
             self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+        self.meter.lap("validation")
         self.owes_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 
     def save(self, wait: bool = False) -> None:
@@ -212,6 +218,7 @@ class TrainFinetuneRecipe:
         self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
         is_last = self.num_steps == self.plan.max_steps
         self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, self.state, wait=wait or is_last)
+        self.meter.lap("checkpoint")
 
     def leave_early(self) -> int:
         """Saves the step that is done and says that the run goes on when the same command is started again."""
@@ -244,6 +251,7 @@ class TrainFinetuneRecipe:
         return 0
 
     def close(self) -> None:
+        self.metrics.log({"step": self.num_steps, **self.meter.rest()})
         self.watchdog.stop()
         self.metrics.close()
         self.mesh.close()
