@@ -59,7 +59,7 @@ def main(config: Config) -> int:
     if message := folder.finished_message(config):
         Console(is_silent=rank() != 0).print(message)
         return 0
-    recipe = TrainFinetuneRecipe(config, folder)
+    recipe = TrainFinetuneRecipe(config)
     with recorded(folder, rank(), lambda: recipe.watchdog.doing), locked(folder.lock, is_first=rank() == 0):
         recipe.setup()
         return recipe.run()
@@ -68,9 +68,9 @@ def main(config: Config) -> int:
 class TrainFinetuneRecipe:
     """One run: built by `setup()`, trained by `run()`."""
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.folder = folder
+        self.folder = folder = RunFolder(config.output_dir)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
     def setup(self) -> None:

@@ -50,6 +50,8 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str]) -> Iterator[No
     try:
         yield
     except (ConfigError, DataError):
+        if rank == 0 and run.path.is_dir() and not any(run.path.iterdir()):
+            run.path.rmdir()  # made for the lock alone
         raise
     except StoppedEarly as stopped:
         if rank == 0 and run.config.is_file():
