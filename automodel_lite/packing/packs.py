@@ -12,7 +12,7 @@ Packing never shifts labels: labels[i] already is the target of position i.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,17 +28,18 @@ from automodel_lite.packing.strategies import next_fit
 CROSS_ENTROPY_IGNORE_IDX = -100
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
 
-Document = tuple[np.ndarray, np.ndarray]  # input_ids and labels of one document or piece
-
 logger = logging.getLogger(__name__)
 
 
 class FlatRows(Protocol):
     """All documents one after the other: document i is tokens offsets[i] to offsets[i + 1] of both arrays."""
 
-    input_ids: np.ndarray
-    labels: np.ndarray
-    offsets: np.ndarray
+    @property
+    def input_ids(self) -> np.ndarray: ...
+    @property
+    def labels(self) -> np.ndarray: ...
+    @property
+    def offsets(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def flatten(rows: Iterable[dict[str, Any]]) -> TokenArrays:
 class PackedDataset(torch.utils.data.Dataset):
     """Pack i of a plan, gathered from `rows` when it is asked for.
 
-    [i] -> {"input_ids", "labels", "position_ids": int64 tensors [S], "seq_lens", "seq_lens_padded": lists of ints}.
+    [i] -> int64 tensors "input_ids", "labels", "position_ids" [S] and "seq_lens", "seq_lens_padded" [segments].
     `seq_lens_padded` are the slots (multiples of the plan's slot_multiple) and sum to S; `seq_lens` the real tokens in
     them, 0 for padding at the tail. A plan of strategy none gives {"input_ids", "labels", "attention_mask"} of the
     document's own slot instead, which the collater pads to the longest of its batch. [EMPTY_PACK] is a pack of padding.
@@ -94,60 +95,67 @@ class PackedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = self._documents(int(index))
-        if self.plan.ragged:
-            return _alone(documents, self.plan.slot_multiple, self.padding_idx)
-        return lay_out(documents, self.plan.packed_sequence_size, self.plan.slot_multiple, self.padding_idx)
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        starts, lengths = self._documents(int(index))
+        plan = self.plan
+        if plan.ragged:
+            return _alone(self.rows, starts, lengths, plan.slot_multiple, self.padding_idx)
+        return lay_out(self.rows, starts, lengths, plan.packed_sequence_size, plan.slot_multiple, self.padding_idx)
 
-    def _documents(self, index: int) -> list[Document]:
+    def _documents(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where in the flat rows the documents of the pack start, and their lengths."""
         plan = self.plan
         if index == EMPTY_PACK:
-            return []
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
         if not 0 <= index < len(plan):
             raise IndexError(f"pack {index} of {len(plan)}")
         piece = slice(int(plan.offsets[index]), int(plan.offsets[index + 1]))
         doc_ids = np.asarray(plan.doc_ids[piece])
         offsets = np.asarray(self.rows.offsets)
-        starts, stops = offsets[doc_ids], offsets[doc_ids + 1]
-        if plan.starts is not None and plan.stops is not None:
-            starts, stops = starts + plan.starts[piece], starts + plan.stops[piece]
-        input_ids, labels = np.asarray(self.rows.input_ids), np.asarray(self.rows.labels)
-        return [(input_ids[start:stop], labels[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist())]
+        starts = offsets[doc_ids]
+        if plan.starts is None or plan.stops is None:
+            return starts, offsets[doc_ids + 1] - starts
+        return starts + plan.starts[piece], np.asarray(plan.stops[piece] - plan.starts[piece])
 
 
-def lay_out(documents: Sequence[Document], size: int, slot_multiple: int = 1, padding_idx: int = 0) -> dict[str, Any]:
-    """One pack of documents that together fit it, as PackedDataset returns it."""
-    seq_lens = [len(input_ids) for input_ids, _ in documents]
-    slots = [-(-length // slot_multiple) * slot_multiple for length in seq_lens]
-    tail = padding_segments(size - sum(slots), slot_multiple)
-    counting = np.arange(size)
-    input_ids = np.full(size, padding_idx, np.int64)
-    labels = np.full(size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
-    position_ids = np.empty(size, np.int64)
-    at = 0
-    for (document_ids, document_labels), length, slot in zip(documents, seq_lens, slots):
-        input_ids[at : at + length] = document_ids
-        labels[at : at + length] = document_labels
-        position_ids[at : at + slot] = counting[:slot]
-        at += slot
-    for width in tail:
-        position_ids[at : at + width] = counting[:width]
-        at += width
+def lay_out(
+    rows: FlatRows, starts: np.ndarray, lengths: np.ndarray, size: int, slot_multiple: int = 1, padding_idx: int = 0
+) -> dict[str, torch.Tensor]:
+    """One pack, as PackedDataset returns it, of the documents rows[start : start + length] that together fit it."""
+    slots = lengths if slot_multiple == 1 else -(-lengths // slot_multiple) * slot_multiple
+    tail = padding_segments(size - int(slots.sum()), slot_multiple)
+    padded = bool(tail) or slots is not lengths
+    if tail:
+        nothing = np.zeros(len(tail), np.int64)
+        starts, lengths = np.concatenate([starts, nothing]), np.concatenate([lengths, nothing])
+        slots = np.concatenate([slots, tail])
+    position_ids = np.arange(size) - np.repeat(np.cumsum(slots) - slots, slots)
+    source = position_ids + np.repeat(starts, slots)
+    if padded:
+        real = position_ids < np.repeat(lengths, slots)
+        source = source[real]
+        input_ids, labels = np.full(size, padding_idx, np.int64), np.full(size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
+        input_ids[real] = np.asarray(rows.input_ids)[source]
+        labels[real] = np.asarray(rows.labels)[source]
+    else:
+        input_ids = np.asarray(rows.input_ids)[source].astype(np.int64, copy=False)
+        labels = np.asarray(rows.labels)[source].astype(np.int64, copy=False)
     return {
         "input_ids": torch.from_numpy(input_ids),
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(position_ids),
-        "seq_lens": seq_lens + [0] * len(tail),
-        "seq_lens_padded": slots + tail,
+        "seq_lens": torch.from_numpy(lengths),
+        "seq_lens_padded": torch.from_numpy(slots),
     }
 
 
-def _alone(documents: Sequence[Document], slot_multiple: int, padding_idx: int) -> dict[str, torch.Tensor]:
+def _alone(
+    rows: FlatRows, starts: np.ndarray, lengths: np.ndarray, slot_multiple: int, padding_idx: int
+) -> dict[str, torch.Tensor]:
     """One document in its own slot, without layout: the collater pads it to the longest of its batch."""
-    length = sum(len(input_ids) for input_ids, _ in documents)
+    length = int(lengths.sum())
     slot = max(1, -(-length // slot_multiple)) * slot_multiple
-    row = lay_out(documents, slot, slot_multiple, padding_idx)
+    row = lay_out(rows, starts, lengths, slot, slot_multiple, padding_idx)
     attention_mask = torch.zeros(slot, dtype=torch.int64)
     attention_mask[:length] = 1
     return {"input_ids": row["input_ids"], "labels": row["labels"], "attention_mask": attention_mask}
