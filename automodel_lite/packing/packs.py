@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from datasets.fingerprint import Hasher
 
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.plan import PackPlan, padding_segments
@@ -27,6 +29,7 @@ from automodel_lite.packing.strategies import next_fit
 
 CROSS_ENTROPY_IGNORE_IDX = -100
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
+BLOCK_TOKENS = 1 << 20  # pack_dataset writes about so many at a time, which stay in the cache
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +56,29 @@ class TokenArrays:
 
 def flatten(rows: Iterable[dict[str, Any]]) -> TokenArrays:
     """FlatRows of samples {"input_ids", "labels"} of lists, arrays or tensors."""
-    input_ids, labels, lengths = [], [], [0]
-    for row in rows:
-        ids, targets = np.asarray(row["input_ids"]), np.asarray(row["labels"])
-        if len(ids) != len(targets):
+    stream = iter(rows)
+    input_ids, labels, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
+    done = 0
+    while batch := list(islice(stream, 1000)):
+        ids, targets = [row["input_ids"] for row in batch], [row["labels"] for row in batch]
+        widths, target_widths = list(map(len, ids)), list(map(len, targets))
+        if widths != target_widths:
+            wrong = next(i for i in range(len(widths)) if widths[i] != target_widths[i])
             raise DataError(
-                f"document {len(lengths) - 1} has {len(ids)} input_ids and {len(targets)} labels: they must be of "
-                "equal length, labels next-token aligned."
+                f"document {done + wrong} has {widths[wrong]} input_ids and {target_widths[wrong]} labels: they must "
+                "be of equal length, labels next-token aligned."
             )
-        input_ids.append(ids)
-        labels.append(targets)
-        lengths.append(len(ids))
-    empty = [np.zeros(0, np.int64)]
-    return TokenArrays(np.concatenate(input_ids or empty), np.concatenate(labels or empty), np.cumsum(lengths))
+        input_ids.append(_joined(ids, sum(widths)))
+        labels.append(_joined(targets, sum(widths)))
+        lengths.append(np.array(widths))
+        done += len(batch)
+    return TokenArrays(np.concatenate(input_ids), np.concatenate(labels), np.cumsum(np.concatenate(lengths)))
+
+
+def _joined(columns: list[Any], num_tokens: int) -> np.ndarray:
+    if all(isinstance(column, list) for column in columns):  # half the time of an array a row
+        return np.fromiter(chain.from_iterable(columns), np.int32, num_tokens)
+    return np.concatenate([np.asarray(column) for column in columns])
 
 
 class PackedDataset(torch.utils.data.Dataset):
@@ -272,41 +285,44 @@ def _materialise(
     rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
-    num_packs, num_documents = len(offsets) - 1, int(offsets[-1])
-    slots = slots[:num_documents]
+    per_block = max(1, BLOCK_TOKENS // size)
+    blocks = [
+        _materialise_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
+        for start in range(0, len(offsets) - 1, per_block)
+    ]
+    arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
+    fingerprint = Hasher.hash_bytes([np.ascontiguousarray(array).tobytes() for array in arrays])
+    return datasets.Dataset(pa.concat_tables(blocks), fingerprint=fingerprint)  # or it would pickle the whole table
+
+
+def _materialise_block(
+    rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
+) -> pa.Table:
+    """The packs between the first and the last of `offsets`."""
+    num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))
+    starts, lengths, slots = rows.offsets[:-1][documents], np.diff(rows.offsets)[documents], slots[documents]
+    offsets = offsets - offsets[0]
     pack = np.repeat(np.arange(num_packs), np.diff(offsets))
     ends = np.cumsum(slots)
     used = np.concatenate([[0], ends])[offsets]
     begins = ends - slots - used[pack] + pack * size
     padded = slots.copy()
     padded[offsets[1:] - 1] += size - np.diff(used)
-    lengths = np.diff(rows.offsets)[:num_documents]
-    num_tokens = int(lengths.sum())
-    places = np.arange(num_tokens) + np.repeat(begins - rows.offsets[:num_documents], lengths)
-    input_ids = np.full(num_packs * size, padding_idx, np.int64)
-    labels = np.full(num_packs * size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
-    input_ids[places] = rows.input_ids[:num_tokens]
-    labels[places] = rows.labels[:num_tokens]
-    position_ids = np.minimum(np.arange(num_packs * size) - np.repeat(begins, padded), size - 1)
+    first_token, num_tokens = int(starts[0]), int(lengths.sum())
+    places = np.arange(num_tokens) + np.repeat(begins - (starts - first_token), lengths)
+    input_ids = np.full(num_packs * size, padding_idx, np.int32)
+    labels = np.full(num_packs * size, CROSS_ENTROPY_IGNORE_IDX, np.int32)
+    input_ids[places] = rows.input_ids[first_token : first_token + num_tokens]
+    labels[places] = rows.labels[first_token : first_token + num_tokens]
+    position_ids = np.minimum(np.arange(num_packs * size) - np.repeat(begins, padded), size - 1).astype(np.int32)
     by_pack = np.arange(num_packs + 1) * size
     columns = {
-        "input_ids": _lists(by_pack, input_ids),
-        "labels": _lists(by_pack, labels),
-        "position_ids": _lists(by_pack, position_ids),
-        "seq_lens": _lists(offsets, lengths),
-        "seq_lens_padded": _lists(offsets, padded),
+        "input_ids": (by_pack, input_ids),
+        "labels": (by_pack, labels),
+        "position_ids": (by_pack, position_ids),
+        "seq_lens": (offsets, lengths),
+        "seq_lens_padded": (offsets, padded),
     }
-    return datasets.Dataset(pa.table(columns))
-
-
-def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.ChunkedArray:
-    """A column of lists, in chunks whose 32-bit offsets suffice."""
-    chunks, start = [], 0
-    while start < len(offsets) - 1:
-        stop = int(np.searchsorted(offsets, offsets[start] + 2**30, side="right")) - 1
-        stop = max(stop, start + 1)
-        part = offsets[start : stop + 1]
-        within = pa.array((part - part[0]).astype(np.int32))
-        chunks.append(pa.ListArray.from_arrays(within, pa.array(values[part[0] : part[-1]])))
-        start = stop
-    return pa.chunked_array(chunks)
+    return pa.table(
+        {name: pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values) for name, (ends, values) in columns.items()}
+    )
