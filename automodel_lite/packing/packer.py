@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError
 from automodel_lite.packing.balance import BALANCES
 from automodel_lite.packing.packs import FlatRows, PackedDataset
@@ -62,7 +63,7 @@ class Packer:
             column_generation=self.column_generation,
         )
 
-    def packs(self, rows: FlatRows, plan: PackPlan) -> PackedDataset:
+    def packs(self, rows: FlatRows | IndexedRows, plan: PackPlan) -> PackedDataset:
         return PackedDataset(rows, plan, self.padding_idx)
 
 

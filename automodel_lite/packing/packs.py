@@ -12,7 +12,7 @@ Packing never shifts labels: labels[i] already is the target of position i.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ import pyarrow as pa
 import torch
 from datasets.fingerprint import Hasher
 
+from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.plan import PackPlan, padding_segments
 from automodel_lite.packing.strategies import next_fit
@@ -39,8 +40,10 @@ class FlatRows(Protocol):
 
     @property
     def input_ids(self) -> np.ndarray: ...
+
     @property
     def labels(self) -> np.ndarray: ...
+
     @property
     def offsets(self) -> np.ndarray: ...
 
@@ -54,7 +57,7 @@ class TokenArrays:
     offsets: np.ndarray
 
 
-def flatten(rows: Iterable[dict[str, Any]]) -> TokenArrays:
+def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenArrays:
     """FlatRows of samples {"input_ids", "labels"} of lists, arrays or tensors."""
     stream = iter(rows)
     input_ids, labels, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
@@ -90,16 +93,12 @@ class PackedDataset(torch.utils.data.Dataset):
     document's own slot instead, which the collater pads to the longest of its batch. [EMPTY_PACK] is a pack of padding.
     """
 
-    def __init__(self, rows: FlatRows, plan: PackPlan, padding_idx: int = 0):
-        if int(rows.offsets[-1]) > len(rows.input_ids) or len(rows.labels) != len(rows.input_ids):
-            raise DataError(
-                f"the rows hold {len(rows.input_ids)} input_ids and {len(rows.labels)} labels for "
-                f"{int(rows.offsets[-1])} tokens: all three must be equal."
-            )
-        if plan.counts.documents != len(rows.offsets) - 1:
+    def __init__(self, rows: FlatRows | IndexedRows, plan: PackPlan, padding_idx: int = 0):
+        num_rows = len(rows) if isinstance(rows, IndexedRows) else _num_flat_rows(rows)
+        if plan.counts.documents != num_rows:
             raise DataError(
                 f"the plan was made for {plan.counts.documents} documents and the rows hold "
-                f"{len(rows.offsets) - 1}: plan again from the lengths of these rows."
+                f"{num_rows}: plan again from the lengths of these rows."
             )
         self.rows = rows
         self.plan = plan
@@ -109,35 +108,49 @@ class PackedDataset(torch.utils.data.Dataset):
         return len(self.plan)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        starts, lengths = self._documents(int(index))
+        rows, starts, lengths = self._documents(int(index))
         plan = self.plan
         if plan.ragged:
-            return _alone(self.rows, starts, lengths, plan.slot_multiple, self.padding_idx)
-        return lay_out(self.rows, starts, lengths, plan.packed_sequence_size, plan.slot_multiple, self.padding_idx)
+            return _alone(rows, starts, lengths, plan.slot_multiple, self.padding_idx)
+        return lay_out(rows, starts, lengths, plan.packed_sequence_size, plan.slot_multiple, self.padding_idx)
 
-    def _documents(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where in the flat rows the documents of the pack start, and their lengths."""
+    def _documents(self, index: int) -> tuple[FlatRows, np.ndarray, np.ndarray]:
+        """Flat rows, where in them the documents of the pack start, and their lengths."""
         plan = self.plan
         if index == EMPTY_PACK:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+            return flatten([]), np.zeros(0, np.int64), np.zeros(0, np.int64)
         if not 0 <= index < len(plan):
             raise IndexError(f"pack {index} of {len(plan)}")
         piece = slice(int(plan.offsets[index]), int(plan.offsets[index + 1]))
         doc_ids = np.asarray(plan.doc_ids[piece])
-        offsets = np.asarray(self.rows.offsets)
+        if isinstance(self.rows, IndexedRows):  # those of the pack, one after the other
+            rows: FlatRows = flatten(map(self.rows.__getitem__, doc_ids.tolist()))
+            doc_ids = np.arange(len(doc_ids))
+        else:
+            rows = self.rows
+        offsets = np.asarray(rows.offsets)
         starts = offsets[doc_ids]
         if plan.starts is None or plan.stops is None:
-            return starts, offsets[doc_ids + 1] - starts
-        return starts + plan.starts[piece], np.asarray(plan.stops[piece] - plan.starts[piece])
+            return rows, starts, offsets[doc_ids + 1] - starts
+        return rows, starts + plan.starts[piece], np.asarray(plan.stops[piece] - plan.starts[piece])
+
+
+def _num_flat_rows(rows: FlatRows) -> int:
+    if int(rows.offsets[-1]) > len(rows.input_ids) or len(rows.labels) != len(rows.input_ids):
+        raise DataError(
+            f"the rows hold {len(rows.input_ids)} input_ids and {len(rows.labels)} labels for "
+            f"{int(rows.offsets[-1])} tokens: all three must be equal."
+        )
+    return len(rows.offsets) - 1
 
 
 def lay_out(
     rows: FlatRows, starts: np.ndarray, lengths: np.ndarray, size: int, slot_multiple: int = 1, padding_idx: int = 0
 ) -> dict[str, torch.Tensor]:
     """One pack, as PackedDataset returns it, of the documents rows[start : start + length] that together fit it."""
-    slots = lengths if slot_multiple == 1 else -(-lengths // slot_multiple) * slot_multiple
+    slots = -(-lengths // slot_multiple) * slot_multiple
     tail = padding_segments(size - int(slots.sum()), slot_multiple)
-    padded = bool(tail) or slots is not lengths
+    padded = bool(tail) or slot_multiple > 1
     if tail:
         nothing = np.zeros(len(tail), np.int64)
         starts, lengths = np.concatenate([starts, nothing]), np.concatenate([lengths, nothing])

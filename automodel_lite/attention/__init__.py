@@ -1,0 +1,1 @@
+"""Packed attention kernels, one a file, and their adapter to transformers."""

@@ -1,0 +1,92 @@
+"""What a Hugging Face config says of its attention layers.
+
+Configs have no common schema: a family that lacks a key lacks the feature, so keys are looked up with a default here,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.errors import ConfigError
+
+FAMILIES_WITH_SINKS = frozenset({"gpt_oss"})
+PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+
+REFUSED_LAYERS = {
+    "chunked_attention": "cuts attention into chunks of the whole row, not of the document",
+    "linear_attention": "carries a recurrent state from one document into the next",
+    "mamba": "carries a recurrent state from one document into the next",
+    "mamba2": "carries a recurrent state from one document into the next",
+    "hybrid": "carries a recurrent state from one document into the next",
+    "recurrent": "carries a recurrent state from one document into the next",
+    "conv": "convolves over the boundary of two documents",
+}
+UNPACKED = "take another model, docs/models.md lists the families that can be packed"
+
+
+def config_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
+    """The config's value of `key`, or `default` for a family that has no such key (or leaves it None)."""
+    value = getattr(config, key, default)
+    return default if value is None else value
+
+
+def layer_window(config: PretrainedConfig, layer_idx: int | None) -> int | None:
+    """The sliding window, in keys, that the config gives to one layer; None for a layer that sees all.
+
+    Raises ConfigError for a layer type that cannot be packed.
+    """
+    kinds = config_value(config, "layer_types")
+    if kinds is not None and layer_idx is not None:
+        kind = kinds[layer_idx]
+        if kind not in PACKABLE_LAYERS:
+            why = REFUSED_LAYERS.get(kind, "is not known to keep documents apart")
+            raise ConfigError(f"model_type={config.model_type}: layer {layer_idx} ({kind}) {why}: {UNPACKED}.")
+        return config.sliding_window if kind == "sliding_attention" else None
+    if not config_value(config, "use_sliding_window", True):
+        return None
+    return config_value(config, "sliding_window")
+
+
+def attention_spec(
+    model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype, own_exchange: bool = False
+) -> AttentionSpec:
+    """What a model of this config will ask of its attention kernel.
+
+    own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
+    Raises ConfigError for layers that cannot be packed (recurrent, convolution, chunked attention), and for attention
+    dropout, which no packed kernel has.
+    """
+    config = model_config.get_text_config()
+    dropout = config_value(config, "attention_dropout", 0.0)
+    if dropout:
+        raise ConfigError(
+            f"model_type={config.model_type} has attention_dropout={dropout}, which packed kernels do not do: set "
+            "model.config.attention_dropout=0."
+        )
+    num_heads = config_value(config, "num_attention_heads")
+    if num_heads is None:
+        raise ConfigError(f"model_type={config.model_type} has no attention layers to keep apart: {UNPACKED}.")
+    head_dim = config_value(config, "head_dim", config.hidden_size // num_heads)
+    value_head_dim = head_dim
+    if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        value_head_dim = config.v_head_dim
+    windows = [layer_window(config, i) for i in range(config.num_hidden_layers)]
+    return AttentionSpec(
+        model_type=config.model_type,
+        device=torch.device(device),
+        dtype=dtype,
+        num_heads=num_heads,
+        num_kv_heads=config_value(config, "num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        window=min((window for window in windows if window is not None), default=None),
+        softcap=config_value(config, "attn_logit_softcapping"),
+        sinks=config.model_type in FAMILIES_WITH_SINKS,
+        own_exchange=own_exchange,
+    )

@@ -1,0 +1,110 @@
+"""torch's own FlashAttention for packed sequences: `torch.nn.attention.varlen` (torch >= 2.10, CUDA, fp16 / bf16).
+
+The CUDA default: it needs no further package. Its arguments grew from version to version (2.10: is_causal; 2.11:
+scale and window_size; 2.12: enable_gqa), so they are looked up once, when the kernel is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from automodel_lite.attention.kernel import (
+    AttentionSpec,
+    refuse,
+    refuse_own_exchange,
+    repeat_kv_heads,
+    require_cuda,
+    require_half,
+)
+from automodel_lite.errors import ConfigError
+
+LARGEST_HEAD_DIM = 256
+
+
+class VarlenAttention:
+    """`varlen_attn`.
+
+    implementation  None for the FlashAttention-2 that torch bundles, "FA3" or "FA4" for the package of that name,
+                    through torch's `activate_flash_attention_impl` (which switches it for the whole process)
+    """
+
+    name = "thd_varlen"
+
+    def __init__(self, implementation: str | None = None, varlen_attn: Callable[..., Any] = varlen_attn) -> None:
+        self.varlen_attn = varlen_attn
+        self.parameters: Set[str] = inspect.signature(varlen_attn).parameters.keys()
+        self.implementation = implementation
+        if implementation is not None:
+            _activate(implementation)
+
+    def check(self, spec: AttentionSpec) -> None:
+        """Raises ConfigError off CUDA, outside of fp16 / bf16, with softcap or sinks, for unusual head dims."""
+        require_cuda(self, spec)
+        require_half(self, spec)
+        refuse_own_exchange(self, spec)
+        if spec.softcap is not None:
+            raise refuse(self, f"the softcap of {spec.model_type}", "take attention=flex")
+        if spec.sinks:
+            # its backward ignores the gradient of the log-sum-exp, from which sinks could be built
+            raise refuse(self, f"the attention sinks of {spec.model_type}", "take attention=flex")
+        if spec.head_dim != spec.value_head_dim or spec.head_dim % 8 or spec.head_dim > LARGEST_HEAD_DIM:
+            dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
+            raise refuse(self, dims, f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te")
+        if "window_size" not in self.parameters and spec.window is not None:
+            raise refuse(
+                self, f"the sliding window of {spec.model_type} on torch {torch.__version__}", "torch>=2.12 can"
+            )
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(spec.device) < (8, 0):
+            raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, take attention=flex")
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionKernel`."""
+        if softcap is not None or sinks is not None:
+            raise refuse(self, "softcap or attention sinks", "take attention=flex")
+        options: dict[str, Any] = {}
+        if "enable_gqa" in self.parameters:
+            options["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
+        else:
+            k_THD, v_THD = (repeat_kv_heads(x, q_THD.shape[1]) for x in (k_THD, v_THD))
+        if "scale" in self.parameters:
+            options["scale"] = scale
+        elif scale != q_THD.shape[-1] ** -0.5:
+            q_THD = q_THD * (scale * q_THD.shape[-1] ** 0.5)
+        if "window_size" in self.parameters:  # (w, 0) sees w keys besides the query's own
+            options["window_size"] = (-1, 0) if window is None else (window - 1, 0)
+        else:
+            options["is_causal"] = True
+        # max_q = 1 would select the decode path
+        return self.varlen_attn(q_THD, k_THD, v_THD, cu_q, cu_k, max(max_q, 2), max(max_k, 2), **options)
+
+
+def _activate(implementation: str) -> None:
+    try:
+        from torch.nn.attention import activate_flash_attention_impl  # not in torch 2.10
+
+        activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"attention.implementation={implementation} cannot be activated ({error}): install the package that torch "
+            "names, or leave attention.implementation at null for the FlashAttention-2 inside torch."
+        ) from error

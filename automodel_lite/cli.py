@@ -1,0 +1,192 @@
+"""The command line of every recipe: compose the configuration, run, and say what went wrong in one sentence.
+
+Hydra composes; what it leaves to the user is done here. An override needs no `+`: every key is checked afterwards
+against the schema and the signatures (config.check_config), so a new key is either known or named as a mistake.
+Errors that a user can mend are printed by rank 0 alone, without a traceback, and are the last words on the screen
+under torchrun too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from automodel_lite.config import check_config, did_you_mean, with_defaults
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
+_WAIT_FOR_RANK_0_S = 10.0
+
+
+def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
+    """Composes the configuration named on the command line, checks it, calls `main(config)` and exits.
+
+    main   "recipes.train_ft:main", imported only when there is something to run: `--help` and `--cfg` need no torch.
+
+    Exit codes: 0 done, 2 a mistake in the settings or the data, 75 stopped by a signal or the time limit (start it
+    again), 1 any other error.
+    """
+    SIGNALS.install()
+    try:
+        args = get_args_parser().parse_args(argv)
+        if args.help:
+            print(help_text())
+            _exit(0)
+        raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
+        if args.cfg:
+            print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
+            _exit(0)
+        config = check_config(raw)
+        module, function = main.split(":")
+        code = getattr(importlib.import_module(module), function)(config)
+    except (ConfigError, DataError) as error:
+        _leave(str(error), CONFIG_EXIT)
+    except RunStoppedError as error:
+        _leave(str(error), 1)
+    except StoppedEarly as stopped:
+        _leave(f"stopped by {stopped} before the first step: nothing to save", PREEMPTED_EXIT)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+    except Exception:
+        _leave(traceback.format_exc(), 1)
+    _exit(code or 0)
+
+
+def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
+    """Runs a recipe that reads its own command line; exit codes and messages as those of `run_recipe`."""
+    try:
+        code = main(sys.argv[1:] if argv is None else argv)
+    except (ConfigError, DataError) as error:
+        _leave(str(error), CONFIG_EXIT)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+    except SystemExit as leaving:  # argparse's
+        _exit(leaving.code if isinstance(leaving.code, int) else 1)
+    except Exception:
+        _leave(traceback.format_exc(), 1)
+    _exit(code or 0)
+
+
+def compose_config(config_name: str | None, overrides: list[str], config_dir: str | None = None) -> DictConfig:
+    """The merged configuration of a preset and overrides such as `training.max_steps=10 attention=varlen`.
+
+    `config_dir` is a folder of the user's own presets and group options, searched beside the project's.
+    Raises ConfigError: unknown preset or option, unreadable override.
+    """
+    if config_name is None:
+        raise ConfigError(f"--config-name is missing: choose one of {', '.join(presets(config_dir))}.")
+    known = presets(config_dir)
+    if config_name not in known:
+        near = did_you_mean(config_name, known) or "."
+        raise ConfigError(f"--config-name {config_name}: no such preset{near} The presets are {', '.join(known)}.")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+            return compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+
+
+def presets(config_dir: str | None = None) -> list[str]:
+    """Names for --config-name."""
+    return sorted({p.stem for folder in _folders(config_dir) for p in folder.glob("*.yaml")} - {"base"})
+
+
+def groups(config_dir: str | None = None) -> dict[str, list[str]]:
+    """Group -> its options: {"attention": ["auto", "flash", ...]}."""
+    found: dict[str, set[str]] = {}
+    for folder in _folders(config_dir):
+        for path in folder.glob("*/*.yaml"):
+            found.setdefault(path.parent.name, set()).add(path.stem)
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+def help_text() -> str:
+    """What `--help` prints: presets, groups with their options, and examples."""
+    lines = [
+        "Fine-tune a Hugging Face causal LM on packed sequences.",
+        "",
+        "usage: torchrun recipes/train_ft.py --config-name PRESET [key=value ...]",
+    ]
+    lines += ["", "presets: " + ", ".join(presets()), "", "groups (group=option):"]
+    lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups().items()]
+    lines += [
+        "",
+        "examples:",
+        "  torchrun recipes/train_ft.py --config-name llama_packed",
+        "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
+        "  torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
+        "  torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
+        "  python recipes/train_ft.py --config-name llama_packed --cfg job    (print the whole configuration and stop)",
+    ]
+    return "\n".join(lines)
+
+
+def _folders(config_dir: str | None) -> list[Path]:
+    return [CONF_DIR, *([Path(config_dir)] if config_dir else [])]
+
+
+def _open(override: str, known_groups: dict[str, list[str]]) -> str:
+    """`a.b=1` -> `++a.b=1`: set or add, the check comes later; group choices and Hydra's own keys stay as they are."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        reason = " ".join(str(error).splitlines()[0].split())
+        raise ConfigError(f"{override}: cannot be read as key=value ({reason}).") from None
+    key = parsed.key_or_group
+    if key in known_groups and not parsed.is_delete():
+        _check_options(key, parsed.value(), known_groups[key])
+    is_plain = re.match(r"[A-Za-z_]", override) and key not in known_groups and not key.startswith("hydra")
+    return f"++{override}" if is_plain else override
+
+
+def _check_options(group: str, chosen: object, options: list[str]) -> None:
+    for option in chosen if isinstance(chosen, list) else [chosen]:
+        if option not in options:
+            near = did_you_mean(str(option), options) or "."
+            raise ConfigError(f"{group}={option}: no such option{near} The options are {', '.join(options)}.")
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    """Ends the process with one message on the screen, from rank 0 alone.
+
+    torchrun prints a summary after every failure; the text it quotes as the root cause is read from the file named by
+    TORCHELASTIC_ERROR_FILE. The other ranks wait so that rank 0 is seen to fail first.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_mistake = code == CONFIG_EXIT
+    if rank == 0 or not is_mistake:
+        prefix = "" if rank == 0 else f"[rank {rank}] "
+        print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)
+        if error_file:
+            Path(error_file).write_text(json.dumps({"message": message.rstrip(), "timestamp": int(time.time())}))
+    elif is_mistake:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends at once: gloo's threads abort one process in ten that is left to the interpreter's own clean-up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,253 @@
+"""Files as rows of raw columns, each of which knows its place: `train.jsonl:17`.
+
+JSON and CSV are read here and not through `datasets`: it reports a bad line without its file, turns `"007"` into 7
+and `"NA"` into nothing, and pads tool schemas of different shapes with nulls. Lines are indexed by their byte offsets
+and parsed when they are asked for, so a file of any size costs 8 bytes a row.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from automodel_lite.errors import DataError
+
+RawRow = dict[str, Any]
+INDEX_BLOCK_BYTES = 64 * 2**20
+
+
+class RawRows(Protocol):
+    """Map-style raw rows; reading a broken one raises `DataError` that names its place."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> RawRow: ...
+
+    def where(self, index: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """One JSON object a line; blank lines are no rows. Picklable: a worker indexes nothing again."""
+
+    path: Path
+    name: str
+    starts: np.ndarray  # byte offset of each row's line, int64
+    line_numbers: np.ndarray  # from 1
+
+    @cached_property
+    def _bytes(self) -> np.ndarray:
+        is_empty = self.path.stat().st_size == 0  # which cannot be mapped
+        return np.zeros(0, np.uint8) if is_empty else np.asarray(np.memmap(self.path, np.uint8, "r"))
+
+    def __reduce__(self) -> tuple:
+        return JsonLines, (self.path, self.name, self.starts, self.line_numbers)
+
+    def __len__(self) -> int:
+        return len(self.line_numbers)
+
+    def __getitem__(self, index: int) -> RawRow:
+        return parse_json_object(self.line(index), self.where(index))
+
+    def line(self, index: int) -> bytes:
+        """The bytes of one row; the next row starts behind them, white space between is no JSON."""
+        stop = self.starts[index + 1] if index + 1 < len(self) else len(self._bytes)
+        return self._bytes[self.starts[index] : stop].tobytes()
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self.line_numbers[index]}"
+
+
+def open_json_lines(path: Path, name: str) -> JsonLines:
+    """Indexes the lines of a file."""
+    starts, stops = _line_bounds(path)
+    blank = _blank_lines(path, starts, stops)
+    return JsonLines(path, name, starts[~blank], np.flatnonzero(~blank) + 1)
+
+
+def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Byte offsets [start, stop) of every line, line breaks left out."""
+    breaks, done = [], 0
+    with path.open("rb") as file:
+        while block := file.read(INDEX_BLOCK_BYTES):
+            breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + done)
+            done += len(block)
+    ends = np.concatenate([*breaks, [done]]).astype(np.int64)
+    return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64), ends
+
+
+def _blank_lines(path: Path, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Which lines hold white space only; only short ones are looked at."""
+    blank = stops <= starts
+    with path.open("rb") as file:
+        for line in np.flatnonzero(~blank & (stops - starts < 8)):
+            file.seek(int(starts[line]))
+            blank[line] = not file.read(int(stops[line] - starts[line])).strip()
+    return blank
+
+
+def parse_json_object(line: bytes, where: str) -> RawRow:
+    """Parses one row.
+
+    Raises:
+        DataError: names `where` and the column (character) of the fault.
+    """
+    try:
+        row = json.loads(line.decode("utf-8-sig").rstrip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}:{error.start + 1}: byte {line[error.start]:#04x} is not UTF-8.") from error
+    except json.JSONDecodeError as error:
+        shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
+        raise DataError(f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise DataError(f"{where}: not JSON that can be read: {error}.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}.")
+    return row
+
+
+@dataclass(frozen=True)
+class RowList:
+    """Rows in memory with the line of each; a broken row is kept as the error that reading it raises."""
+
+    rows: Sequence[RawRow | DataError]
+    name: str
+    line_numbers: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> RawRow:
+        row = self.rows[index]
+        if isinstance(row, DataError):
+            raise row
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self.line_numbers[index]}"
+
+
+@dataclass(frozen=True)
+class JsonArray:
+    """The objects of one JSON array; a place is the number of the object, from 1."""
+
+    rows: Sequence[Any]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> RawRow:
+        row = self.rows[index]
+        if not isinstance(row, dict):
+            raise DataError(f"{self.where(index)}: a row must be a JSON object, not {type(row).__name__}.")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.name}[{index + 1}]"
+
+
+def open_json(path: Path, name: str) -> RawRows:
+    """A `.json` file: an array of objects, an object with one array of them in it, or one object a line."""
+    lines = open_json_lines(path, name)
+    return lines if _has_row_a_line(lines) else JsonArray(_json_array(path, name), name)
+
+
+def _has_row_a_line(lines: JsonLines) -> bool:
+    """Whether the first line is a row (a broken one too), and not the opening of something that goes on."""
+    if not len(lines):
+        return True
+    first = lines.line(0).strip().removeprefix(b"\xef\xbb\xbf")
+    if not (first.startswith(b"{") and first.endswith(b"}")):
+        return False
+    return len(lines) > 1 or not _rows_in(parse_json_object(first, lines.where(0)))
+
+
+def _rows_in(whole: RawRow) -> list[list[Any]]:
+    """The values of an object that are lists of rows (messages are objects too, but no rows)."""
+    lists = [value for value in whole.values() if isinstance(value, list) and value]
+    return [rows for rows in lists if all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in rows)]
+
+
+def _json_array(path: Path, name: str) -> list[Any]:
+    try:
+        whole = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: byte {error.start + 1} is not UTF-8.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: not JSON: {error}.") from error
+    if isinstance(whole, list):
+        return whole
+    arrays = _rows_in(whole) if isinstance(whole, dict) else []
+    if len(arrays) != 1:
+        raise DataError(f"{name}: must be an array of JSON objects, an object with one such array, or JSON lines.")
+    return arrays[0]
+
+
+def open_csv(path: Path, name: str, delimiter: str) -> RowList:
+    """Reads a CSV or TSV file with a header line; every value stays the text that it is."""
+    csv.field_size_limit(2**31 - 1)
+    rows: list[RawRow | DataError] = []
+    line_numbers = []
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        while True:
+            line = reader.line_num + 1
+            try:
+                values = next(reader, None)
+            except csv.Error as error:
+                rows.append(DataError(f"{name}:{line}: not CSV: {error}."))
+                line_numbers.append(line)
+                continue
+            if values is None:
+                return RowList(rows, name, line_numbers)
+            if header is None:
+                header = values
+            elif values:
+                rows.append(_csv_row(header, values, f"{name}:{line}"))
+                line_numbers.append(line)
+
+
+def _csv_row(header: list[str], values: list[str], where: str) -> RawRow | DataError:
+    if len(values) != len(header):
+        return DataError(f"{where}: {len(values)} values for {len(header)} columns.")
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        return DataError(f"{where}: byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8.")
+    return dict(zip(header, values))
+
+
+class ConcatenatedRows:
+    """Several sources end to end."""
+
+    def __init__(self, parts: Sequence[RawRows]):
+        self._parts = parts
+        self._starts = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> RawRow:
+        part, row = self._find(index)
+        return part[row]
+
+    def where(self, index: int) -> str:
+        part, row = self._find(index)
+        return part.where(row)
+
+    def _find(self, index: int) -> tuple[RawRows, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        position = bisect_right(self._starts, index) - 1
+        return self._parts[position], index - self._starts[position]

@@ -1,0 +1,1 @@
+"""Processes: the device mesh, sharding of the model, context parallelism."""

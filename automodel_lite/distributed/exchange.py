@@ -1,0 +1,169 @@
+"""What context-parallel ranks exchange around the kernel of each attention layer.
+
+AllGatherKV        every rank keeps its queries and gathers everybody's keys and values; a run of queries gets the
+                   prefix of its document as keys. Volume does not grow with the number of query heads: the default.
+Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the kernel sees plain packing. Less volume
+                   than the all-gather when cp > (Hq + Hkv) / Hkv.
+TransformerEngine  the `te` kernel exchanges by itself (p2p ring, all-gather or all-to-all).
+
+The autograd functions are our own: torch.distributed.nn.functional.all_gather gave wrong gradients on gloo for
+non-contiguous ones, with the loss right to 12 digits. Nothing here waits for the device.
+
+Legend: T tokens of the whole stream, H heads (Hq queries, Hkv keys and values), D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_lite.errors import ConfigError
+
+if torch.__version__ >= "2.13":  # compared as versions; 2.13 renamed both and warns about the old names
+    all_gather_rows, reduce_scatter_rows = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    all_gather_rows, reduce_scatter_rows = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
+class AllGatherRows(torch.autograd.Function):
+    """[T / cp, F] of each rank -> [T, F] in rank order; backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+        all_gather_rows(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        reduce_scatter_rows(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+class AllToAll(torch.autograd.Function):
+    """[cp, ...] -> [cp, ...]: slice i goes to rank i. Its own inverse and its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(slices, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, slices.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return AllToAll.apply(grad, ctx.group), None
+
+
+@dataclass(frozen=True)
+class AllGatherKV:
+    """Gathers keys and values in one collective; one row selection reorders them and cuts the document prefixes.
+
+    key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other
+    """
+
+    group: dist.ProcessGroup
+    key_rows: Tensor
+
+    @property
+    def kernel_kwargs(self) -> dict[str, Any]:
+        return {}
+
+    def before(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q [T / cp, Hq, D] stays; k, v [T / cp, Hkv, D] -> [Tk, Hkv, D]."""
+        kv = torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
+        kv = AllGatherRows.apply(kv, self.group).index_select(0, self.key_rows)
+        k, v = kv.split([k_THD[0].numel(), v_THD[0].numel()], 1)
+        return q_THD, k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:]), sinks
+
+    def after(self, out_THD: Tensor) -> Tensor:
+        return out_THD
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> AllGatherKV:
+        return replace(self, key_rows=move(self.key_rows))
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Trades tokens for heads and back; one all-to-all for q, k and v together, one for the output.
+
+    to_stream  int64 [T]: row of the rank-ordered stream that each position of the stream takes
+    to_ranks   int64 [T]: its inverse
+    """
+
+    group: dist.ProcessGroup
+    to_stream: Tensor
+    to_ranks: Tensor
+
+    @property
+    def kernel_kwargs(self) -> dict[str, Any]:
+        return {}
+
+    def before(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q [T / cp, Hq, D], k, v [T / cp, Hkv, D] -> [T, Hq / cp, D], [T, max(Hkv / cp, 1), D].
+
+        Raises ConfigError when cp does not divide the query heads, or neither of cp and Hkv divides the other.
+        """
+        cp = self.group.size()
+        num_heads, num_kv_heads = q_THD.shape[1], k_THD.shape[1]
+        check_heads_divide(cp, num_heads, num_kv_heads)
+        if num_kv_heads < cp:
+            k_THD, v_THD = (x.repeat_interleave(cp // num_kv_heads, 1) for x in (k_THD, v_THD))
+        by_rank = [x.unflatten(1, (cp, -1)).transpose(0, 1) for x in (q_THD, k_THD, v_THD)]  # [cp, T/cp, H/cp, D]
+        sent = torch.cat([x.flatten(2) for x in by_rank], 2)
+        rows = AllToAll.apply(sent, self.group).flatten(0, 1).index_select(0, self.to_stream)
+        q, k, v = (
+            part.unflatten(1, x.shape[2:])
+            for part, x in zip(rows.split([x[0, 0].numel() for x in by_rank], 1), by_rank)
+        )
+        return q, k, v, None if sinks is None else sinks.chunk(cp)[self.group.rank()]
+
+    def after(self, out_THD: Tensor) -> Tensor:
+        """[T, Hq / cp, D] -> [T / cp, Hq, D]."""
+        slices = out_THD.index_select(0, self.to_ranks).unflatten(0, (self.group.size(), -1))
+        return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Ulysses:
+        return replace(self, to_stream=move(self.to_stream), to_ranks=move(self.to_ranks))
+
+
+@dataclass(frozen=True)
+class TransformerEngine:
+    """Hands the group to the `te` kernel, which wants the padded boundaries of the whole stream on every rank."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def kernel_kwargs(self) -> dict[str, Any]:
+        return {"cp_group": self.group}
+
+    def before(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return q_THD, k_THD, v_THD, sinks
+
+    def after(self, out_THD: Tensor) -> Tensor:
+        return out_THD
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> TransformerEngine:
+        return self
+
+
+def check_heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raises ConfigError for heads that an all-to-all cannot deal out to `cp_size` ranks."""
+    if num_heads % cp_size or (num_kv_heads % cp_size and cp_size % num_kv_heads):
+        raise ConfigError(
+            f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {num_heads} query heads, and divide "
+            f"or be divided by the {num_kv_heads} key/value heads: take mesh.cp_exchange=all_gather, which need not."
+        )

@@ -1,0 +1,94 @@
+"""The block that a run prints before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+import automodel_lite
+from automodel_lite.config import Config
+from automodel_lite.distributed.mesh import Mesh
+from automodel_lite.models.build import BuiltModel
+from automodel_lite.packing.report import PackingReport
+from automodel_lite.training.plan import TrainingPlan
+from automodel_lite.training.prepare import PreparedData
+
+Line = tuple[str, str]
+
+
+def start_lines(
+    config: Config, data: PreparedData, report: PackingReport, built: BuiltModel, mesh: Mesh, plan: TrainingPlan
+) -> list[Line]:
+    """(topic, text) of each line: what was built, and why so."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return [
+        ("", f"automodel_lite {automodel_lite.__version__} ({versions})"),
+        ("device", _device(mesh, built)),
+        ("model", _model(config, built)),
+        *([("peft", built.adapter.description)] if built.adapter else []),
+        ("attention", built.attention),
+        ("data", data.documents.description),
+        *(("", note) for note in data.tokens.notes),
+        ("packing", _packing(report)),
+        ("steps", _steps(plan, report)),
+    ]
+
+
+def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int) -> str:
+    """`runs/x: fresh`, or from where it goes on."""
+    origin = f"continues from {checkpoint.name}" if checkpoint else "fresh"
+    return f"{folder}: {origin}, steps {step + 1} to {max_steps}" if step < max_steps else f"{folder}: {origin}"
+
+
+def _device(mesh: Mesh, built: BuiltModel) -> str:
+    shape = mesh.shape
+    processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}, {built.strategy}"
+    threads = f", {torch.get_num_threads()} threads each" if mesh.device.type == "cpu" else ""
+    return f"{name}: {processes} ({axes}){threads}"
+
+
+def _model(config: Config, built: BuiltModel) -> str:
+    lm = built.model.loss_model.lm
+    source = config.model["pretrained"] or "from scratch"
+    dtype = str(built.model.compute_dtype).removeprefix("torch.")
+    masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
+    return (
+        f"{lm.config.model_type} {source}: {built.num_parameters / 1e6:,.1f} M parameters, {dtype} compute, "
+        f"{masters}, loss {built.loss}"
+    )
+
+
+def _packing(report: PackingReport) -> str:
+    lines = [
+        f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
+        f"{report.documents_per_pack_mean:.1f} documents a pack, fill {report.fill_frac:.1%} "
+        f"(padded batches: {report.padded_fill_frac:.1%})"
+    ]
+    if report.dropped_documents:
+        lines.append(f"dropped {report.dropped_documents:,} over-long documents, {report.dropped_tokens:,} tokens")
+    if report.truncated_documents:
+        lines.append(f"truncated {report.truncated_documents:,} documents by {report.cut_tokens:,} tokens")
+    if report.split_documents:
+        lines.append(f"split {report.split_documents:,} documents")
+    if report.left_out_documents:
+        lines.append(f"max_packs left out {report.left_out_documents:,} documents, {report.left_out_tokens:,} tokens")
+    if report.imbalance_before and report.imbalance_after:
+        lines.append(
+            f"slowest rank {report.imbalance_before:.3f} x the mean, {report.imbalance_after:.3f} x balanced by "
+            f"{report.balance}"
+        )
+    return "\n".join([*lines, *([report.note] if report.note else [])])
+
+
+def _steps(plan: TrainingPlan, report: PackingReport) -> str:
+    shape = plan.shape
+    num_documents = report.documents_per_pack_mean * shape.global_batch_size
+    return (
+        f"{plan.max_steps:,} = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}; a step is "
+        f"{shape.global_batch_size} packs (about {num_documents:,.0f} documents) in micro-batches of "
+        f"{shape.micro_batch_size} on {shape.dp_size} data-parallel rank{'s' if shape.dp_size > 1 else ''}"
+    )

@@ -1,0 +1,1 @@
+"""Hugging Face models: built or loaded, with the loss as their output, and exported."""

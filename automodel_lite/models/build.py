@@ -1,0 +1,98 @@
+"""The model of a run: loaded or made, given its attention kernel and its loss, checked, spread over the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.auto import auto_attention
+from automodel_lite.attention.kernel import AttentionKernel
+from automodel_lite.attention.probe import check_packing_isolation, stream_of
+from automodel_lite.attention.spec import attention_spec
+from automodel_lite.config import Config, build
+from automodel_lite.distributed.mesh import Mesh
+from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
+from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
+from automodel_lite.models.causal_lm import CausalLM, embedding_rows
+from automodel_lite.models.loss_model import LossModel, head_is_plain
+from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A parallel model and what is said of it at the start."""
+
+    model: ParallelModel
+    num_parameters: int
+    attention: str  # which kernel, and why
+    loss: str
+    strategy: str
+    source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
+    adapter: Adapter | None = None  # LoRA and the like: only this is trained and saved
+
+
+def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
+    """Every rank builds the same weights; then they are checked and sharded.
+
+    Raises ConfigError when the model, the kernel and the device do not fit together.
+    """
+    strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
+    dtype = choose_precision(config.training.precision, mesh.device)
+    lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
+    num_parameters = sum(p.numel() for p in lm.parameters())
+    kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
+    install(lm, kernel)
+    cast_frozen(lm, dtype)
+    torch.nn.Module.to(lm, mesh.device)
+    with torch.autocast(mesh.device.type, dtype, enabled=dtype != torch.float32):
+        check_packing_isolation(lm, mesh.device)
+        loss, loss_reason = choose_loss(config, lm, mesh.device)
+    if config.training.activation_checkpointing == "full":
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
+    return BuiltModel(model, num_parameters, reason, loss_reason, strategy, source.dtype, adapter)
+
+
+def load_and_adapt(
+    config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device, strategy: str
+) -> tuple[PreTrainedModel, Adapter | None]:
+    """The model on the CPU (quantized: on its device), with adapters inside when `peft` asks for them."""
+    if not config.peft:
+        return source.build(tokenizer), None
+    peft: Peft = build(config.peft)
+    peft.check(device, strategy, source.pretrained)
+    lm = source.build(tokenizer, peft.load_arguments(device))
+    return lm, peft.adapt(lm, str(source.pretrained))
+
+
+def choose_attention(
+    config: Config, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[AttentionKernel, str]:
+    """The configured kernel, checked against what the model asks of it; an empty node (`attention=auto`) takes the
+    best.
+    """
+    spec = attention_spec(model_config, device, dtype)
+    if not config.attention:
+        return auto_attention(spec)
+    kernel: AttentionKernel = build(config.attention)
+    kernel.check(spec)
+    return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
+
+
+def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tuple[Loss, str]:
+    """The configured loss; heads that are not `hidden @ weight.T` take the model's own head, and it is said."""
+    loss: Loss = build(config.loss)
+    name = type(loss).__name__
+    if isinstance(loss, FusedLinearCrossEntropy) and not head_is_plain(lm, probe_inputs(lm, device)):
+        return CrossEntropy(), f"CrossEntropy: the output head of {type(lm).__name__} is more than hidden @ weight.T"
+    return loss, name
+
+
+def probe_inputs(lm: PreTrainedModel, device: torch.device) -> dict[str, object]:
+    """Model inputs of one short document."""
+    num_tokens = 8
+    ids = torch.arange(num_tokens)[None] % embedding_rows(lm)
+    return stream_of(ids, device).model_inputs()

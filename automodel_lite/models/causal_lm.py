@@ -1,0 +1,130 @@
+"""Causal LMs from a folder, a hub name or a config."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from automodel_lite.config import did_you_mean
+from automodel_lite.errors import ConfigError
+
+
+class CausalLM:
+    """The config node `model`: where the model comes from.
+
+    pretrained  a folder or hub name: config and weights are loaded (the tokenizer too, by the tokenizer node)
+    config      overrides of the loaded config; without `pretrained` the whole config of a model from scratch, which
+                then needs `model_type` (llama, qwen3 ...); the vocabulary size and special tokens are the tokenizer's
+    """
+
+    def __init__(self, pretrained: str | None = None, config: dict[str, Any] | None = None) -> None:
+        self.pretrained = pretrained
+        self.overrides = dict(config or {})
+        if pretrained and "model_type" in self.overrides:
+            raise ConfigError(
+                f"model.pretrained={pretrained} loads a model while model.config describes one from scratch: "
+                "choose model=pretrained as well."
+            )
+        if not pretrained and "model_type" not in self.overrides:
+            raise ConfigError(
+                "model.pretrained=null needs model.config.model_type (llama, qwen3 ...), or a folder to load."
+            )
+        if pretrained:
+            check_source("model.pretrained", pretrained)
+
+    def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+        """The model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
+        if self.pretrained:
+            config = AutoConfig.from_pretrained(self.pretrained)
+            _check_settings(self.overrides, config)
+            for key, value in self.overrides.items():
+                setattr(config, key, value)
+            return config
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        settings = {"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}, **self.overrides}
+        _check_settings(settings, AutoConfig.for_model(settings["model_type"]))
+        return AutoConfig.for_model(**settings)  # in one call: other values follow from these, such as head_dim
+
+    def build(
+        self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
+    ) -> PreTrainedModel:
+        """The model in fp32 on the CPU, in training mode; random weights come from torch's generator.
+
+        load_arguments   more arguments of `from_pretrained` (quantization)
+
+        Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
+        model.
+        """
+        config = self.config(tokenizer)
+        source_dtype = config.dtype if self.pretrained else None
+        self.dtype = source_dtype if isinstance(source_dtype, torch.dtype) else torch.float32
+        if self.pretrained:
+            model = _load(self.pretrained, config, load_arguments or {})
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        rows = embedding_rows(model)
+        if len(tokenizer) > rows:
+            raise ConfigError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own "
+                f"tokenizer, or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
+            )
+        return model.train()
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Token ids that the model knows."""
+    embedding: Any = model.get_input_embeddings()
+    rows: int = embedding.weight.shape[0]
+    return rows
+
+
+def check_source(key: str, source: str) -> None:
+    """A name that looks like a local path must exist; raises ConfigError before transformers tries it as a hub name."""
+    looks_local = (
+        source.startswith((".", "/", "~"))
+        or source.count("/") > 1
+        or (os.path.sep in source and Path(source).parent.is_dir())
+    )
+    folder = Path(source).expanduser()
+    if looks_local and not folder.is_dir():
+        raise ConfigError(f"{key}={source}: there is no such folder.")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{key}={source}: the folder has no config.json.")
+
+
+def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
+    known = config.to_dict()
+    for key, value in settings.items():
+        if key not in known:
+            near = did_you_mean(key, known) or "."
+            raise ConfigError(f"model.config.{key}={value}: {config.model_type} has no such setting{near}")
+
+
+def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=torch.float32, output_loading_info=True, **more
+        )
+        model, report = loaded
+    except OSError as error:
+        raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
+    except RuntimeError as error:  # shapes that do not fit
+        raise ConfigError(f"model.pretrained={source}: {' '.join(str(error).split())[:500]}") from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    missing = sorted(report["missing_keys"])
+    mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])
+    if missing or mismatched:
+        first = (missing + mismatched)[0]
+        raise ConfigError(
+            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
+            f"than the config says, {first} first; they would train from random values."
+        )
+    return model

@@ -1,0 +1,117 @@
+"""The trained model, or its adapter, as a folder that plain `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from automodel_lite.models.adapter import Adapter
+from automodel_lite.models.build import BuiltModel
+from automodel_lite.models.loss_model import LossModel
+
+
+def export(folder: Path, built: BuiltModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """`folder`/hf, or `folder`/adapter when only an adapter was trained; every rank calls it. Returns which."""
+    if built.adapter:
+        export_adapter(folder / "adapter", built.model.loss_model, built.adapter, tokenizer)
+        return folder / "adapter"
+    export_hf(folder / "hf", built.model.loss_model, tokenizer, built.source_dtype)
+    return folder / "hf"
+
+
+def export_adapter(folder: Path, model: LossModel, adapter: Adapter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0 writes."""
+    weights = full_weights(model, only_trained=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        temporary = _fresh(folder)
+        adapter.save(temporary, weights)
+        tokenizer.save_pretrained(temporary)
+        _replace(temporary, folder)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
+    """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it, rank 0 writes.
+
+    The folder appears complete or not at all, and is read back and compared weight by weight before it appears.
+    Raises RuntimeError when what is read back differs.
+    """
+    weights = full_weights(model)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        temporary = _fresh(folder)
+        whole = _rebuild(model.lm, weights, dtype)
+        whole.generation_config = generation_config(whole.config, model.lm.generation_config, tokenizer)
+        whole.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        _compare(temporary, whole)
+        _replace(temporary, folder)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def full_weights(model: LossModel, only_trained: bool = False) -> dict[str, Tensor]:
+    """The LM's whole state dict on rank 0's CPU, gathered from all shards; empty on other ranks."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    return {name.removeprefix("lm."): value for name, value in weights.items()}
+
+
+def generation_config(
+    config: PretrainedConfig, trained: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> GenerationConfig:
+    """The model's own generation settings; it stops at the tokenizer's end token as well as at its own."""
+    result = GenerationConfig.from_dict(trained.to_dict())
+    own = trained.eos_token_id if isinstance(trained.eos_token_id, list) else [trained.eos_token_id]
+    stops = list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *own] if token is not None))
+    result.eos_token_id = stops if len(stops) > 1 else stops[0] if stops else None
+    result.bos_token_id = tokenizer.bos_token_id if result.bos_token_id is None else result.bos_token_id
+    result.pad_token_id = tokenizer.pad_token_id if result.pad_token_id is None else result.pad_token_id
+    return result
+
+
+def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", dtype=dtype)
+    cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    whole.load_state_dict(cast, strict=True, assign=True)
+    whole.tie_weights()
+    return whole
+
+
+def _fresh(folder: Path) -> Path:
+    """An unused name beside `folder`, to write under."""
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    return temporary
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(temporary, folder)
+
+
+def _compare(folder: Path, expected: nn.Module) -> None:
+    read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    loaded, report = read
+    if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
+        raise RuntimeError(f"the exported model does not load completely: {report}")
+    weights = loaded.state_dict()
+    for name, value in expected.state_dict().items():
+        if value.dtype != weights[name].dtype or not torch.equal(value, weights[name]):
+            raise RuntimeError(f"the exported weight {name} differs from the trained one.")

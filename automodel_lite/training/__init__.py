@@ -1,0 +1,1 @@
+"""What a step is made of: loss, optimizer, schedule, order of packs, checkpoints, metrics."""

@@ -1,0 +1,58 @@
+"""The fused loss against plain cross-entropy, gradients too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, linear_cross_entropy
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize(("rows", "chunk"), [(97, 16), (64, 64), (1, 50), (5, 512)])
+def test_fused_equals_plain(rows: int, chunk: int, softcap: float | None) -> None:
+    labels = torch.randint(0, 211, (rows,), generator=torch.Generator().manual_seed(0))
+    results = []
+    for fused in (True, False):
+        hidden, weight = leaf(rows, 16), leaf(211, 16)
+        if fused:
+            loss = linear_cross_entropy(hidden, weight, labels, chunk, softcap)
+        else:
+            logits = hidden @ weight.t()
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+        (loss * 0.37).backward()
+        results.append((loss, hidden.grad, weight.grad))
+    for fused_value, plain_value in zip(*results):
+        torch.testing.assert_close(fused_value, plain_value, rtol=1e-5, atol=1e-5)
+
+
+def test_no_labelled_row_gives_zero_loss_and_zero_gradients() -> None:
+    hidden, weight = leaf(0, 8), leaf(9, 8)
+    loss = FusedLinearCrossEntropy()(hidden, weight, torch.zeros(0, dtype=torch.long), None)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert weight.grad.abs().sum() == 0
+    assert CrossEntropy()(torch.zeros(0, 9, requires_grad=True), torch.zeros(0, dtype=torch.long)).item() == 0.0
+
+
+def test_frozen_head_gets_no_gradient() -> None:
+    hidden, weight = leaf(6, 8), leaf(9, 8).detach()
+    linear_cross_entropy(hidden, weight, torch.arange(6)).backward()
+    plain = leaf(6, 8)
+    F.cross_entropy(plain @ weight.t(), torch.arange(6), reduction="sum").backward()
+    torch.testing.assert_close(hidden.grad, plain.grad)
+
+
+def test_bf16_keeps_an_fp32_sum() -> None:
+    hidden, weight = leaf(300, 32).to(torch.bfloat16), leaf(64, 32).to(torch.bfloat16)
+    labels = torch.randint(0, 64, (300,))
+    loss = linear_cross_entropy(hidden, weight, labels, 100)
+    assert loss.dtype == torch.float32
+    expected = F.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-3)
