@@ -15,7 +15,7 @@ import torch
 
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.exact_fill import LOOKAHEAD, ExactFill
-from automodel_lite.packing.packs import Document, lay_out
+from automodel_lite.packing.packs import flatten, lay_out
 
 OVERLONG_IN_STREAMS = ("drop", "truncate", "error")
 
@@ -62,8 +62,9 @@ class StreamedPacks(torch.utils.data.IterableDataset):
         return self
 
     def __next__(self) -> dict[str, Any]:
-        documents = [self._held.pop(number)[1] for number in next(self._packs)]
-        return lay_out(documents, self.packed_sequence_size, self.slot_multiple, self.padding_idx)
+        rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
+        starts, lengths = rows.offsets[:-1], np.diff(rows.offsets)
+        return lay_out(rows, starts, lengths, self.packed_sequence_size, self.slot_multiple, self.padding_idx)
 
     def state_dict(self) -> dict[str, Any]:
         """{"cursor": documents read, "waiting": numbers of those that are in no pack yet, "num_dropped"}."""
@@ -72,7 +73,7 @@ class StreamedPacks(torch.utils.data.IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._cursor, waiting = state["cursor"], state["waiting"]
-        self._held: dict[int, tuple[int, Document]] = {}  # by arrival: number in the stream, tokens
+        self._held: dict[int, tuple[int, dict[str, np.ndarray]]] = {}  # by arrival: number in the stream, tokens
         self._arrived = 0
         if waiting:
             wanted = set(waiting)
@@ -115,9 +116,9 @@ class StreamedPacks(torch.utils.data.IterableDataset):
                 self.num_dropped += 1
                 return False
             input_ids, labels = input_ids[: self.packed_sequence_size], labels[: self.packed_sequence_size]
-        self._held[self._arrived] = (number, (input_ids, labels))
+        self._held[self._arrived] = (number, {"input_ids": input_ids, "labels": labels})
         self._arrived += 1
         return True
 
-    def _slots(self, document: Document) -> int:
-        return -(-len(document[0]) // self.slot_multiple)
+    def _slots(self, document: dict[str, np.ndarray]) -> int:
+        return -(-len(document["input_ids"]) // self.slot_multiple)
