@@ -251,7 +251,7 @@ def markdown(findings: Iterable[Finding]) -> str:
         "Written by `python benchmarks/survey_models.py --write docs/models.md`: do not edit, run it again.",
         "",
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, fp32 on CPU, tiny random "
-        f"models. Documents of {LENGTHS} tokens, one forward and backward each through the family's own eager attention, "
+        f"models. Documents of {LENGTHS} tokens, one forward and backward each through the family's eager attention, "
         "against one packed forward and backward on the reference kernel. The number is the largest difference of "
         "logits and gradients, relative to the largest logit and gradient; exact means below 1e-5.",
         "",
