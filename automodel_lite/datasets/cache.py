@@ -105,8 +105,9 @@ def _raise_failure_after(failure: Path, asked: float) -> None:
 
 
 def _what_changed(parent: Path, name: str, key: Key) -> str:
-    """Compares `key` with the most alike entry of the same name."""
-    entries = [json.loads(path.read_text()) for path in parent.glob(f"*/{KEY_FILE}")]
+    """Compares `key` with the most alike entry of the same name, the newest of equals."""
+    newest_first = sorted(parent.glob(f"*/{KEY_FILE}"), key=lambda path: -path.stat().st_mtime_ns)
+    entries = [json.loads(path.read_text()) for path in newest_first]
     others: list[Key] = [entry["key"] for entry in entries if entry["name"] == name]
     if not others:
         return "first time"

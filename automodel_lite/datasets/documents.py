@@ -12,7 +12,8 @@ Document = dict[str, Any]
 - `messages` (list of `{"role", "content", ...}`), optional `tools`: a chat
 - `prompt`, `completion` (text), optional `system`: one question and its answer
 - `text`: plain text
-- `input_ids`, `labels` (equal length, next-token aligned, -100 = no loss): already tokenised
+- `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss), `lengths` of the
+  documents in them: already tokenised; `labels` None: not said what is trained on
 """
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from automodel_lite.datasets.documents import DocumentRows, Question
-from automodel_lite.datasets.formats import NormalisedRows, detect
-from automodel_lite.datasets.sources import (
-    ConcatenatedRows,
-    RawRow,
-    RawRows,
-    open_csv,
-    open_json,
-    open_json_lines,
-)
+from automodel_lite.datasets.documents import Document, DocumentRows, Question
+from automodel_lite.datasets.formats import Normalise, NormalisedRows, detect
+from automodel_lite.datasets.given_tokens import Alignment, align, find_alignment
+from automodel_lite.datasets.open_files import Source, open_source
+from automodel_lite.datasets.sources import RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError
 
 NUM_SNIFFED_ROWS = 20
@@ -39,6 +33,8 @@ class FilesDataset:
         val_split: in place of `val_path`, another split of the same dataset.
         val_frac: in place of both, this part (0..1) of the documents, drawn by `seed`.
         max_documents: take no more than this many documents of the training set, the first ones.
+        labels: of pre-tokenised rows, `aligned` (labels[i] is the target of position i) or `unshifted` (labels[i] is
+            input_ids[i], as Hugging Face models take them); found by comparing them by default.
 
     Raises:
         ConfigError: nothing at `path`, unknown format, columns of no known format.
@@ -53,6 +49,7 @@ class FilesDataset:
     val_split: str | None = None
     val_frac: float = 0.0
     max_documents: int | None = None
+    labels: Alignment | None = None
     seed: int = 0
 
     train: DocumentRows = field(init=False)
@@ -70,8 +67,12 @@ class FilesDataset:
         source = open_source(self.path, self.name, self.split, "dataset.path")
         detected = detect(sniff_columns(source.rows, source.description), self.format, self.columns)
 
+        normalise, labels = detected.format.normalise, ""
+        if detected.format.kind == "tokens":
+            normalise, labels = self._aligned(NormalisedRows(source.rows, normalise, detected.renames))
+
         def normalised(rows: RawRows) -> DocumentRows:
-            return NormalisedRows(rows, detected.format.normalise, detected.renames)
+            return NormalisedRows(rows, normalise, detected.renames)
 
         val_sources = self._val_sources()
         val: dict[str, DocumentRows] = {name: normalised(val_source.rows) for name, val_source in val_sources.items()}
@@ -81,10 +82,20 @@ class FilesDataset:
         if self.val_frac:
             train, val["val"] = split_rows(train, self.val_frac, self.seed)
         self.train, self.val, self.kind = train, val, detected.format.kind
-        self.description = f"{source.description}: {len(self.train):,} documents, {detected.description}"
+        self.description = f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
         sources = "; ".join([source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())])
-        self.identity = f"{Path(source.description).stem}({sources}; {detected.format.name}; {dict(detected.renames)}; "
+        self.identity = (
+            f"{Path(source.description).stem}({sources}; {detected.format.name}; {dict(detected.renames)}{labels}; "
+        )
         self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed})"
+
+    def _aligned(self, rows: NormalisedRows) -> tuple[Normalise, str]:
+        """How token rows are normalised, by the convention that their labels follow."""
+        first = (_row_or_none(rows, index) for index in range(min(NUM_SNIFFED_ROWS, len(rows))))
+        alignment = self.labels or find_alignment(row for row in first if row is not None)
+        if alignment == "aligned":
+            return rows.normalise, ", labels next-token aligned"
+        return Composed(align, rows.normalise), ", labels unshifted (shifted once here)"
 
     def _val_sources(self) -> dict[str, Source]:
         if self.val_split is not None:
@@ -96,125 +107,21 @@ class FilesDataset:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Opened files."""
+class Composed:  # a function that can be pickled
+    """`after(before(row))`."""
 
-    rows: RawRows
-    description: str
-    identity: str
+    after: Callable[[Document], Document]
+    before: Normalise
 
-
-def open_source(path: str | Sequence[str], name: str | None, split: str, key: str) -> Source:
-    """Opens files, or a hub dataset when nothing local has that name."""
-    paths = [path] if isinstance(path, str) else list(path)
-    files = [file for one in paths for file in _local_files(one)]
-    if files:
-        rows = [_open_file(file, split) for file in files]
-        shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
-        identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
-        return Source(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
-    if len(paths) != 1 or _looks_local(paths[0]):
-        raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
-    return _open_hub(paths[0], name, split, key)
+    def __call__(self, row: RawRow) -> Document:
+        return self.after(self.before(row))
 
 
-def _local_files(path: str) -> list[Path]:
-    expanded = Path(path).expanduser()
-    if expanded.is_dir():
-        return [expanded] if _is_saved_dataset(expanded) else sorted(p for p in expanded.rglob("*") if _opens(p))
-    if expanded.exists():
-        return [expanded]
-    return [Path(found) for found in sorted(glob.glob(str(expanded), recursive=True)) if Path(found).is_file()]
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
-
-
-def _opens(path: Path) -> bool:
-    return path.is_file() and path.suffix in {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or bool(Path(path).suffix) or "*" in path
-
-
-def _stamp(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return ",".join(f"{file.stat().st_size} B at {file.stat().st_mtime_ns}" for file in files)
-
-
-def _open_file(path: Path, split: str) -> RawRows:
-    if path.is_dir():
-        return open_arrow(path, split)
-    if path.suffix in (".jsonl", ".ndjson"):
-        return open_json_lines(path, path.name)
-    if path.suffix == ".json":
-        return open_json(path, path.name)
-    if path.suffix in (".csv", ".tsv"):
-        return open_csv(path, path.name, "\t" if path.suffix == ".tsv" else ",")
-    if path.suffix in (".parquet", ".arrow", ".txt"):
-        return open_arrow(path, split)
-    raise ConfigError(f"{path}: unknown kind of file: use .jsonl, .json, .csv, .tsv, .txt or .parquet.")
-
-
-def open_arrow(path: Path, split: str) -> RawRows:
-    """What `datasets` reads: Parquet, Arrow, text, and folders that it saved."""
-    import datasets
-
-    if path.is_dir():
-        loaded = datasets.load_from_disk(str(path))
-    else:
-        builder = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}[path.suffix]
-        try:
-            loaded = datasets.load_dataset(builder, data_files=str(path), split="train")
-        except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-            reason = str(error.__cause__ or error).splitlines()[0]
-            raise DataError(f"{path.name}: cannot be read as {builder}: {reason}.") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise ConfigError(f"dataset.split={split} is not in {path}, which has {', '.join(loaded)}.")
-        loaded = loaded[split]
-    return ArrowRows(loaded, path.name)
-
-
-def _open_hub(path: str, name: str | None, split: str, key: str) -> Source:
-    import datasets
-
+def _row_or_none(rows: NormalisedRows, index: int) -> Document | None:
     try:
-        loaded = datasets.load_dataset(path, name, split=split)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"{key}={path} is no local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: {reason}"
-        ) from error
-    shown = f"{path}/{name}" if name else path
-    return Source(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")
-
-
-@dataclass(frozen=True)
-class ArrowRows:
-    """Rows of a `datasets.Dataset`; nulls that Arrow fills into objects of different shapes are taken out."""
-
-    dataset: Any
-    name: str
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> RawRow:
-        return {column: _without_nulls(value) for column, value in self.dataset[int(index)].items()}
-
-    def where(self, index: int) -> str:
-        return f"{self.name}[{index + 1}]"
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [_without_nulls(item) for item in value]
-    return value
+        return rows[index]
+    except DataError:
+        return None  # left to the tokeniser to report
 
 
 def sniff_columns(rows: RawRows, description: str) -> list[str]:

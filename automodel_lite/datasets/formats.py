@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_lite.datasets.documents import Document
+from automodel_lite.datasets.given_tokens import packed_tokens, tokens
 from automodel_lite.datasets.sources import RawRow, RawRows
 from automodel_lite.errors import ConfigError, DataError
 
@@ -76,6 +77,8 @@ def text(row: RawRow) -> Document:
 
 
 FORMATS = (
+    Format("packed", "tokens", (("input_ids", "labels", "seq_lens"),), packed_tokens),
+    Format("tokens", "tokens", (("input_ids",),), tokens),
     Format("messages", "messages", (("messages",),), messages),
     Format("sharegpt", "messages", (("conversations",),), sharegpt),
     Format("prompt_completion", "prompt_completion", (("prompt", "completion"),), prompt_completion),

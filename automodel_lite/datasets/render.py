@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.datasets.chat import ChatRenderer, Sample, TrainOn
 from automodel_lite.datasets.documents import Document
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError
 
 
 class SampleRenderer:
@@ -78,11 +78,3 @@ def _text_frame(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
     first = tokenizer("a")["input_ids"][:1]
     adds_bos = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if adds_bos else "", str(tokenizer.eos_token or "")
-
-
-def document_samples(renderer: SampleRenderer, document: Document, where: str) -> list[Sample]:
-    """`renderer.samples`, with the place of the document in its error."""
-    try:
-        return renderer.samples(document)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error

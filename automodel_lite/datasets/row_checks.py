@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.datasets.show import mark_trained
-from automodel_lite.datasets.token_rows import IGNORE_INDEX
 from automodel_lite.errors import DataError
+from automodel_lite.thd import IGNORE_INDEX
 
 MAX_UNSTOPPED_FRAC = 0.01
 SHOWN_TOKENS = 300

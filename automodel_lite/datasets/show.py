@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.datasets.token_rows import IGNORE_INDEX
+from automodel_lite.thd import IGNORE_INDEX
 
 
 def mark_trained(

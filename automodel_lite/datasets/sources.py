@@ -46,7 +46,8 @@ class JsonLines:
 
     @cached_property
     def _bytes(self) -> np.ndarray:
-        return np.memmap(self.path, np.uint8, "r") if self.path.stat().st_size else np.zeros(0, np.uint8)
+        is_empty = self.path.stat().st_size == 0  # which cannot be mapped
+        return np.zeros(0, np.uint8) if is_empty else np.asarray(np.memmap(self.path, np.uint8, "r"))
 
     def __reduce__(self) -> tuple:
         return JsonLines, (self.path, self.name, self.starts, self.line_numbers)
@@ -101,12 +102,12 @@ def parse_json_object(line: bytes, where: str) -> RawRow:
         DataError: names `where` and the column (character) of the fault.
     """
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}:{error.start + 1}: byte {line[error.start]:#04x} is not UTF-8.") from error
     except json.JSONDecodeError as error:
         shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
-        raise DataError(f"{where}:{error.colno}: not JSON: {error.msg}, near {shown!r}.") from error
+        raise DataError(f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}.") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
         raise DataError(f"{where}: not JSON that can be read: {error}.") from error
     if not isinstance(row, dict):

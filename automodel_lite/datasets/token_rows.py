@@ -7,15 +7,37 @@ offsets     0         4       7 …      int64 [N + 1]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
 
-IGNORE_INDEX = -100
+from automodel_lite.thd import IGNORE_INDEX
+
 ID_DTYPE = np.dtype(np.int32)
+
+
+class IndexedRows(ABC):
+    """Rows that are no flat arrays: they are read one by one. Pickling them copies no tokens."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [N]."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        """`input_ids` and `labels` of one document."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,7 @@ class TokenRows:
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
     input_ids, labels, offsets = (
-        np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "labels", "offsets")
+        np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("input_ids", "labels", "offsets")
     )
     return TokenRows(input_ids, labels, offsets, folder)
 

@@ -9,13 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.datasets.cache import CacheEntry, Key, build_once, default_cache_dir, short_hash
 from automodel_lite.datasets.chat import TrainOn
 from automodel_lite.datasets.documents import DocumentRows, Documents
+from automodel_lite.datasets.memmap import MemmapCorpus, check_token_ids
+from automodel_lite.datasets.mixture import Mixture, Rows, prefixed
+from automodel_lite.datasets.progress import Progress
 from automodel_lite.datasets.row_checks import RowCounts, Tally
-from automodel_lite.datasets.token_rows import RowsWriter, TokenRows, load_rows
+from automodel_lite.datasets.token_rows import RowsWriter, load_rows
 from automodel_lite.datasets.tokenize_chunks import Job, OnBadRow, tokenize_chunks
 from automodel_lite.errors import ConfigError
 
@@ -26,15 +30,15 @@ RULES_VERSION = "1"  # of rendering and masking; raised when the same input give
 class TokenizedData:
     """Rows of a dataset: `train`, `val` by name, their `counts` (`"train"`, `"val/<name>"`), and notes to print."""
 
-    train: TokenRows
-    val: dict[str, TokenRows]
+    train: Rows
+    val: Mapping[str, Rows]
     counts: dict[str, RowCounts]
     notes: tuple[str, ...]
     fingerprint: str  # of all rows: other data, tokenizer, template or mask rule give another one
 
 
 def tokenize_documents(
-    documents: Documents,
+    documents: Documents | MemmapCorpus | Mixture,
     tokenizer: PreTrainedTokenizerFast,
     *,
     train_on: TrainOn = "assistant",
@@ -45,6 +49,8 @@ def tokenize_documents(
     cache_dir: str | Path | None = None,
 ) -> TokenizedData:
     """Tokenises a dataset, or takes it from the cache; any number of processes may call it at once.
+
+    The datasets of a mixture are tokenised one by one, then mixed; a memory-mapped corpus is taken as it is.
 
     Args:
         train_on: of chats, the turns that carry labels: every assistant turn, the last one (`last_assistant`), those
@@ -63,11 +69,20 @@ def tokenize_documents(
         if value not in get_args(kind):
             raise ConfigError(f"{name}={value} must be one of {', '.join(get_args(kind))}.")
     job = Job(tokenizer, train_on, dict(template_kwargs or {}), on_bad_row, max_bad_frac, num_proc)
+    return _tokenize(documents, job, Path(cache_dir) if cache_dir is not None else default_cache_dir())
+
+
+def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: Path) -> TokenizedData:
+    if isinstance(documents, Mixture):
+        parts = {name: _tokenize(part.dataset, job, cache_dir) for name, part in documents.parts.items()}
+        return _mixed(documents, parts)
+    if isinstance(documents, MemmapCorpus):
+        return _mapped(documents, len(job.tokenizer))
     key = _key(documents, job)
     sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
     entries = {
         name: build_once(
-            Path(cache_dir) if cache_dir is not None else default_cache_dir(),
+            cache_dir,
             "tokens",
             f"{documents.identity.split('(')[0]}-{name}",
             key | {"set": name},
@@ -82,6 +97,35 @@ def tokenize_documents(
         counts=counts,
         notes=tuple(f"{name}: {counts[name]} · cache: {entry.note}" for name, entry in entries.items()),
         fingerprint=short_hash(json.dumps(key, sort_keys=True)),
+    )
+
+
+def _mixed(mixture: Mixture, parts: Mapping[str, TokenizedData]) -> TokenizedData:
+    train = mixture.mix({name: data.train for name, data in parts.items()})
+    notes = [f"{name}: {note}" for name, data in parts.items() for note in data.notes]
+    return TokenizedData(
+        train=train,
+        val={key: rows for name, data in parts.items() for key, rows in prefixed(name, data.val).items()},
+        counts={f"{name}/{key}": counts for name, data in parts.items() for key, counts in data.counts.items()},
+        notes=(*notes, *mixture.table(train)),
+        fingerprint=short_hash(" ".join([mixture.identity, *(data.fingerprint for data in parts.values())])),
+    )
+
+
+def _mapped(corpus: MemmapCorpus, vocab_size: int) -> TokenizedData:
+    sets = {"train": corpus.train} | {f"val/{name}": rows for name, rows in corpus.val.items()}
+    for name, rows in sets.items():
+        check_token_ids(rows, name, vocab_size)
+    counts = {
+        name: RowCounts(len(rows), len(rows), rows.num_tokens, int(np.maximum(rows.lengths - 1, 0).sum()))
+        for name, rows in sets.items()
+    }
+    return TokenizedData(
+        train=corpus.train,
+        val=corpus.val,
+        counts=counts,
+        notes=tuple(f"{name}: {counts[name]}" for name in sets),
+        fingerprint=short_hash(corpus.identity),
     )
 
 
@@ -108,7 +152,9 @@ def _build(folder: Path, name: str, kind: str, rows: DocumentRows, job: Job) -> 
     """Writes the rows and counts of one set into `folder`."""
     writer = RowsWriter(folder)
     tally = Tally(job.tokenizer, kind, job.train_on, job.max_bad_frac)
+    progress = Progress(f"tokenizing {name}", len(rows), "documents")
     for chunk in tokenize_chunks(rows, job):
+        progress.add(chunk.counts.num_documents)
         writer.append(chunk.input_ids, chunk.labels, chunk.lengths)
         tally.add(chunk)
     writer.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any, Literal
@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from automodel_lite.datasets.chat import Sample, TrainOn
 from automodel_lite.datasets.documents import Document, DocumentRows
 from automodel_lite.datasets.encode import bare_backend, encode
-from automodel_lite.datasets.render import SampleRenderer, document_samples
+from automodel_lite.datasets.render import SampleRenderer
 from automodel_lite.datasets.row_checks import Chunk, check_rows
-from automodel_lite.datasets.token_rows import ID_DTYPE, next_token_labels
+from automodel_lite.datasets.token_rows import next_token_labels
 from automodel_lite.errors import DataError
 
 OnBadRow = Literal["error", "skip"]
-CHUNK_DOCUMENTS = 1024
+CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenises about that many
 
 
@@ -46,8 +46,7 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
     ranges = [range(start, min(start + CHUNK_DOCUMENTS, len(rows))) for start in range(0, len(rows), CHUNK_DOCUMENTS)]
     num_proc = job.num_proc or min(num_cores(), len(rows) // MIN_DOCUMENTS_PER_PROCESS)
     if num_proc <= 1:
-        worker = ChunkTokenizer(rows, job)
-        yield from map(worker.chunk, ranges)
+        yield from _chunks_in_threads(ChunkTokenizer(rows, job), ranges)
         return
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_process, (rows, job))
     try:
@@ -61,9 +60,33 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _chunks_in_threads(worker: ChunkTokenizer, ranges: Sequence[range]) -> Iterator[Chunk]:
+    """Renders a chunk (Python) while the one before it is tokenised (Rust, outside of the interpreter's lock)."""
+    with ThreadPoolExecutor(1) as encoder:
+        pending: Future[Chunk] | None = None
+        for wanted in ranges:
+            rendered = worker.render(wanted)
+            if pending is not None:
+                yield pending.result()
+            pending = encoder.submit(worker.encode, rendered)
+        if pending is not None:
+            yield pending.result()
+
+
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+@dataclass
+class Rendered:
+    """Some documents, read and rendered: samples of text, or token ids that were given."""
+
+    num_documents: int
+    samples: list[Sample] = field(default_factory=list)
+    tokens: list[Document] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    num_split_chats: int = 0
 
 
 class ChunkTokenizer:
@@ -74,34 +97,49 @@ class ChunkTokenizer:
         self._job = job
         self._renderer = SampleRenderer(job.tokenizer, job.train_on, dict(job.template_kwargs))
         self._backend = bare_backend(job.tokenizer)
+        self._vocab_size = len(job.tokenizer)
 
     def chunk(self, wanted: range) -> Chunk:
-        samples: list[Sample] = []
-        tokens: list[Document] = []
-        num_bad = num_split = 0
-        first_error: DataError | None = None
+        return self.encode(self.render(wanted))
+
+    def render(self, wanted: range) -> Rendered:
+        """Reads and renders documents.
+
+        Raises:
+            DataError: a bad row, unless they are skipped.
+        """
+        rendered = Rendered(num_documents=len(wanted))
         for index in wanted:
             try:
                 document = self._rows[index]
-                if "input_ids" in document:
-                    tokens.append(document)
-                    continue
-                rendered = document_samples(self._renderer, document, self._rows.where(index))
+                samples = self._samples(document, index, rendered)
             except DataError as error:
                 if self._job.on_bad_row == "error":
                     raise
-                num_bad, first_error = num_bad + 1, first_error or error
+                rendered.errors.append(str(error))
                 continue
-            samples += rendered
-            num_split += len(rendered) > 1
-        rows = _token_rows(tokens) if tokens else _sample_rows(self._backend, samples)
+            rendered.samples += samples
+            rendered.num_split_chats += len(samples) > 1
+        return rendered
+
+    def _samples(self, document: Document, index: int, rendered: Rendered) -> list[Sample]:
+        try:
+            if "input_ids" in document:
+                rendered.tokens.append(_given_tokens(document, self._job.train_on, self._vocab_size))
+                return []
+            return self._renderer.samples(document)
+        except DataError as error:
+            raise DataError(f"{self._rows.where(index)}: {error}") from error
+
+    def encode(self, rendered: Rendered) -> Chunk:
+        rows = _token_rows(rendered.tokens) if rendered.tokens else _sample_rows(self._backend, rendered.samples)
         return check_rows(
             *rows,
             stop_ids=self._renderer.stop_ids,
-            num_documents=len(wanted),
-            num_bad=num_bad,
-            num_split_chats=num_split,
-            first_error=str(first_error or ""),
+            num_documents=rendered.num_documents,
+            num_bad=len(rendered.errors),
+            num_split_chats=rendered.num_split_chats,
+            first_error=next(iter(rendered.errors), ""),
         )
 
 
@@ -112,11 +150,24 @@ def _sample_rows(backend: Any, samples: list[Sample]) -> tuple[np.ndarray, np.nd
 
 
 def _token_rows(documents: list[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    input_ids, labels = (
-        np.concatenate([np.asarray(document[name], ID_DTYPE) for document in documents])
-        for name in ("input_ids", "labels")
-    )
-    return input_ids, labels, np.array([len(document["input_ids"]) for document in documents], np.int64)
+    input_ids, labels = (np.concatenate([document[name] for document in documents]) for name in ("input_ids", "labels"))
+    return input_ids, labels, np.array([n for document in documents for n in document["lengths"]], np.int64)
+
+
+def _given_tokens(document: Document, train_on: TrainOn, vocab_size: int) -> Document:
+    """Checks token ids that were given, and gives them labels where all is trained on."""
+    input_ids = document["input_ids"]
+    if len(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < vocab_size:
+        raise DataError(
+            f"column input_ids holds ids from {input_ids.min()} to {input_ids.max()}, and the tokenizer has ids from 0 "
+            f"to {vocab_size - 1}: they were made with another tokenizer."
+        )
+    if train_on == "all":
+        offsets = np.concatenate([[0], np.cumsum(document["lengths"])])
+        return {**document, "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), offsets)}
+    if document["labels"] is None:
+        raise DataError("has input_ids without labels: set train_on=all to train on every token.")
+    return document
 
 
 _worker: ChunkTokenizer

@@ -75,7 +75,7 @@ def train_bpe_tokenizer(
         raise ConfigError(
             f"tokenizer.vocab_size={vocab_size} must be at least {least} (256 bytes, {2 + len(ROLES)} special tokens)."
         )
-    if documents.kind == "tokens":
+    if documents.kind in ("tokens", "rows"):
         raise ConfigError("tokenizer=bpe needs text to train on, and dataset has token ids: use tokenizer=pretrained.")
     key = {
         "data": documents.identity,

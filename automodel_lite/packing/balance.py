@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from automodel_lite.packing.order import seeded_order
-from automodel_lite.packing.packs import padding_segments
-from automodel_lite.packing.plan import PackPlan
+from automodel_lite.packing.plan import PackPlan, padding_segments
 
 BALANCES = ("none", "step", "window")
 WINDOW_STEPS = 16

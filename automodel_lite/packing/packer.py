@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError
 from automodel_lite.packing.balance import BALANCES
 from automodel_lite.packing.packs import FlatRows, PackedDataset
-from automodel_lite.packing.plan import OVERLONG, STRATEGIES, PackPlan, plan_packs
+from automodel_lite.packing.plan import OVERLONG, PackPlan, check_settings, plan_packs
 
 
 class Packer:
@@ -36,12 +37,11 @@ class Packer:
     ):
         if balance not in BALANCES:
             raise ConfigError(f"packed_sequence.balance={balance!r} is unknown: use one of {', '.join(BALANCES)}.")
-        if strategy not in STRATEGIES:
-            raise ConfigError(f"packed_sequence.strategy={strategy!r} is unknown: use one of {', '.join(STRATEGIES)}.")
         self.packed_sequence_size = packed_sequence_size
         self.strategy = strategy
         self.max_packs = max_packs
         self.overlong = _overlong(overlong, drop_long_samples)
+        check_settings(packed_sequence_size, strategy, self.overlong, max_packs, 1, column_generation)
         self.balance = balance
         self.slot_multiple = _slot_multiple(packed_sequence_size, slot_multiple, cp_size)
         self.seed = seed
@@ -63,7 +63,7 @@ class Packer:
             column_generation=self.column_generation,
         )
 
-    def packs(self, rows: FlatRows, plan: PackPlan) -> PackedDataset:
+    def packs(self, rows: FlatRows | IndexedRows, plan: PackPlan) -> PackedDataset:
         return PackedDataset(rows, plan, self.padding_idx)
 
 
@@ -90,8 +90,6 @@ def _slot_multiple(size: int, slot_multiple: int | None, cp_size: int) -> int:
             f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * mesh.cp): use "
             f"{max(1, -(-multiple // needed)) * needed}, or null."
         )
-    if size < 1:
-        raise ConfigError(f"packed_sequence.packed_sequence_size={size} must be at least 1 token: use 2048, say.")
     if size % multiple:
         rule = "2 * mesh.cp" if slot_multiple is None else "packed_sequence.slot_multiple"
         raise ConfigError(

@@ -12,7 +12,7 @@ Packing never shifts labels: labels[i] already is the target of position i.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,12 +21,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.packing.plan import PackPlan, next_fit
+from automodel_lite.packing.plan import PackPlan, padding_segments
+from automodel_lite.packing.strategies import next_fit
 
 CROSS_ENTROPY_IGNORE_IDX = -100
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
-PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
+
+Document = tuple[np.ndarray, np.ndarray]  # input_ids and labels of one document or piece
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +37,14 @@ logger = logging.getLogger(__name__)
 class FlatRows(Protocol):
     """All documents one after the other: document i is tokens offsets[i] to offsets[i + 1] of both arrays."""
 
-    input_ids: np.ndarray
-    labels: np.ndarray
-    offsets: np.ndarray
+    @property
+    def input_ids(self) -> np.ndarray: ...
+
+    @property
+    def labels(self) -> np.ndarray: ...
+
+    @property
+    def offsets(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -74,42 +82,27 @@ class PackedDataset(torch.utils.data.Dataset):
     document's own slot instead, which the collater pads to the longest of its batch. [EMPTY_PACK] is a pack of padding.
     """
 
-    def __init__(self, rows: FlatRows, plan: PackPlan, padding_idx: int = 0):
-        if int(rows.offsets[-1]) > len(rows.input_ids) or len(rows.labels) != len(rows.input_ids):
-            raise DataError(
-                f"the rows hold {len(rows.input_ids)} input_ids and {len(rows.labels)} labels for "
-                f"{int(rows.offsets[-1])} tokens: all three must be equal."
-            )
-        if plan.counts.documents != len(rows.offsets) - 1:
+    def __init__(self, rows: FlatRows | IndexedRows, plan: PackPlan, padding_idx: int = 0):
+        num_rows = len(rows) if isinstance(rows, IndexedRows) else _num_flat_rows(rows)
+        if plan.counts.documents != num_rows:
             raise DataError(
                 f"the plan was made for {plan.counts.documents} documents and the rows hold "
-                f"{len(rows.offsets) - 1}: plan again from the lengths of these rows."
+                f"{num_rows}: plan again from the lengths of these rows."
             )
         self.rows = rows
         self.plan = plan
         self.padding_idx = padding_idx
-        self._counting = np.arange(plan.packed_sequence_size)
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        pieces = self._pieces(int(index))
-        multiple = self.plan.slot_multiple
-        slots = [-(-(stop - start) // multiple) * multiple for start, stop in pieces]
+        documents = self._documents(int(index))
         if self.plan.ragged:
-            return self._alone(pieces, slots)
-        seq_lens = [stop - start for start, stop in pieces]
-        tail = self.plan.packed_sequence_size - sum(slots)
-        segments = padding_segments(tail, multiple)
-        return {
-            **self._gather(pieces, slots, segments, self.plan.packed_sequence_size),
-            "seq_lens": seq_lens + [0] * len(segments),
-            "seq_lens_padded": slots + segments,
-        }
+            return _alone(documents, self.plan.slot_multiple, self.padding_idx)
+        return lay_out(documents, self.plan.packed_sequence_size, self.plan.slot_multiple, self.padding_idx)
 
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
-        """(start, stop) in the flat rows of every document of the pack."""
+    def _documents(self, index: int) -> list[Document]:
         plan = self.plan
         if index == EMPTY_PACK:
             return []
@@ -117,49 +110,67 @@ class PackedDataset(torch.utils.data.Dataset):
             raise IndexError(f"pack {index} of {len(plan)}")
         piece = slice(int(plan.offsets[index]), int(plan.offsets[index + 1]))
         doc_ids = np.asarray(plan.doc_ids[piece])
+        if isinstance(self.rows, IndexedRows):
+            return self._read(self.rows, doc_ids, piece)
         offsets = np.asarray(self.rows.offsets)
         starts, stops = offsets[doc_ids], offsets[doc_ids + 1]
         if plan.starts is not None and plan.stops is not None:
             starts, stops = starts + plan.starts[piece], starts + plan.stops[piece]
-        return list(zip(starts.tolist(), stops.tolist()))
+        input_ids, labels = np.asarray(self.rows.input_ids), np.asarray(self.rows.labels)
+        return [(input_ids[start:stop], labels[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist())]
 
-    def _gather(
-        self, pieces: list[tuple[int, int]], slots: list[int], segments: list[int], width: int
-    ) -> dict[str, torch.Tensor]:
-        flat_ids, flat_labels = np.asarray(self.rows.input_ids), np.asarray(self.rows.labels)
-        input_ids = np.full(width, self.padding_idx, np.int64)
-        labels = np.full(width, CROSS_ENTROPY_IGNORE_IDX, np.int64)
-        position_ids = np.empty(width, np.int64)
-        at = 0
-        for (start, stop), slot in zip(pieces, slots):
-            end = at + stop - start
-            input_ids[at:end] = flat_ids[start:stop]
-            labels[at:end] = flat_labels[start:stop]
-            position_ids[at : at + slot] = self._counting[:slot]
-            at += slot
-        for segment in segments:
-            position_ids[at : at + segment] = self._counting[:segment]
-            at += segment
-        return {
-            "input_ids": torch.from_numpy(input_ids),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(position_ids),
-        }
-
-    def _alone(self, pieces: list[tuple[int, int]], slots: list[int]) -> dict[str, torch.Tensor]:
-        """One document in its slot, without layout: the collater pads it to the longest of its batch."""
-        width = slots[0] if slots else self.plan.slot_multiple
-        row = self._gather(pieces, slots, [] if slots else [width], width)
-        attention_mask = torch.zeros(width, dtype=torch.int64)
-        attention_mask[: sum(stop - start for start, stop in pieces)] = 1
-        return {"input_ids": row["input_ids"], "labels": row["labels"], "attention_mask": attention_mask}
+    def _read(self, rows: IndexedRows, doc_ids: np.ndarray, piece: slice) -> list[Document]:
+        documents = [(row["input_ids"], row["labels"]) for row in map(rows.__getitem__, doc_ids.tolist())]
+        if self.plan.starts is None or self.plan.stops is None:
+            return documents
+        pieces = zip(self.plan.starts[piece].tolist(), self.plan.stops[piece].tolist())
+        return [(ids[start:stop], labels[start:stop]) for (ids, labels), (start, stop) in zip(documents, pieces)]
 
 
-def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
-    """Widths of the padding segments that fill a tail: at most PADDING_SEGMENT tokens, or one slot."""
-    widest = max(PADDING_SEGMENT // slot_multiple, 1) * slot_multiple
-    whole, rest = divmod(tail_tokens, widest)
-    return [widest] * whole + [rest] * (rest > 0)
+def _num_flat_rows(rows: FlatRows) -> int:
+    if int(rows.offsets[-1]) > len(rows.input_ids) or len(rows.labels) != len(rows.input_ids):
+        raise DataError(
+            f"the rows hold {len(rows.input_ids)} input_ids and {len(rows.labels)} labels for "
+            f"{int(rows.offsets[-1])} tokens: all three must be equal."
+        )
+    return len(rows.offsets) - 1
+
+
+def lay_out(documents: Sequence[Document], size: int, slot_multiple: int = 1, padding_idx: int = 0) -> dict[str, Any]:
+    """One pack of documents that together fit it, as PackedDataset returns it."""
+    seq_lens = [len(input_ids) for input_ids, _ in documents]
+    slots = [-(-length // slot_multiple) * slot_multiple for length in seq_lens]
+    tail = padding_segments(size - sum(slots), slot_multiple)
+    counting = np.arange(size)
+    input_ids = np.full(size, padding_idx, np.int64)
+    labels = np.full(size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
+    position_ids = np.empty(size, np.int64)
+    at = 0
+    for (document_ids, document_labels), length, slot in zip(documents, seq_lens, slots):
+        input_ids[at : at + length] = document_ids
+        labels[at : at + length] = document_labels
+        position_ids[at : at + slot] = counting[:slot]
+        at += slot
+    for width in tail:
+        position_ids[at : at + width] = counting[:width]
+        at += width
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(position_ids),
+        "seq_lens": seq_lens + [0] * len(tail),
+        "seq_lens_padded": slots + tail,
+    }
+
+
+def _alone(documents: Sequence[Document], slot_multiple: int, padding_idx: int) -> dict[str, torch.Tensor]:
+    """One document in its own slot, without layout: the collater pads it to the longest of its batch."""
+    length = sum(len(input_ids) for input_ids, _ in documents)
+    slot = max(1, -(-length // slot_multiple)) * slot_multiple
+    row = lay_out(documents, slot, slot_multiple, padding_idx)
+    attention_mask = torch.zeros(slot, dtype=torch.int64)
+    attention_mask[:length] = 1
+    return {"input_ids": row["input_ids"], "labels": row["labels"], "attention_mask": attention_mask}
 
 
 def pack_dataset(
@@ -183,13 +194,12 @@ def pack_dataset(
     if max_packs is not None and max_packs < 1:
         raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
     multiple = 2 * cp_size if cp_size > 1 else 1
-    rows, num_dropped = _flat_samples(_split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples)
+    rows, num_dropped = _fitting_samples(split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples)
     lengths = np.diff(rows.offsets)
     if not len(lengths):
         raise DataError(
-            f"No packs were created: all {num_dropped} samples are longer than packed_sequence_size="
-            f"{packed_sequence_size} and were dropped, or the dataset is empty. Increase packed_sequence_size or check "
-            "the dataset."
+            f"No packs were produced: every sample was longer than packed_sequence_size={packed_sequence_size} and was "
+            f"dropped ({num_dropped} were), or the dataset is empty: raise the size or check the dataset."
         )
     if num_dropped:
         logger.warning("Dropped %d samples longer than packed_sequence_size=%d.", num_dropped, packed_sequence_size)
@@ -198,7 +208,7 @@ def pack_dataset(
     return _materialise(rows, slots, offsets, packed_sequence_size, padding_idx)
 
 
-def _split_of(dataset: Any, split: str) -> Any:
+def split_of(dataset: Any, split: str) -> Any:
     """Only a DatasetDict is indexed by `split`."""
     if not isinstance(dataset, datasets.DatasetDict):
         return dataset
@@ -208,10 +218,15 @@ def _split_of(dataset: Any, split: str) -> Any:
     return dataset[split]
 
 
-def _flat_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenArrays, int]:
-    """The samples that fit a pack, flat, with loss_mask applied to copies of the labels; and how many were too long."""
+def flat_samples(samples: Any) -> TokenArrays:
+    """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
     rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
-    rows = flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
+    return flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
+
+
+def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenArrays, int]:
+    """The samples that fit a pack, and how many were too long."""
+    rows = flat_samples(samples)
     lengths = np.diff(rows.offsets)
     slots = -(-lengths // multiple) * multiple
     long = slots > size

@@ -18,23 +18,22 @@ none         one a document                         the order of the dataset
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.packing import histogram as by_length
-from automodel_lite.packing.exact_fill import ExactFill
+from automodel_lite.packing.histogram import lower_bound
 from automodel_lite.packing.order import seeded_order
+from automodel_lite.packing.strategies import strategy_of
 
 STRATEGIES = ("exact_fill", "global", "worst_fit", "next_fit", "wrapped", "none")
 OVERLONG = ("drop", "truncate", "split", "error")
-WORSE_THAN_BEST_FIT = 1.002  # above it exact_fill hands over to global
-TRIAL_PACKS = 1024  # exact_fill is judged early, once it has made so many packs
+PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
 
 
 @dataclass(frozen=True)
@@ -153,20 +152,19 @@ def plan_packs(
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
-    _check_settings(packed_sequence_size, strategy, overlong, max_packs, slot_multiple, column_generation)
+    check_settings(packed_sequence_size, strategy, overlong, max_packs, slot_multiple, column_generation)
     lengths = _checked_lengths(lengths)
+    note = ""
     if strategy == "wrapped":
-        pieces, offsets, note = _wrapped(lengths, packed_sequence_size, slot_multiple, seed, epoch)
+        pieces, offsets = _wrapped(lengths, packed_sequence_size, slot_multiple, seed, epoch)
         bound = len(offsets) - 1
     else:
         pool = _fit_overlong(lengths, packed_sequence_size, overlong)
         slots = -(-pool.lengths // slot_multiple) if slot_multiple > 1 else pool.lengths
         size = packed_sequence_size // slot_multiple
-        bound = by_length.lower_bound(np.bincount(slots, minlength=size + 1), size)
-        if strategy == "none":
-            bound = len(slots)
-        order, offsets, note = _pack(strategy, column_generation)(slots, size, seed, epoch)
-        pieces = pool.taken(order)
+        packed = strategy_of(strategy, column_generation)(slots, size, seed, epoch)
+        pieces, offsets, note = pool.taken(packed.order), packed.offsets, packed.note
+        bound = max(packed.lower_bound, lower_bound(np.bincount(slots, minlength=size + 1), size))
     num_packs_made = len(offsets) - 1
     if max_packs is not None and max_packs < num_packs_made:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
@@ -188,6 +186,13 @@ def plan_packs(
     )
 
 
+def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
+    """Widths of the padding segments that fill a tail: at most PADDING_SEGMENT tokens, or one slot."""
+    widest = max(PADDING_SEGMENT // slot_multiple, 1) * slot_multiple
+    whole, rest = divmod(tail_tokens, widest)
+    return [widest] * whole + [rest] * (rest > 0)
+
+
 @dataclass(frozen=True)
 class _Pieces:
     """Documents or parts of them: doc_ids [P], lengths [P], starts [P] (None: all whole)."""
@@ -201,127 +206,7 @@ class _Pieces:
         return _Pieces(self.doc_ids[order], self.lengths[order], starts)
 
 
-_Packed = tuple[np.ndarray, np.ndarray, str]  # positions in pack order [P], offsets [packs + 1], note
-_Strategy = Callable[[np.ndarray, int, int, int], _Packed]  # (slots [P], size in slots, seed, epoch)
-
-
-def _pack(strategy: str, column_generation: bool) -> _Strategy:
-    if column_generation:
-        from automodel_lite.packing.column_generation import generate_columns  # needs scipy
-
-        return generate_columns
-    return {
-        "exact_fill": _exact_fill,
-        "global": _global,
-        "worst_fit": _worst_fit,
-        "next_fit": _next_fit,
-        "none": _one_each,
-    }[strategy]
-
-
-def _exact_fill(slots: np.ndarray, size: int, seed: int, epoch: int) -> _Packed:
-    """ExactFill over the seeded epoch order, or the global plan where that is over 0.2 % better."""
-    histogram = np.bincount(slots, minlength=size + 1)
-    best_fit = by_length.best_fit(histogram, size)
-    limit = int(best_fit.num_bins * WORSE_THAN_BEST_FIT)
-    order = seeded_order(len(slots), seed, epoch)
-    packed, expected = _fill_up_to(slots, order, size, limit)
-    if packed is not None:
-        ids, offsets = packed
-        return order[ids], offsets, ""
-    placements = by_length.refine(best_fit, histogram, size, seed)
-    order, offsets = by_length.assign(placements, slots, size, seed, epoch)
-    note = f"exact_fill would make about {expected:,} packs, global makes {len(offsets) - 1:,}: global taken."
-    return order, offsets, note
-
-
-def _fill_up_to(
-    slots: np.ndarray, order: np.ndarray, size: int, limit: int
-) -> tuple[tuple[np.ndarray, np.ndarray] | None, int]:
-    """Packs of ExactFill as (places in `order`, offsets), or None once they are bound to be more than `limit`.
-
-    Also the number of packs, projected from the fill so far where it stopped early.
-    """
-    block = 1 << 16
-    blocks = (slots[order[i : i + block]].tolist() for i in range(0, len(order), block))
-    stream = ExactFill((length for lengths in blocks for length in lengths), size, read_ahead=512)
-    total = int(slots.sum())
-    places: list[np.ndarray] = []
-    ends: list[int] = []
-    recent: list[int] = []
-    done, check, filled = 0, TRIAL_PACKS, 0
-    for pack in stream:
-        recent += pack
-        ends.append(done + len(recent))
-        if len(ends) == check or len(recent) >= block:
-            places.append(np.array(recent, np.int64))
-            filled += int(slots[order[places[-1]]].sum())
-            done += len(recent)
-            recent = []
-            if len(ends) >= check:
-                check *= 2
-                expected = round(total / filled * len(ends))
-                if expected > limit:
-                    return None, expected
-    places.append(np.array(recent, np.int64))
-    if len(ends) > limit:
-        return None, len(ends)
-    return (np.concatenate(places), np.array([0, *ends], np.int64)), len(ends)
-
-
-def _global(slots: np.ndarray, size: int, seed: int, epoch: int) -> _Packed:
-    histogram = np.bincount(slots, minlength=size + 1)
-    placements = by_length.refine(by_length.best_fit(histogram, size), histogram, size, seed)
-    return *by_length.assign(placements, slots, size, seed, epoch), ""
-
-
-def _worst_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> _Packed:
-    packs = worst_fit(slots, size)
-    order = np.concatenate([np.asarray(pack, np.int64) for pack in packs])
-    return order, np.cumsum([0, *map(len, packs)]), ""
-
-
-def worst_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
-    """Longest first into the emptiest pack if it fits there, else a new pack; over-long documents are skipped."""
-    lengths = np.asarray(lengths, np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    packs: list[list[int]] = []
-    fills: list[tuple[int, int]] = []  # heap of (tokens, pack)
-    for i, length in zip(order.tolist(), lengths[order].tolist()):
-        if length > size:
-            continue
-        if fills and fills[0][0] + length <= size:
-            tokens, pack = fills[0]
-            heapq.heapreplace(fills, (tokens + length, pack))
-            packs[pack].append(i)
-        else:
-            heapq.heappush(fills, (length, len(packs)))
-            packs.append([i])
-    return packs
-
-
-def _next_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> _Packed:
-    return np.arange(len(slots)), next_fit(slots, size), ""
-
-
-def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Offsets of packs in the order given: a document that does not fit closes the pack. int64 [packs + 1]."""
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    following = (np.searchsorted(ends, ends[:-1] + size, side="right") - 1).tolist()
-    offsets = [0]
-    while offsets[-1] < len(following):
-        offsets.append(following[offsets[-1]])
-    return np.array(offsets, np.int64)
-
-
-def _one_each(slots: np.ndarray, size: int, seed: int, epoch: int) -> _Packed:
-    return np.arange(len(slots)), np.arange(len(slots) + 1), ""
-
-
-def _wrapped(
-    lengths: np.ndarray, size: int, slot_multiple: int, seed: int, epoch: int
-) -> tuple[_Pieces, np.ndarray, str]:
+def _wrapped(lengths: np.ndarray, size: int, slot_multiple: int, seed: int, epoch: int) -> tuple[_Pieces, np.ndarray]:
     """Documents one after the other in the seeded epoch order, cut where a pack ends. All in slots, then in tokens."""
     order = seeded_order(len(lengths), seed, epoch)
     ends = np.cumsum(-(-lengths[order] // slot_multiple))
@@ -335,7 +220,7 @@ def _wrapped(
     piece_starts = (starts - first_slot) * slot_multiple
     piece_lengths = np.minimum((stops - starts) * slot_multiple, lengths[doc_ids] - piece_starts)
     offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
-    return _Pieces(doc_ids, piece_lengths, piece_starts), offsets, ""
+    return _Pieces(doc_ids, piece_lengths, piece_starts), offsets
 
 
 def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> _Pieces:
@@ -406,9 +291,10 @@ def _count(lengths: np.ndarray, pieces: _Pieces, size: int, strategy: str, overl
     )
 
 
-def _check_settings(
+def check_settings(
     size: int, strategy: str, overlong: str, max_packs: int | None, slot_multiple: int, column_generation: bool
 ) -> None:
+    """Raises ConfigError for arguments of plan_packs that cannot work, whatever the lengths."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"packed_sequence.strategy={strategy!r} is unknown: use one of {', '.join(STRATEGIES)}.")
     if overlong not in OVERLONG:
@@ -416,7 +302,7 @@ def _check_settings(
     for name, value in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
             cure = "use null for all packs" if name == "max_packs" else "use 1 or more"
-            raise ConfigError(f"packed_sequence.{name}={value} must be a whole number over 0: {cure}.")
+            raise ConfigError(f"packed_sequence.{name}={value!r} must be a whole number over 0: {cure}.")
     if size % slot_multiple:
         raise ConfigError(
             f"packed_sequence.packed_sequence_size={size} must be a multiple of {slot_multiple} "
@@ -426,6 +312,8 @@ def _check_settings(
         raise ConfigError(
             f"packed_sequence.column_generation=true needs packed_sequence.strategy=global, not {strategy}: set it so."
         )
+    if column_generation and find_spec("scipy") is None:
+        raise ConfigError('packed_sequence.column_generation=true needs scipy: pip install "automodel-lite[packing]".')
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -118,8 +118,9 @@ def packing_report(
     lengths = np.asarray(lengths)
     slots = -(-plan.piece_lengths(lengths) // plan.slot_multiple) * plan.slot_multiple
     counts = plan.counts
-    positions = int(slots.sum()) if plan.ragged else len(plan) * plan.packed_sequence_size
-    padded = _padded_positions(plan, lengths)
+    batch = micro_batch_size if plan.ragged else max(1, round(len(slots) / len(plan)))
+    padded = _padded_positions(plan, slots, batch)
+    positions = padded if plan.ragged else len(plan) * plan.packed_sequence_size
     before, after = None, None
     if cost_model is not None and ranks > 1:
         layout = {"ranks": ranks, "micro_steps": micro_steps, "micro_batch_size": micro_batch_size}
@@ -164,14 +165,12 @@ def packing_report(
     )
 
 
-def _padded_positions(plan: PackPlan, lengths: np.ndarray) -> int:
-    """Positions of padded batches of the plan's pieces in a seeded order, about one pack's documents a batch."""
-    pieces = plan.piece_lengths(lengths)
-    pieces = pieces[seeded_order(len(pieces), plan.seed, plan.epoch)]
-    batch = max(1, round(len(pieces) / len(plan))) if not plan.ragged else 8
-    starts = np.arange(0, len(pieces), batch)
-    sizes = np.diff(np.append(starts, len(pieces)))
-    return int((np.maximum.reduceat(pieces, starts) * sizes).sum())
+def _padded_positions(plan: PackPlan, slots: np.ndarray, batch: int) -> int:
+    """Positions of the plan's documents in a seeded order, `batch` at a time padded to the longest."""
+    slots = slots[seeded_order(len(slots), plan.seed, plan.epoch)]
+    starts = np.arange(0, len(slots), batch)
+    sizes = np.diff(np.append(starts, len(slots)))
+    return int((np.maximum.reduceat(slots, starts) * sizes).sum())
 
 
 def _percent(frac: float) -> str:

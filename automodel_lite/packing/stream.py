@@ -1,0 +1,123 @@
+"""Packs of a stream of documents: one pass, no lengths known ahead, a bounded number of documents in memory.
+
+packs = StreamedPacks(read=lambda start: islice(documents(), start, None), packed_sequence_size=4096)
+for pack in packs:              as PackedDataset gives them
+    state = packs.state_dict()  {"cursor": 5310, "waiting": [5297, 5301, 5308]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.packing.exact_fill import LOOKAHEAD, ExactFill
+from automodel_lite.packing.packs import Document, lay_out
+
+OVERLONG_IN_STREAMS = ("drop", "truncate", "error")
+
+
+class StreamedPacks(torch.utils.data.IterableDataset):
+    """Iterates over packs of exact_fill, documents in the order of the stream, moved by about ten places.
+
+    read(start): the documents {"input_ids", "labels"} from number `start` on, the same ones at every call. At most 256
+    documents wait for a fitting pack. `state_dict` after a pack holds how many documents were read and the numbers of
+    those that wait; `load_state_dict` reads these again and goes on with the next pack. `num_dropped` counts over-long
+    documents. Raises ConfigError for settings that cannot work, DataError for a document that cannot.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], Iterable[dict[str, Any]]],
+        packed_sequence_size: int,
+        *,
+        overlong: str = "drop",
+        slot_multiple: int = 1,
+        padding_idx: int = 0,
+        lookahead: int = LOOKAHEAD,
+    ):
+        if overlong not in OVERLONG_IN_STREAMS:
+            raise ConfigError(
+                f"packed_sequence.overlong={overlong!r} does not work on a stream: use one of "
+                f"{', '.join(OVERLONG_IN_STREAMS)}."
+            )
+        if packed_sequence_size % slot_multiple:
+            raise ConfigError(
+                f"packed_sequence.packed_sequence_size={packed_sequence_size} must be a multiple of {slot_multiple} "
+                f"(packed_sequence.slot_multiple): use {-(-packed_sequence_size // slot_multiple) * slot_multiple}."
+            )
+        self.read = read
+        self.packed_sequence_size = packed_sequence_size
+        self.overlong = overlong
+        self.slot_multiple = slot_multiple
+        self.padding_idx = padding_idx
+        self.lookahead = lookahead
+        self.num_dropped = 0
+        self.load_state_dict({"cursor": 0, "waiting": [], "num_dropped": 0})
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        documents = [self._held.pop(number)[1] for number in next(self._packs)]
+        return lay_out(documents, self.packed_sequence_size, self.slot_multiple, self.padding_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"cursor": documents read, "waiting": numbers of those that are in no pack yet, "num_dropped"}."""
+        waiting = [self._held[number][0] for number, _ in self._packs.waiting]
+        return {"cursor": self._cursor, "waiting": waiting, "num_dropped": self.num_dropped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._cursor, waiting = state["cursor"], state["waiting"]
+        self._held: dict[int, tuple[int, Document]] = {}  # by arrival: number in the stream, tokens
+        self._arrived = 0
+        if waiting:
+            wanted = set(waiting)
+            for number, row in enumerate(self.read(min(waiting)), start=min(waiting)):
+                if number in wanted:
+                    self._hold(number, row)
+                if number >= max(waiting):
+                    break
+        self.num_dropped = state["num_dropped"]
+        slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
+        self._packs = ExactFill(
+            self._arriving(self._cursor),
+            self.packed_sequence_size // self.slot_multiple,
+            lookahead=self.lookahead,
+            first_id=self._arrived,
+            waiting=slots,
+        )
+
+    def _arriving(self, start: int) -> Iterator[int]:
+        for number, row in enumerate(self.read(start), start=start):
+            self._cursor = number + 1
+            if self._hold(number, row):
+                yield self._slots(self._held[self._arrived - 1][1])
+
+    def _hold(self, number: int, row: dict[str, Any]) -> bool:
+        """Keeps the document for a pack; False when it is dropped."""
+        input_ids, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
+        if len(input_ids) != len(labels) or not len(input_ids):
+            raise DataError(
+                f"document {number} has {len(input_ids)} input_ids and {len(labels)} labels: both must be equal, of "
+                "at least 1 token."
+            )
+        if len(input_ids) > self.packed_sequence_size:
+            if self.overlong == "error":
+                raise DataError(
+                    f"document {number} has {len(input_ids)} tokens, over packed_sequence.packed_sequence_size="
+                    f"{self.packed_sequence_size}: raise it, or set packed_sequence.overlong to drop or truncate."
+                )
+            if self.overlong == "drop":
+                self.num_dropped += 1
+                return False
+            input_ids, labels = input_ids[: self.packed_sequence_size], labels[: self.packed_sequence_size]
+        self._held[self._arrived] = (number, (input_ids, labels))
+        self._arrived += 1
+        return True
+
+    def _slots(self, document: Document) -> int:
+        return -(-len(document[0]) // self.slot_multiple)
