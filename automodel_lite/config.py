@@ -111,7 +111,7 @@ class Config:
 
 CHOICES = {
     "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
-    "mesh.cp_exchange": ("all_gather", "ulysses", "te_p2p", "te_all_gather", "te_a2a"),
+    "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
     "training.activation_checkpointing": ("none", "full"),
     "tokenize.train_on": ("assistant", "last_assistant", "completion", "all"),
