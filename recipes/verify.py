@@ -17,7 +17,7 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,13 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.attention.spec import attention_spec
 from automodel_lite.collate import packed_sequence_thd_collater
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
-from automodel_lite.distributed.cp_checks import check_cp_settings
 from automodel_lite.distributed.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.distributed.parallelize import choose_precision, choose_strategy, parallelize
 from automodel_lite.loggers.console import Console, quiet_libraries
-from automodel_lite.models.build import choose_attention, choose_loss
+from automodel_lite.models.build import check_cp, choose_attention, choose_loss
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.part import first_layers
@@ -56,14 +54,6 @@ def main(config: Config) -> int:
     """Prints the table; returns the exit code."""
     quiet_libraries()
     return Verification(config).run()
-
-
-@dataclass(frozen=True)
-class Truth:
-    """The step that all others are compared with."""
-
-    step: Step
-    num_label_tokens: int
 
 
 class Verification:
@@ -100,17 +90,16 @@ class Verification:
         return int(num_failed > 0)
 
     # ---------------------------------------------------------------------------------------------- in one process
-    def compute_truth(self) -> Truth:
+    def compute_truth(self) -> Step:
         """Each document alone, through the model's own attention and head; no packing, no kernel, no loss of ours."""
-        lm = self.model("eager")
-        num_label_tokens = sum(batch.num_label_tokens for batch in self.batches)
-        total = 0.0
-        for ids, labels in documents_of(self.batches):
+        lm, total = self.model("eager"), 0.0
+        num_label_tokens = int((self.sample.documents.labels != IGNORE_INDEX).sum())
+        for ids, labels in self.sample.each_document():
             logits = lm(input_ids=ids[None].to(self.mesh.device), use_cache=False).logits[0].float()
             loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum", ignore_index=IGNORE_INDEX)
             (loss / num_label_tokens).backward()
             total += float(loss.detach()) / num_label_tokens
-        return Truth(Step(total, take_gradients(lm.named_parameters())), num_label_tokens)
+        return Step(total, take_gradients(lm.named_parameters()))
 
     def in_one_process(self) -> Iterator[Check]:
         """Packing, accumulation, layout, and the configured kernel in its precision."""
@@ -136,7 +125,7 @@ class Verification:
         yield self.check(name, self.step(model, self.batches, self.dtype), limit)
 
     def faults(self) -> Iterator[Check]:
-        """Three classical bugs, made on purpose where the sample allows it; a check that cannot see them is worthless."""
+        """Three classical bugs, made on purpose where the sample allows it: checks that miss them prove nothing."""
         model = self.loss_model(ReferenceAttention())
         if self.sample.num_documents > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
@@ -227,15 +216,12 @@ class Verification:
         return Step(total, take_gradients(model.lm.named_parameters()))
 
     def check(self, name: str, step: Step, limit: float = EXACT, is_fault: bool = False) -> Check:
-        return Check(name, difference(step, self.truth.step), limit, is_fault)
+        return Check(name, difference(step, self.truth), limit, is_fault)
 
     def say_what_is_checked(self) -> None:
         """Settings that cannot work are errors here too."""
         config = self.source.config(self.sample.tokenizer)
-        own = self.mesh.shape.cp > 1 and self.config.mesh.cp_exchange == "te"
-        spec = attention_spec(config, self.mesh.device, self.dtype, own)
-        size = self.sample.training_size
-        check_cp_settings(config, spec, self.mesh.shape.cp, self.config.mesh.cp_exchange, size)
+        check_cp(self.config, config, self.mesh, self.dtype)
         self.console.say("model", f"{config.model_type}, {self.part}")
         self.console.say("sample", self.sample.description)
         self.console.say("data", f"ids and labels of all {self.sample.num_documents} documents are those of the data")
@@ -243,15 +229,6 @@ class Verification:
         shape = self.mesh.shape
         axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
         self.console.say("mesh", axes if self.mesh.root and shape.world_size > 1 else alone)
-
-
-def documents_of(batches: list[ThdBatch]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and labels of every document, without its padding."""
-    for batch in batches:
-        starts = batch.cu_seqlens_padded[:-1].tolist()
-        for start, length in zip(starts, batch.cu_seqlens.diff().tolist()):
-            if length:
-                yield batch.input_ids[start : start + length], batch.labels[start : start + length]
 
 
 def one_segment(batch: ThdBatch) -> AttentionPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ class Sample:
     @property
     def num_documents(self) -> int:
         return len(self.documents.offsets) - 1
+
+    def each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and labels, int64, without padding."""
+        inside = [slice(start, stop) for start, stop in pairwise(self.documents.offsets.tolist())]
+        for tokens in inside:
+            ids, labels = self.documents.input_ids[tokens], self.documents.labels[tokens]
+            yield torch.from_numpy(ids), torch.from_numpy(labels)
 
     @property
     def description(self) -> str:
