@@ -61,10 +61,14 @@ class PreparedData:
             micro_batch_size=shape.micro_batch_size,
         )
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, shape: BatchShape) -> dict[str, Any]:
         """What the order of the data follows from, for checkpoints: other values are other data."""
-        return {"tokens": self.tokens.fingerprint, "packs": self.packs_of(0).plan.fingerprint()}
+        by_window = f"window, {shape.dp_size} data-parallel ranks x {shape.micro_batch_size}"
+        return {
+            "tokens": self.tokens.fingerprint,
+            "packs": self.packs_of(0).plan.fingerprint(),
+            "dealt": by_window if self.packer.balance == "window" else "the same on every layout",
+        }
 
 
 def prepare_data(config: Config, shape: MeshShape) -> PreparedData:
