@@ -35,7 +35,7 @@ from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.distributed.parallelize import choose_precision, choose_strategy, parallelize
 from automodel_lite.loggers.console import Console, quiet_libraries
-from automodel_lite.models.build import check_cp, choose_attention, choose_loss
+from automodel_lite.models.build import check_cp, choose_attention, choose_loss, load_and_adapt
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.part import first_layers
@@ -68,6 +68,7 @@ class Verification:
         self.mesh: Mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         self.dtype = choose_precision(config.training.precision, self.mesh.device)
+        self.strategy = choose_strategy(config.mesh.strategy, shape, self.mesh.device)
         self.source, self.part = first_layers(self.source, self.sample.tokenizer, self.mesh.device)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
 
@@ -146,9 +147,8 @@ class Verification:
             model = self.loss_model(ReferenceAttention())
             exchange = "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
             checks.append((f"context parallel over {shape.cp} ranks, {exchange}", self.cp_step(model, exchange)))
-        strategy = choose_strategy(self.config.mesh.strategy, shape, self.mesh.device)
-        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}, {strategy}"
-        checks.append((f"the whole mesh: {axes}", self.mesh_step(strategy)))
+        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}, {self.strategy}"
+        checks.append((f"the whole mesh: {axes}", self.mesh_step()))
         return [self.check(name, step) for name, step in checks] if self.mesh.rank == 0 else []
 
     def cp_step(self, model: LossModel, exchange: str) -> Step:
@@ -164,9 +164,9 @@ class Verification:
             dist.all_reduce(tensor, group=group)
         return Step(float(total), take_gradients(model.lm.named_parameters()))
 
-    def mesh_step(self, strategy: str) -> Step:
+    def mesh_step(self) -> Step:
         """The step of training: packs dealt to the data-parallel ranks, accumulation, sharding, reduction; in fp32."""
-        model = parallelize(self.loss_model(ReferenceAttention()), self.mesh, strategy, torch.float32)
+        model = parallelize(self.loss_model(ReferenceAttention()), self.mesh, self.strategy, torch.float32)
         mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
         exchange = "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
         total = torch.zeros((), device=self.mesh.device)
@@ -181,7 +181,7 @@ class Verification:
     def model(self, attention: str | AttentionKernel) -> PreTrainedModel:
         """The same weights each time, without dropout."""
         seed_all(self.config.seed, "model")
-        lm = self.source.build(self.sample.tokenizer)
+        lm, _ = load_and_adapt(self.config, self.source, self.sample.tokenizer, self.mesh.device, self.strategy)
         if isinstance(attention, str):
             lm.set_attn_implementation(attention)
         else:

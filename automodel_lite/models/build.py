@@ -13,7 +13,7 @@ from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation, stream_of
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config import Config, build
-from automodel_lite.distributed.cp_checks import check_context_parallel, check_cp_settings
+from automodel_lite.distributed.cp_checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
@@ -45,7 +45,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
     num_parameters = sum(p.numel() for p in lm.parameters())
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
-    check_cp(config, lm.config, mesh, dtype)
+    hint = check_cp(config, lm.config, mesh, dtype)
     install(lm, kernel)
     cast_frozen(lm, dtype)
     torch.nn.Module.to(lm, mesh.device)
@@ -56,7 +56,8 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     if config.training.activation_checkpointing == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
-    return BuiltModel(model, num_parameters, reason, loss_reason, strategy, source.dtype, adapter)
+    attention = f"{reason}\n{hint}" if hint else reason
+    return BuiltModel(model, num_parameters, attention, loss_reason, strategy, source.dtype, adapter)
 
 
 def load_and_adapt(
@@ -90,11 +91,16 @@ def exchanges_by_itself(config: Config) -> bool:
     return config.mesh.cp > 1 and config.mesh.cp_exchange == "te"
 
 
-def check_cp(config: Config, model_config: PretrainedConfig, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Raises ConfigError where the model or the pack size rule context parallelism out."""
+def check_cp(config: Config, model_config: PretrainedConfig, mesh: Mesh, dtype: torch.dtype) -> str | None:
+    """Raises ConfigError where the model or the pack size rule context parallelism out; may have a hint to print."""
     spec = attention_spec(model_config, mesh.device, dtype, exchanges_by_itself(config))
     size: int = config.packed_sequence["packed_sequence_size"]
     check_cp_settings(model_config, spec, mesh.shape.cp, config.mesh.cp_exchange, size)
+    if config.training.activation_checkpointing != "none":
+        return None
+    num_layers: int = model_config.get_text_config().num_hidden_layers
+    num_tokens = size * config.training.micro_batch_size
+    return checkpointing_hint(spec, num_layers, num_tokens, mesh.shape.cp, config.mesh.cp_exchange)
 
 
 def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tuple[Loss, str]:
