@@ -24,6 +24,7 @@ import torch
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
+from automodel_lite.distributed.cp_checks import check_ranks_read_alike
 from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.start import position_line, start_lines
@@ -99,6 +100,7 @@ class TrainFinetuneRecipe:
         self.edge = StepEdge(self.control, deadline, self.checkpointer, SIGNALS)
         self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
         self.resume()
+        check_ranks_read_alike(to_thd(self.loader.first_batch(self.cursor)), self.mesh.cp)
 
     def resume(self) -> None:
         """Continues from the newest checkpoint that loads, or starts fresh."""

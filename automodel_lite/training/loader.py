@@ -55,6 +55,12 @@ class PackLoader:
             yield from self._epoch(cursor)
             cursor = Cursor(cursor.epoch + 1, 0)
 
+    def first_batch(self, cursor: Cursor) -> Batch:
+        """This rank's first micro-batch after `cursor`, read here and now."""
+        packs, order = self.order_of(cursor.epoch)
+        step = deal(order[cursor.packs : cursor.packs + self.shape.global_batch_size], self.shape)
+        return packed_sequence_thd_collater([packs[i] for i in step[0, self.dp_rank].tolist()])
+
     def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
         packs, order = self.order_of(cursor.epoch)
         size = self.shape.global_batch_size
