@@ -33,7 +33,7 @@ class MeshConfig:
     dp_shard: int = -1  # processes over which parameters are sharded; -1 = all that remain
     cp: int = 1  # processes that share one pack (context parallel)
     strategy: str = "auto"  # fsdp | ddp | none | auto (fsdp with several processes or a GPU, else none)
-    cp_exchange: str = "all_gather"  # all_gather | all_to_all | te (Transformer Engine's own)
+    cp_exchange: str = "all_gather"  # all_gather | ulysses (all-to-all) | te_p2p | te_all_gather | te_a2a
     timeout_s: int = 600  # a collective that takes longer ends the run
 
 
@@ -111,7 +111,7 @@ class Config:
 
 CHOICES = {
     "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
-    "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
+    "mesh.cp_exchange": ("all_gather", "ulysses", "te_p2p", "te_all_gather", "te_a2a"),
     "training.precision": ("auto", "fp32", "bf16"),
     "training.activation_checkpointing": ("none", "full"),
     "tokenize.train_on": ("assistant", "last_assistant", "completion", "all"),
@@ -199,8 +199,7 @@ def check_config(raw: DictConfig) -> Config:
     problems = list(_unresolved(raw))
     if problems:
         raise ConfigError("\n".join(problems))
-    plain = OmegaConf.to_container(raw, resolve=True)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = list(_schema_problems(plain, Config, ""))
     if not problems:
         problems = [*_choice_problems(plain), *_range_problems(plain)]
@@ -223,26 +222,23 @@ def with_defaults(raw: DictConfig) -> DictConfig:
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key."""
 
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        keys = node.keys() if isinstance(node, DictConfig) else range(len(node))
-        for key in keys:
-            path = f"{prefix}.{key}" if prefix else str(key)
+    def walk(node: Any, literal: Any, prefix: str) -> Iterator[str]:
+        for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
+            path = f"{prefix}{key}"
             if OmegaConf.is_missing(node, key):
                 yield f"{path} has no value: set {path}=..."
                 continue
             try:
                 child = node[key]
             except OmegaConfBaseException as error:
-                text = OmegaConf.to_container(raw, resolve=False)
-                for step in path.split("."):
-                    text = text[int(step) if isinstance(text, list) else step]  # type: ignore[index,call-overload]
                 cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
-                yield f"{path}={text}: {cause.strip(chr(34)).rstrip('.')}."
+                written: Any = literal[key]
+                yield f"{path}={written}: {cause.strip(chr(34)).rstrip('.')}."
                 continue
-            if OmegaConf.is_config(child):
-                yield from walk(child, path)
+            if OmegaConf.is_config(child) and not isinstance(literal[key], str):
+                yield from walk(child, literal[key], f"{path}.")
 
-    yield from walk(raw, "")
+    yield from walk(raw, OmegaConf.to_container(raw, resolve=False), "")
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:

@@ -116,7 +116,7 @@ class TrainFinetuneRecipe:
             result = self.step(batches)
             throughput.stop(result.counts, batches.wait_s)
             self.num_steps, self.cursor = self.num_steps + 1, batches.after
-            if self.is_due(training.log_every_steps):
+            if self.num_steps == 1 or self.is_due(training.log_every_steps):
                 self.log(result, throughput, batches)
                 throughput = Throughput()
             if self.is_due(training.val_every_steps):

@@ -63,7 +63,7 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
                 f"you did, this family drops the arguments on the way to its attention: {UNPACKED}."
             )
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
-        _refuse_hidden_window(module, sliding_window, max_length_k)
+        _refuse_hidden_window(module, sliding_window)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         attend: Callable[..., Tensor] = kernel
         if cp_exchange is not None:
@@ -106,15 +106,12 @@ def _refuse_what_packing_cannot(
         raise ConfigError(f"{name} is not causal: packed attention is. {UNPACKED.capitalize()}.")
 
 
-def _refuse_hidden_window(module: nn.Module, sliding_window: int | None, max_length: int) -> None:
-    """Some families (Qwen2-MoE, PhiMoE) put the window into the mask only, which is not built here."""
+def _refuse_hidden_window(module: nn.Module, sliding_window: int | None) -> None:
+    """Some families (PhiMoE) put the window into the mask only, which is not built here; the probe's forward tells."""
     expected = layer_window(module.config, module.layer_idx)  # type: ignore[arg-type]
-    if expected == sliding_window:
-        return
-    narrowest = min(window for window in (expected, sliding_window) if window is not None)
-    if narrowest < max_length:
+    if expected != sliding_window:
         raise ConfigError(
             f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of {expected}, its "
-            f"attention call passes {sliding_window}, so the window would be lost on documents of {max_length} tokens: "
-            "set model.config.use_sliding_window=false, cap documents at the window, or take another model."
+            f"attention call passes {sliding_window}, so the window would be lost in silence: set "
+            "model.config.sliding_window=null if no document is longer than it, or take another model."
         )

@@ -13,7 +13,10 @@ def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
     """The first kernel that can serve the model, and one sentence that says why: print it.
 
     Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks), else the reference.
+    Raises ConfigError for mesh.cp_exchange=te: whoever asks for it has Transformer Engine, and says attention=te.
     """
+    if spec.own_exchange:
+        raise ConfigError("mesh.cp_exchange=te needs attention=te: set it, or take mesh.cp_exchange=all_gather.")
     if spec.device.type != "cuda":
         return ReferenceAttention(), f"reference: the only packed kernel that trains on {spec.device.type}"
     refused = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from automodel_lite.attention.kernel import AttentionSpec, refuse
+from automodel_lite.attention.kernel import AttentionSpec, refuse_own_exchange, require_cuda
 
 
 class FlexAttention:
@@ -26,8 +26,8 @@ class FlexAttention:
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA: on CPU it has no backward."""
-        if spec.device.type != "cuda":
-            raise refuse(self, f"device={spec.device}", "it has no backward off CUDA, take attention=reference")
+        require_cuda(self, spec)
+        refuse_own_exchange(self, spec)
 
     def __call__(
         self,

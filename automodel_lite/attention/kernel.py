@@ -24,7 +24,7 @@ class AttentionSpec:
     window         keys that a query of the narrowest sliding layer sees, its own included; None without such layers
     softcap        bound of the attention logits; None without
     sinks          True when each head has a learned extra logit
-    dropout        attention dropout of the config; every kernel here runs without
+    own_exchange   True when the kernel itself must exchange between context-parallel ranks (mesh.cp_exchange=te)
     """
 
     model_type: str
@@ -37,7 +37,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    dropout: float = 0.0
+    own_exchange: bool = False
 
 
 class AttentionKernel(Protocol):
@@ -80,6 +80,25 @@ class AttentionKernel(Protocol):
 def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
     """The error for a model that asks `kernel` for something that it cannot do."""
     return ConfigError(f"attention={kernel.name.removeprefix('thd_')} cannot do {asked}: {cure}.")
+
+
+def require_cuda(kernel: AttentionKernel, spec: AttentionSpec) -> None:
+    """Raises ConfigError off CUDA."""
+    if spec.device.type != "cuda":
+        raise refuse(kernel, f"device={spec.device}", "it runs on CUDA only, take attention=reference")
+
+
+def require_half(kernel: AttentionKernel, spec: AttentionSpec) -> None:
+    """Raises ConfigError outside of fp16 and bf16."""
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        cure = "set training.precision=bf16, or take attention=flex or attention=reference"
+        raise refuse(kernel, f"dtype={spec.dtype}", cure)
+
+
+def refuse_own_exchange(kernel: AttentionKernel, spec: AttentionSpec) -> None:
+    """Raises ConfigError for mesh.cp_exchange=te on any other kernel."""
+    if spec.own_exchange:
+        raise refuse(kernel, "mesh.cp_exchange=te", "take attention=te, or mesh.cp_exchange=all_gather")
 
 
 def repeat_kv_heads(x_THD: Tensor, num_heads: int) -> Tensor:

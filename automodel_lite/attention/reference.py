@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.attention.kernel import AttentionSpec, refuse_own_exchange
 
 QUERY_BLOCK = 1024
 """Queries that share one explicit mask: bounds it to QUERY_BLOCK x keys for long documents."""
@@ -26,7 +26,8 @@ class ReferenceAttention:
     name = "thd_reference"
 
     def check(self, spec: AttentionSpec) -> None:
-        """Nothing to refuse."""
+        """Raises ConfigError for mesh.cp_exchange=te; has no other limit."""
+        refuse_own_exchange(self, spec)
 
     def __call__(
         self,

@@ -26,7 +26,7 @@ REFUSED_LAYERS = {
     "recurrent": "carries a recurrent state from one document into the next",
     "conv": "convolves over the boundary of two documents",
 }
-UNPACKED = "train it with packed_sequence.strategy=none and micro batches of one row, or take another model"
+UNPACKED = "take another model, docs/models.md lists the families that can be packed"
 
 
 def config_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
@@ -52,13 +52,25 @@ def layer_window(config: PretrainedConfig, layer_idx: int | None) -> int | None:
     return config_value(config, "sliding_window")
 
 
-def attention_spec(model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype) -> AttentionSpec:
+def attention_spec(
+    model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype, own_exchange: bool = False
+) -> AttentionSpec:
     """What a model of this config will ask of its attention kernel.
 
-    Raises ConfigError for layers that cannot be packed (recurrent, convolution, chunked attention).
+    own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
+    Raises ConfigError for layers that cannot be packed (recurrent, convolution, chunked attention), and for attention
+    dropout, which no packed kernel has.
     """
     config = model_config.get_text_config()
-    num_heads = config.num_attention_heads
+    dropout = config_value(config, "attention_dropout", 0.0)
+    if dropout:
+        raise ConfigError(
+            f"model_type={config.model_type} has attention_dropout={dropout}, which packed kernels do not do: set "
+            "model.config.attention_dropout=0."
+        )
+    num_heads = config_value(config, "num_attention_heads")
+    if num_heads is None:
+        raise ConfigError(f"model_type={config.model_type} has no attention layers to keep documents apart in: {UNPACKED}.")
     head_dim = config_value(config, "head_dim", config.hidden_size // num_heads)
     value_head_dim = head_dim
     if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
@@ -76,5 +88,5 @@ def attention_spec(model_config: PretrainedConfig, device: torch.device | str, d
         window=min((window for window in windows if window is not None), default=None),
         softcap=config_value(config, "attn_logit_softcapping"),
         sinks=config.model_type in FAMILIES_WITH_SINKS,
-        dropout=config_value(config, "attention_dropout", 0.0),
+        own_exchange=own_exchange,
     )

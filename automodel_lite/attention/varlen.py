@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from automodel_lite.attention.kernel import AttentionSpec, refuse, repeat_kv_heads
+from automodel_lite.attention.kernel import (
+    AttentionSpec,
+    refuse,
+    refuse_own_exchange,
+    repeat_kv_heads,
+    require_cuda,
+    require_half,
+)
 from automodel_lite.errors import ConfigError
 
 LARGEST_HEAD_DIM = 256
@@ -38,16 +45,9 @@ class VarlenAttention:
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside of fp16 / bf16, with softcap or sinks, for unusual head dims."""
-        if spec.device.type != "cuda":
-            raise refuse(self, f"device={spec.device}", "it runs on CUDA only, take attention=reference")
-        if torch.cuda.get_device_capability(spec.device) < (8, 0):
-            raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, take attention=flex")
-        self.check_options(spec)
-
-    def check_options(self, spec: AttentionSpec) -> None:
-        """The part of `check` that does not look at the device."""
-        if spec.dtype not in (torch.float16, torch.bfloat16):
-            raise refuse(self, f"dtype={spec.dtype}", "set training.precision=bf16, or take attention=reference")
+        require_cuda(self, spec)
+        require_half(self, spec)
+        refuse_own_exchange(self, spec)
         if spec.softcap is not None:
             raise refuse(self, f"the softcap of {spec.model_type}", "take attention=flex")
         if spec.sinks:
@@ -57,7 +57,11 @@ class VarlenAttention:
             dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
             raise refuse(self, dims, f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te")
         if "window_size" not in self.parameters and spec.window is not None:
-            raise refuse(self, f"the sliding window of {spec.model_type} with torch {torch.__version__}", "torch>=2.12")
+            raise refuse(
+                self, f"the sliding window of {spec.model_type} on torch {torch.__version__}", "torch>=2.12 can"
+            )
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(spec.device) < (8, 0):
+            raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, take attention=flex")
 
     def __call__(
         self,

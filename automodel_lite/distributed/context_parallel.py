@@ -32,7 +32,7 @@ from automodel_lite.thd import (
     stack_thd_chunks,
 )
 
-EXCHANGES = ("all_gather", "ulysses", "te_p2p", "te_all_gather", "te_a2a")
+EXCHANGES = ("all_gather", "all_to_all", "te")
 
 
 def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_gather") -> ThdBatch:
@@ -62,12 +62,11 @@ def attention_plan(
 ) -> AttentionPlan:
     """What the kernel of rank `cp_rank` gets, for a batch that is not sharded yet."""
     cu = batch.cu_seqlens_padded
-    if exchange.startswith("te_"):
-        comm_type = exchange.removeprefix("te_")
-        return replace(batch.attention, exchange=TransformerEngine(group, comm_type))
+    if exchange == "te":
+        return replace(batch.attention, exchange=TransformerEngine(group))
     to_ranks = torch.cat([shard_indices(cu, cp_size, rank) for rank in range(cp_size)])
     to_stream = inverse_permutation(to_ranks)
-    if exchange == "ulysses":
+    if exchange == "all_to_all":
         return replace(batch.attention, exchange=Ulysses(group, to_stream, to_ranks))
     segments = owned_segments(cu, cp_size, cp_rank)
     q_lens, k_lens = segments.end - segments.start, segments.end - segments.document_start

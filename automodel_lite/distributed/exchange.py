@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automodel_lite.errors import ConfigError
+
 if torch.__version__ >= "2.13":  # compared as versions; 2.13 renamed both and warns about the old names
     all_gather_rows, reduce_scatter_rows = dist.all_gather_single, dist.reduce_scatter_single
 else:
@@ -111,12 +113,11 @@ class Ulysses:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q [T / cp, Hq, D], k, v [T / cp, Hkv, D] -> [T, Hq / cp, D], [T, max(Hkv / cp, 1), D].
 
-        Raises ValueError when cp does not divide the query heads, or neither of cp and Hkv divides the other.
+        Raises ConfigError when cp does not divide the query heads, or neither of cp and Hkv divides the other.
         """
         cp = self.group.size()
         num_heads, num_kv_heads = q_THD.shape[1], k_THD.shape[1]
-        if num_heads % cp or (num_kv_heads % cp and cp % num_kv_heads):
-            raise ValueError(heads_do_not_divide(cp, num_heads, num_kv_heads))
+        check_heads_divide(cp, num_heads, num_kv_heads)
         if num_kv_heads < cp:
             k_THD, v_THD = (x.repeat_interleave(cp // num_kv_heads, 1) for x in (k_THD, v_THD))
         by_rank = [x.unflatten(1, (cp, -1)).transpose(0, 1) for x in (q_THD, k_THD, v_THD)]  # [cp, T/cp, H/cp, D]
@@ -139,17 +140,13 @@ class Ulysses:
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """Hands the group to the `te` kernel, which wants the padded boundaries of the whole stream on every rank.
-
-    comm_type  "p2p", "all_gather" or "a2a"
-    """
+    """Hands the group to the `te` kernel, which wants the padded boundaries of the whole stream on every rank."""
 
     group: dist.ProcessGroup
-    comm_type: str
 
     @property
     def kernel_kwargs(self) -> dict[str, Any]:
-        return {"cp_group": self.group, "cp_comm_type": self.comm_type}
+        return {"cp_group": self.group}
 
     def before(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
@@ -163,9 +160,10 @@ class TransformerEngine:
         return self
 
 
-def heads_do_not_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> str:
-    """The sentence for a model whose heads an all-to-all cannot deal out."""
-    return (
-        f"mesh.cp={cp_size} with the ulysses exchange must divide the {num_heads} query heads, and divide or be "
-        f"divided by the {num_kv_heads} key/value heads: use the all_gather exchange, which has no such rule."
-    )
+def check_heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raises ConfigError for heads that an all-to-all cannot deal out to `cp_size` ranks."""
+    if num_heads % cp_size or (num_kv_heads % cp_size and cp_size % num_kv_heads):
+        raise ConfigError(
+            f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {num_heads} query heads, and divide "
+            f"or be divided by the {num_kv_heads} key/value heads: take mesh.cp_exchange=all_gather, which need not."
+        )

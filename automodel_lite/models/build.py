@@ -15,7 +15,7 @@ from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
-from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.models.causal_lm import CausalLM, embedding_rows
 from automodel_lite.models.loss_model import LossModel, head_is_plain
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
 
@@ -43,7 +43,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     num_parameters = sum(p.numel() for p in lm.parameters())
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
     install(lm, kernel)
-    lm.to(mesh.device)
+    torch.nn.Module.to(lm, mesh.device)
     with torch.autocast(mesh.device.type, dtype, enabled=dtype != torch.float32):
         check_packing_isolation(lm, mesh.device)
         loss, loss_reason = choose_loss(config, lm, mesh.device)
@@ -79,6 +79,5 @@ def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tu
 def probe_inputs(lm: PreTrainedModel, device: torch.device) -> dict[str, object]:
     """Model inputs of one short document."""
     num_tokens = 8
-    vocabulary = lm.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(num_tokens)[None] % vocabulary
+    ids = torch.arange(num_tokens)[None] % embedding_rows(lm)
     return stream_of(ids, device).model_inputs()

@@ -41,15 +41,14 @@ class CausalLM:
         """The model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
         if self.pretrained:
             config = AutoConfig.from_pretrained(self.pretrained)
-            return _override(config, self.overrides)
-        special = {
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-        settings = {"vocab_size": len(tokenizer), **special, **self.overrides}
-        known = AutoConfig.for_model(settings.pop("model_type"))
-        return _override(known, settings)
+            _check_settings(self.overrides, config)
+            for key, value in self.overrides.items():
+                setattr(config, key, value)
+            return config
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        settings = {"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}, **self.overrides}
+        _check_settings(settings, AutoConfig.for_model(settings["model_type"]))
+        return AutoConfig.for_model(**settings)  # in one call: other values follow from these, such as head_dim
 
     def build(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         """The model in fp32 on the CPU, in training mode; random weights come from torch's generator.
@@ -58,18 +57,26 @@ class CausalLM:
         model.
         """
         config = self.config(tokenizer)
-        self.dtype = (config.dtype if self.pretrained else None) or torch.float32
+        source_dtype = config.dtype if self.pretrained else None
+        self.dtype = source_dtype if isinstance(source_dtype, torch.dtype) else torch.float32
         if self.pretrained:
             model = _load(self.pretrained, config)
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        rows = model.get_input_embeddings().weight.shape[0]
+        rows = embedding_rows(model)
         if len(tokenizer) > rows:
             raise ConfigError(
                 f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own "
                 f"tokenizer, or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
             )
         return model.train()
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Token ids that the model knows."""
+    embedding: Any = model.get_input_embeddings()
+    rows: int = embedding.weight.shape[0]
+    return rows
 
 
 def check_source(key: str, source: str) -> None:
@@ -86,24 +93,22 @@ def check_source(key: str, source: str) -> None:
         raise ConfigError(f"{key}={source}: the folder has no config.json.")
 
 
-def _override(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedConfig:
+def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
     known = config.to_dict()
     for key, value in settings.items():
         if key not in known:
-            raise ConfigError(
-                f"model.config.{key}={value}: {config.model_type} has no such setting{did_you_mean(key, known) or '.'}"
-            )
-        setattr(config, key, value)
-    return config
+            near = did_you_mean(key, known) or "."
+            raise ConfigError(f"model.config.{key}={value}: {config.model_type} has no such setting{near}")
 
 
 def _load(source: str, config: PretrainedConfig) -> PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=torch.float32, output_loading_info=True
         )
+        model, report = loaded
     except OSError as error:
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
     except RuntimeError as error:  # shapes that do not fit

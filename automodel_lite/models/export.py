@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase
 def full_weights(model: LossModel) -> dict[str, Tensor]:
     """The LM's whole state dict on rank 0's CPU, gathered from all shards; empty on other ranks."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return {name.removeprefix("lm."): value for name, value in get_model_state_dict(model, options=options).items()}
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    return {name.removeprefix("lm."): value for name, value in weights.items()}
 
 
 def generation_config(
@@ -72,7 +74,8 @@ def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
 
 
 def _compare(folder: Path, expected: nn.Module) -> None:
-    loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    loaded, report = read
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
         raise RuntimeError(f"the exported model does not load completely: {report}")
     weights = loaded.state_dict()

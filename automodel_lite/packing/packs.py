@@ -198,9 +198,8 @@ def pack_dataset(
     lengths = np.diff(rows.offsets)
     if not len(lengths):
         raise DataError(
-            f"No packs were created: all {num_dropped} samples are longer than packed_sequence_size="
-            f"{packed_sequence_size} and were dropped, or the dataset is empty. Increase packed_sequence_size or check "
-            "the dataset."
+            f"No packs were produced: every sample was longer than packed_sequence_size={packed_sequence_size} and was "
+            f"dropped ({num_dropped} were), or the dataset is empty: raise the size or check the dataset."
         )
     if num_dropped:
         logger.warning("Dropped %d samples longer than packed_sequence_size=%d.", num_dropped, packed_sequence_size)

@@ -49,7 +49,7 @@ def largest_errors(rank: int, cp: int, families: list[str], exchange: str, recom
     return errors
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_context_parallel_equals_one_rank(cp: int, exchange: str) -> None:
     for errors in run_ranks(largest_errors, cp, list(FAMILIES), exchange, False):

@@ -92,7 +92,7 @@ class TestPackDataset:
     def test_no_pack_at_all(self) -> None:
         for rows in ([], samples([[1] * 9])):
             with pytest.raises(
-                ValueError, match="longer than packed_sequence_size=8 and were dropped, or the dataset is"
+                ValueError, match="longer than packed_sequence_size=8 and was dropped"
             ):
                 pack_dataset(rows, "train", 8)
 

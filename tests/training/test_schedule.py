@@ -22,17 +22,20 @@ def rates(make: Callable[..., torch.optim.lr_scheduler.LambdaLR], num_steps: int
     return seen
 
 
+Make = Callable[..., torch.optim.lr_scheduler.LambdaLR]
+
+
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
     [
         pytest.param(schedule.linear, {"warmup_steps": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25], id="linear"),
         pytest.param(schedule.cosine, {"warmup_steps": 1}, [1.0, 1.0, 0.9045, 0.6545, 0.3455, 0.0955], id="cosine"),
-        pytest.param(schedule.cosine, {"min_lr_frac": 0.5}, [1.0, 0.9665, 0.875, 0.75, 0.625, 0.5335], id="cosine-floor"),
+        pytest.param(schedule.cosine, {"min_lr_frac": 0.5}, [1.0, 0.9665, 0.875, 0.75, 0.625, 0.5335], id="floor"),
         pytest.param(schedule.constant, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0], id="constant"),
-        pytest.param(schedule.wsd, {"warmup_steps": 2, "decay_frac": 0.5}, [0.5, 1.0, 1.0, 1.0, 0.6667, 0.3333], id="wsd"),
+        pytest.param(schedule.wsd, {"warmup_steps": 2, "decay_frac": 0.5}, [0.5, 1.0, 1, 1, 0.6667, 0.3333], id="wsd"),
     ],
 )
-def test_rate_of_each_step(make: Callable[..., torch.optim.lr_scheduler.LambdaLR], options: dict, expected: list) -> None:
+def test_rate_of_each_step(make: Make, options: dict, expected: list) -> None:
     assert rates(make, 6, **options) == expected
 
 

@@ -1,0 +1,77 @@
+"""The flash-attn package: `flash_attn_varlen_func` (CUDA, fp16 / bf16), softcap included.
+
+On a torch that bundles FlashAttention-2 it brings no speed over the varlen kernel; it is there for softcap, and for
+people who have it anyway.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from automodel_lite.attention.kernel import AttentionSpec, refuse, refuse_own_exchange, require_cuda, require_half
+from automodel_lite.errors import ConfigError
+
+if find_spec("flash_attn") is None:
+    raise ConfigError("attention=flash needs the flash-attn package: pip install 'automodel-lite[flash]'.")
+
+from flash_attn import flash_attn_varlen_func
+
+LARGEST_HEAD_DIM = 256
+
+
+class FlashAttention:
+    """`flash_attn_varlen_func`.
+
+    deterministic  the slower backward that gives the same gradients each time
+    """
+
+    name = "thd_fa2"  # "flash" inside of a name makes transformers run checks of its own
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    def check(self, spec: AttentionSpec) -> None:
+        """Raises ConfigError off CUDA, outside of fp16 / bf16, with sinks, for unusual head dims."""
+        require_cuda(self, spec)
+        require_half(self, spec)
+        refuse_own_exchange(self, spec)
+        if spec.sinks:
+            raise refuse(self, f"the attention sinks of {spec.model_type}", "take attention=flex")
+        if spec.head_dim != spec.value_head_dim or spec.head_dim > LARGEST_HEAD_DIM:
+            dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
+            raise refuse(self, dims, f"they must be equal and at most {LARGEST_HEAD_DIM}, take attention=te")
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionKernel`."""
+        if sinks is not None:
+            raise refuse(self, "attention sinks", "take attention=flex")
+        return flash_attn_varlen_func(
+            q_THD,
+            k_THD,
+            v_THD,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=max(max_q, 2),  # 1 would select the decode path
+            max_seqlen_k=max(max_k, 2),
+            softmax_scale=scale,
+            causal=True,  # bottom right since flash-attn 2.1
+            window_size=(-1, -1) if window is None else (window - 1, 0),  # (w, 0) sees w keys besides the query's own
+            softcap=0.0 if softcap is None else softcap,
+            deterministic=self.deterministic,
+        )

@@ -1,0 +1,121 @@
+"""Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16); latent attention's head dims included.
+
+It may exchange between context-parallel ranks by itself (mesh.cp_exchange=te): its layout is the one that
+`distributed.zigzag` cuts, and it wants the padded boundaries of the whole stream on every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automodel_lite.attention.kernel import AttentionSpec, refuse, require_cuda, require_half
+from automodel_lite.errors import ConfigError
+
+if find_spec("transformer_engine") is None:
+    raise ConfigError("attention=te needs Transformer Engine: pip install --no-build-isolation 'automodel-lite[te]'.")
+
+from transformer_engine.pytorch.attention import DotProductAttention
+
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
+
+
+class TransformerEngineAttention:
+    """`DotProductAttention`, one module for each shape of heads: it has no parameters, so layers share it.
+
+    cp_comm_type  how Transformer Engine exchanges with mesh.cp_exchange=te: "p2p" (ring), "all_gather" or "a2a"
+    """
+
+    name = "thd_te"
+
+    def __init__(self, cp_comm_type: str = "p2p") -> None:
+        if cp_comm_type not in CP_COMM_TYPES:
+            raise ConfigError(f"attention.cp_comm_type={cp_comm_type} must be one of {', '.join(CP_COMM_TYPES)}.")
+        self.cp_comm_type = cp_comm_type
+        self.has_softcap = "softcap" in inspect.signature(DotProductAttention.__init__).parameters
+        self._modules: dict[tuple[Any, ...], nn.Module] = {}
+
+    def check(self, spec: AttentionSpec) -> None:
+        """Raises ConfigError off CUDA, outside of fp16 / bf16, with sinks, and for what this version cannot do."""
+        require_cuda(self, spec)
+        require_half(self, spec)
+        if spec.sinks:
+            raise refuse(self, f"the attention sinks of {spec.model_type}", "take attention=flex")
+        if spec.softcap is not None and not self.has_softcap:
+            raise refuse(self, f"the softcap of {spec.model_type} in this version", "take attention=flex")
+        if spec.own_exchange and spec.window is not None and self.cp_comm_type == "p2p":
+            cure = "set attention.cp_comm_type=all_gather or a2a, or take mesh.cp_exchange=all_gather"
+            raise refuse(self, f"the window of {spec.model_type} with its own p2p exchange", cure)
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """See `AttentionKernel`; with `cp_group`, q, k, v are this rank's and the boundaries the whole stream's."""
+        if sinks is not None:
+            raise refuse(self, "attention sinks", "take attention=flex")
+        is_self = cu_q is cu_k
+        mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"
+        heads = (q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], v_THD.shape[2])
+        attend = self._module(heads, scale, window, softcap, mask_type, cp_group)
+        out = attend(
+            q_THD.contiguous(),
+            k_THD.contiguous(),
+            v_THD.contiguous(),
+            attn_mask_type=mask_type,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_kv=cu_k,
+            # the very same tensors: nothing lies between the segments, and every backend stays eligible
+            cu_seqlens_q_padded=cu_q,
+            cu_seqlens_kv_padded=cu_k,
+            max_seqlen_q=max_q,
+            max_seqlen_kv=max_k,
+            pad_between_seqs=False,
+        )
+        return out.view(len(q_THD), q_THD.shape[1], v_THD.shape[2])
+
+    def _module(
+        self,
+        heads: tuple[int, int, int, int],
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        mask_type: str,
+        cp_group: dist.ProcessGroup | None,
+    ) -> nn.Module:
+        key = (heads, scale, window, softcap, mask_type, cp_group)
+        if key not in self._modules:
+            num_heads, num_kv_heads, head_dim, value_head_dim = heads
+            module = DotProductAttention(
+                num_heads,
+                (head_dim, value_head_dim),
+                num_gqa_groups=num_kv_heads,
+                qkv_format="thd",
+                attn_mask_type=mask_type,
+                attention_type="self" if mask_type == "padding_causal" else "cross",
+                window_size=(-1, 0) if window is None else (window - 1, 0),
+                softmax_scale=scale,
+                **({} if softcap is None else {"softcap": softcap}),
+            )
+            if cp_group is not None:
+                ranks = dist.get_process_group_ranks(cp_group)
+                module.set_context_parallel_group(cp_group, ranks, torch.cuda.Stream(), self.cp_comm_type)
+            self._modules[key] = module
+        return self._modules[key]

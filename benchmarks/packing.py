@@ -1,0 +1,309 @@
+"""Pack counts, CPU seconds and memory of the packing engine beside its peers, on the same lengths in one run.
+
+    python -m benchmarks.packing plans    packs of every strategy and peer on nine mixes of lengths
+    python -m benchmarks.packing growth   CPU seconds from 10^4 to 10^7 documents, peak memory at the end
+    python -m benchmarks.packing read     plan + lazy read through the collater, and pack_dataset, beside the reference
+    python -m benchmarks.packing hard     column generation on narrow mixes
+    python -m benchmarks.packing balance  slowest rank over the mean, before and after dealing
+
+Seconds are CPU seconds of this process. Peers that are not installed are named and left out; they install with
+`pip install --no-deps trl axolotl llamafactory lightbinpack torchtune nemo_automodel` (and numba for axolotl).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from automodel_lite.packing.balance import CostModel, deal, imbalance, pack_costs
+from automodel_lite.packing.histogram import best_fit, lower_bound
+from automodel_lite.packing.order import seeded_order
+from automodel_lite.packing.packs import PackedDataset, TokenArrays, pack_dataset
+from automodel_lite.packing.plan import plan_packs
+
+Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
+Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
+
+
+def mixes(n: int) -> Iterator[Mix]:
+    rng = np.random.default_rng(0)
+    yield "GSM8K-like in 2k", log_normal(rng, n, 151, 0.35, 53, 432), 2048  # fitted to the words of its train set
+    yield "log-normal 200 in 2k", log_normal(rng, n, 200, 0.9, 8, 2048), 2048
+    yield "log-normal 200 in 4k", log_normal(rng, n, 200, 0.9, 8, 2048), 4096
+    yield "web-like 800 in 4k", log_normal(rng, n, 800, 1.0, 16, 4096), 4096
+    long_tail = log_normal(rng, n, 600, 0.9, 16, 8192)
+    long = rng.random(n) < 0.1
+    long_tail[long] = rng.integers(8192, 32769, int(long.sum()))
+    yield "90 % 600 + 10 % 8k..32k in 32k", long_tail, 32768
+    yield "N(700,120) in 2k", np.clip(rng.normal(700, 120, n).astype(np.int64), 1, 2048), 2048
+    yield "U(600,1400) in 2k", rng.integers(600, 1401, n), 2048
+    yield "U(1,8192) in 8k", rng.integers(1, 8193, n), 8192
+    yield "sorted log-normal 200 in 2k", np.sort(log_normal(rng, n, 200, 0.9, 8, 2048)), 2048
+
+
+def log_normal(rng: np.random.Generator, n: int, mean: float, sigma: float, low: int, high: int) -> np.ndarray:
+    """Integer lengths of the given mean before clipping."""
+    return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n).astype(np.int64), low, high)
+
+
+# peers: (lengths, size) -> what to time; their inputs are made outside of the clock
+
+
+def trl_whole(lengths: np.ndarray, size: int) -> Prepared:
+    from trl.data_utils import _pack_bfd
+
+    table = one_byte_tokens(lengths)
+    return lambda: len(_pack_bfd(table, size))
+
+
+def trl_shipped(lengths: np.ndarray, size: int) -> Prepared:
+    from trl.data_utils import _pack_bfd
+
+    parts = [one_byte_tokens(part) for part in thousands(lengths)]
+    return lambda: sum(len(_pack_bfd(part, size)) for part in parts)
+
+
+def axolotl(lengths: np.ndarray, size: int) -> Prepared:
+    from axolotl.utils.samplers.multipack import pack_parallel
+
+    pack_parallel(lengths[:100], size, group_size=100_000, bin_size=200, num_processes=1)  # compiles
+    return lambda: len(pack_parallel(lengths, size, group_size=100_000, bin_size=200, num_processes=1))
+
+
+def llama_factory(lengths: np.ndarray, size: int) -> Prepared:
+    root = importlib.util.find_spec("llamafactory")
+    assert root is not None
+    assert root.submodule_search_locations is not None
+    file = Path(root.submodule_search_locations[0], "data/processor/processor_utils.py")
+    spec = importlib.util.spec_from_file_location("processor_utils", file)  # the package itself wants audio libraries
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    parts = [part.tolist() for part in thousands(lengths)]
+    return lambda: sum(len(module.greedy_knapsack(list(part), size)) for part in parts)
+
+
+def light_bin_pack(lengths: np.ndarray, size: int) -> Prepared:
+    from lightbinpack import obfd
+
+    as_list = lengths.tolist()
+    return lambda: len(obfd(as_list, size))
+
+
+PEERS: dict[str, tuple[str, Callable[[np.ndarray, int], Prepared]]] = {
+    "TRL, all at once": ("trl", trl_whole),
+    "TRL, as shipped": ("trl", trl_shipped),
+    "axolotl": ("axolotl", axolotl),
+    "LLaMA-Factory": ("llamafactory", llama_factory),
+    "LightBinPack": ("lightbinpack", light_bin_pack),
+}
+
+
+def one_byte_tokens(lengths: np.ndarray) -> Any:
+    import pyarrow as pa
+
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
+    values = pa.array(np.zeros(int(lengths.sum()), np.int8))
+    return pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, values)})
+
+
+def thousands(lengths: np.ndarray) -> list[np.ndarray]:
+    return [lengths[i : i + 1000] for i in range(0, len(lengths), 1000)]
+
+
+def present_peers() -> dict[str, Callable[[np.ndarray, int], Prepared]]:
+    absent = sorted({package for package, _ in PEERS.values() if importlib.util.find_spec(package) is None})
+    if absent:
+        print(f"not installed, left out: {', '.join(absent)}")
+    return {name: prepare for name, (package, prepare) in PEERS.items() if package not in absent}
+
+
+def cpu_seconds(run: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.process_time()
+    result = run()
+    return result, time.process_time() - start
+
+
+def peak_mib(run: Callable[[], Any]) -> float:
+    """Peak resident memory of `run` above what was there before, in a forked process."""
+    context = multiprocessing.get_context("fork")
+    pipe, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_measured, args=(run, theirs))
+    process.start()
+    theirs.close()
+    grown = pipe.recv()
+    process.join()
+    return grown
+
+
+def _measured(run: Callable[[], Any], pipe: Any) -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = _status_kib("VmRSS")
+    keep = run()
+    pipe.send((_status_kib("VmHWM") - before) / 1024)
+    del keep
+
+
+def _status_kib(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def plans(n: int) -> None:
+    peers = present_peers()
+    print(f"{n:,} documents: packs over the lower bound (fill), CPU seconds")
+    for name, lengths, size in mixes(n):
+        histogram = np.bincount(lengths, minlength=size + 1)
+        bound, tokens = lower_bound(histogram, size), int(lengths.sum())
+        plain, plain_s = cpu_seconds(lambda h=histogram, s=size: best_fit(h, s).num_bins)
+        rows = [("best-fit (histogram, count only)", plain, plain_s)]
+        for strategy in ("exact_fill", "global", "worst_fit", "next_fit"):
+            plan, s = cpu_seconds(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
+            rows.append((strategy + (" -> global" if plan.note else ""), len(plan), s))
+        for peer, prepare in peers.items():
+            rows.append((peer, *cpu_seconds(prepare(lengths, size))))
+        print(f"\n{name}: lower bound {bound:,}")
+        for label, packs, s in rows:
+            fill = 100 * tokens / (packs * size)
+            against = 100 * (packs / plain - 1)
+            print(f"  {label:<34}{packs - bound:>+8,}  {fill:7.3f} %  {against:+7.3f} % of best-fit  {s:9.3f} s")
+
+
+def growth(most: int) -> None:
+    peers = present_peers()
+    print("log-normal 200 in 2k: CPU seconds")
+    for exponent in range(4, 8):
+        n = min(10**exponent, most)
+        lengths, size = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048
+        bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
+        _, plain_s = cpu_seconds(lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c))
+        print(f"\n{n:,} documents, lower bound {bound:,}\n  best-fit (histogram, count only)  {plain_s:9.3f} s")
+        found: dict[str, tuple[int, float]] = {}
+        for strategy in ("global", "exact_fill"):
+            plan, s = cpu_seconds(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
+            found[strategy] = (len(plan), s)
+        for peer, prepare in peers.items():
+            found[peer] = cpu_seconds(prepare(lengths, size))
+        own_s = found["global"][1]
+        for label, (packs, s) in found.items():
+            print(
+                f"  {label:<20}{packs - bound:>+8,} packs  {s:9.3f} s  {s / own_s:8.1f} x global  "
+                f"{s / plain_s:8.1f} x best-fit  {n / s / 1e6:7.2f} M documents/s"
+            )
+    for strategy in ("global", "exact_fill"):
+        mib = peak_mib(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
+        print(f"peak memory of {strategy} above its input: {mib:,.0f} MiB for {n:,} documents")
+
+
+def read(n: int) -> None:
+    from automodel_lite.collate import packed_sequence_thd_collater
+
+    torch.set_num_threads(1)
+    lengths, size = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
+    rows = TokenArrays(tokens, tokens, offsets)
+    samples = [{"input_ids": tokens[a:b].tolist(), "labels": tokens[a:b].tolist()} for a, b in pairwise(offsets)]
+    total = int(offsets[-1])
+    print(f"{n:,} documents, {total:,} tokens, packs of {size}, batches of 4 packs")
+
+    def lazily() -> None:
+        packs = PackedDataset(rows, plan_packs(lengths, size))
+        for start in range(0, len(packs) // 4 * 4, 4):
+            packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
+
+    def collated(packs: Any) -> None:
+        for start in range(0, len(packs) // 4 * 4, 4):
+            packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
+
+    runs: dict[str, Callable[[], Any]] = {
+        "plan + lazy read + collater": lazily,
+        "pack_dataset": lambda: pack_dataset(samples, "train", size),
+        "pack_dataset + collater": lambda: collated(pack_dataset(samples, "train", size)),
+    }
+    if importlib.util.find_spec("nemo_automodel"):
+        from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset as reference
+
+        runs["reference pack_dataset"] = lambda: reference(samples, "train", size)
+        runs["reference + collater"] = lambda: collated(reference(samples, "train", size))
+    if importlib.util.find_spec("torchtune"):
+        from torchtune.datasets import PackedDataset as TorchtunePacked
+
+        torchtune_samples = [{"tokens": sample["input_ids"], "labels": sample["labels"]} for sample in samples]
+        runs["torchtune PackedDataset"] = lambda: TorchtunePacked(torchtune_samples, max_seq_len=size)
+    for name, run in runs.items():
+        _, s = cpu_seconds(run)
+        print(f"  {name:<30}{s:8.2f} s  {total / s / 1e6:8.2f} M tokens/s  peak {peak_mib(run):8,.0f} MiB")
+
+
+def hard(n: int) -> None:
+    for name, lengths, size in mixes(n):
+        if name.startswith(("N(", "U(600")):
+            histogram = np.bincount(lengths, minlength=size + 1)
+            plain = best_fit(histogram, size).num_bins
+            print(f"{name}, {n:,} documents: best-fit {plain:,}, volume bound {lower_bound(histogram, size):,}")
+            for label, arguments in (
+                ("exact_fill", {"strategy": "exact_fill"}),
+                ("global", {"strategy": "global"}),
+                ("column generation", {"strategy": "global", "column_generation": True}),
+            ):
+                plan, s = cpu_seconds(lambda x=lengths, c=size, a=arguments: plan_packs(x, c, **a))
+                over = 100 * (len(plan) / plain - 1)
+                print(
+                    f"  {label:<20}{len(plan):>10,}  {over:+.2f} % of best-fit  bound {plan.lower_bound:,}  {s:.2f} s"
+                )
+
+
+def balance(n: int) -> None:
+    llama_3_8b = CostModel.of_decoder(
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=128256,
+    )
+    for name, lengths, size in mixes(n):
+        if name.startswith(("web", "90 %")):
+            plan = plan_packs(lengths, size)
+            costs = pack_costs(plan, lengths, llama_3_8b)[seeded_order(len(plan), 0, 0)]
+            print(f"{name}: {len(plan):,} packs, slowest rank over the mean (Llama-3-8B, causal)")
+            for ranks, micro_steps in ((8, 8), (64, 1), (64, 8)):
+                layout = {"ranks": ranks, "micro_steps": micro_steps}
+                dealt = {b: imbalance(costs[deal(costs, b, **layout)], **layout) for b in ("none", "step", "window")}
+                print(
+                    f"  {ranks:>3} ranks x {micro_steps} micro-steps  "
+                    + "  ".join(f"{b} {v:.4f}" for b, v in dealt.items())
+                )
+
+
+PARTS: dict[str, tuple[Callable[[int], None], int]] = {
+    "plans": (plans, 1_000_000),
+    "growth": (growth, 10_000_000),
+    "read": (read, 50_000),
+    "hard": (hard, 100_000),
+    "balance": (balance, 1_000_000),
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--documents", type=int, help="how many; for growth the most")
+    arguments = parser.parse_args()
+    part, documents = PARTS[arguments.part]
+    part(arguments.documents or documents)

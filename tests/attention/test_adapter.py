@@ -1,0 +1,189 @@
+"""What the adapter and the probe refuse, with the reason and the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    StableLmConfig,
+)
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.attention.probe import check_packing_isolation
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.errors import ConfigError
+from tests.attention.families import BASE, build, documents, stream
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def started(config: PretrainedConfig) -> None:
+    """What happens to every model at start-up."""
+    model = AutoModelForCausalLM.from_config(config)
+    install(model, ReferenceAttention())
+    check_packing_isolation(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (lambda: FalconConfig(**SMALL), "does not take its attention from transformers' AttentionInterface"),
+        (lambda: StableLmConfig(**SMALL), "this family drops the arguments on the way to its attention"),
+        (
+            lambda: PhimoeConfig(**SMALL, sliding_window=8, num_local_experts=2, num_experts_per_tok=1),
+            "a sliding window of 8, its attention call passes None",
+        ),
+    ],
+    ids=["falcon", "stablelm", "phimoe window"],
+)
+def test_families_that_cannot_be_packed(config: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        started(config())
+
+
+def test_dropout_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, attention_dropout=0.1)).train()
+    install(model, ReferenceAttention())
+    with pytest.raises(ConfigError, match=r"attention dropout 0.1: set model\.config\.attention_dropout=0"):
+        model(**stream(documents([4, 5], vocab=64)).model_inputs())
+
+
+def test_a_mask_is_refused() -> None:
+    model = build("llama")
+    install(model, ReferenceAttention())
+    with pytest.raises(ConfigError, match="packed attention, which takes its documents from cu_seq_lens"):
+        model(attention_mask=torch.ones(1, 1, 9, 9), **stream(documents([4, 5])).model_inputs())
+
+
+def test_rows_are_refused() -> None:
+    model = build("llama")
+    install(model, ReferenceAttention())
+    inputs = stream(documents([4, 5])).model_inputs()
+    inputs |= {"input_ids": inputs["input_ids"].view(3, 3), "position_ids": inputs["position_ids"].view(3, 3)}
+    with pytest.raises(ConfigError, match="got 3 rows: packed attention takes one stream"):
+        model(**inputs)
+
+
+def test_without_boundaries_it_is_refused() -> None:
+    model = build("llama")
+    install(model, ReferenceAttention())
+    with pytest.raises(ConfigError, match="got no cu_seq_lens_q/k"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+class LeakingAttention(ReferenceAttention):
+    """The classical bug: one segment for the whole stream."""
+
+    name = "thd_leaking"
+
+    def __call__(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        ends = torch.tensor([0, -1])
+        return super().__call__(q, k, v, cu_q[ends], cu_k[ends], *rest, **options)
+
+
+def test_a_leaked_document_is_noticed() -> None:
+    model = build("llama")
+    install(model, LeakingAttention())
+    with pytest.raises(ConfigError, match="documents of a pack see each other"):
+        check_packing_isolation(model)
+
+
+class OneTokenLeaks(ReferenceAttention):
+    """The first token of each document also sees the token before it."""
+
+    name = "thd_one_token_leaks"
+
+    def __call__(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        out = super().__call__(q, k, v, *rest, **options).clone()
+        starts = rest[0][1:-1].long()
+        out[starts] = (out[starts] + v[starts - 1].repeat_interleave(q.shape[1] // v.shape[1], 1)) / 2
+        return out
+
+
+def test_one_leaked_token_is_noticed() -> None:
+    model = build("llama")
+    install(model, OneTokenLeaks())
+    with pytest.raises(ConfigError, match="documents of a pack see each other"):
+        check_packing_isolation(model)
+
+
+def test_positions_that_run_on_are_noticed() -> None:
+    """A model with learned positions that numbers the whole stream instead of each document."""
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=1))
+    install(model, ReferenceAttention())
+    whole = model.forward
+
+    def forward(**inputs: Any) -> Any:
+        return whole(**inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]})
+
+    model.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="depend on its place in the pack"):
+        check_packing_isolation(model)
+
+
+def test_the_probe_leaves_the_model_as_it_was() -> None:
+    model = build("llama").train()
+    install(model, ReferenceAttention())
+    check_packing_isolation(model)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_transformers_builds_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 16k tokens a mask would be 256 MiB; the adapter refuses any, and here none was asked to be allocated."""
+    model = AutoModelForCausalLM.from_config(MistralConfig(**BASE, sliding_window=16))
+    install(model, ReferenceAttention())
+    seen: list[int] = []
+    tensor_bool = torch.Tensor.bool
+    monkeypatch.setattr(torch.Tensor, "bool", lambda self: seen.append(self.numel()) or tensor_bool(self))
+    model(**stream(documents([30] * 20)).model_inputs())
+    assert max(seen, default=0) < 600 * 600
+
+
+def test_peft_and_activation_checkpointing_pass_the_boundaries_on() -> None:
+    model = build("llama")
+    install(model, ReferenceAttention())
+    batch = stream(documents([5, 9]))
+    want = model(**batch.model_inputs()).logits
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    got = model(**batch.model_inputs()).logits
+    assert torch.equal(got, want)
+    got.sum().backward()
+
+
+def test_the_names_of_the_kernels_avoid_transformers_own_checks() -> None:
+    from automodel_lite.attention.flex import FlexAttention
+    from automodel_lite.attention.varlen import VarlenAttention
+
+    for name in (ReferenceAttention.name, VarlenAttention.name, FlexAttention.name, "thd_fa2", "thd_te"):
+        assert not any(word in name for word in ("sdpa", "flash", "flex_attention"))
+    assert isinstance(ReferenceAttention().check(_spec()), type(None))
+
+
+def _spec() -> AttentionSpec:
+    return AttentionSpec("llama", torch.device("cpu"), torch.float32, 4, 2, 16, 16)
+
+
+def test_transformers_is_new_enough() -> None:
+    assert int(transformers.__version__.split(".")[0]) >= 5

@@ -1,0 +1,168 @@
+"""The reference kernel against attention written token by token in fp64, and flex against the reference.
+
+Segments of queries are shorter than those of keys, as under context parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from automodel_lite.attention import reference
+from automodel_lite.attention.flex import FlexAttention
+from automodel_lite.attention.reference import ReferenceAttention
+
+
+def token_by_token(
+    q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], scale: float, options: dict[str, Any]
+) -> Tensor:
+    """fp64; every query by itself, over the keys that it may see."""
+    window, softcap, sinks = options["window"], options["softcap"], options["sinks"]
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    outs, q_start, k_start = [], 0, 0
+    for q_len, k_len in zip(q_lens, k_lens):
+        for place in range(k_len - q_len, k_len):
+            first = 0 if window is None else max(0, place - window + 1)
+            seen = slice(k_start + first, k_start + place + 1)
+            logits = torch.einsum("hd,jhd->hj", q[q_start + place - (k_len - q_len)], k[seen]) * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[:, None]], 1)
+            weights = logits.softmax(1)[:, : seen.stop - seen.start]
+            outs.append(torch.einsum("hj,jhd->hd", weights, v[seen]))
+        q_start, k_start = q_start + q_len, k_start + k_len
+    return torch.stack(outs)
+
+
+def boundaries(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+def attend(
+    kernel: Any, tensors: list[Tensor], q_lens: list[int], k_lens: list[int], options: dict[str, Any]
+) -> list[Tensor]:
+    """Output and gradients of q, k, v (and sinks)."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    sinks = leaves[3] if len(leaves) == 4 else None
+    options = options | {"sinks": sinks}
+    if kernel is token_by_token:
+        leaves = [x.detach().double().requires_grad_() for x in tensors]
+        options["sinks"] = leaves[3] if len(leaves) == 4 else None
+        out = token_by_token(*leaves[:3], q_lens, k_lens, 0.25, options)
+    else:
+        cu_q, cu_k = boundaries(q_lens), boundaries(k_lens)
+        out = kernel(*leaves[:3], cu_q, cu_k, max(q_lens), max(k_lens), scale=0.25, **options)
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
+    return [out.detach().float(), *(x.grad.float() for x in leaves)]
+
+
+def random_tensors(q_lens: list[int], k_lens: list[int], heads: tuple[int, int], value_dim: int, sinks: bool) -> list:
+    torch.manual_seed(len(q_lens) + sum(k_lens))
+    num_heads, num_kv_heads = heads
+    tensors = [torch.randn(sum(q_lens), num_heads, 16), torch.randn(sum(k_lens), num_kv_heads, 16)]
+    tensors.append(torch.randn(sum(k_lens), num_kv_heads, value_dim))
+    return tensors + ([torch.randn(num_heads)] if sinks else [])
+
+
+SHAPES = {
+    "packed": ([5, 17, 1, 33, 8], [5, 17, 1, 33, 8]),
+    "rows of one length": ([9, 9, 9], [9, 9, 9]),
+    "prefixes": ([5, 17, 1, 33, 8], [12, 17, 9, 40, 8]),
+    "prefixes of one length": ([4, 4], [9, 9]),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"window": None, "softcap": None},
+    "window": {"window": 7, "softcap": None},
+    "window of one": {"window": 1, "softcap": None},
+    "softcap": {"window": None, "softcap": 5.0},
+    "window and softcap": {"window": 7, "softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("heads", "value_dim"), [((4, 2), 16), ((4, 4), 8)], ids=["grouped", "value dim 8"])
+def test_reference_equals_token_by_token(
+    heads: tuple[int, int], value_dim: int, shape: str, option: str, with_sinks: bool
+) -> None:
+    q_lens, k_lens = SHAPES[shape]
+    tensors = random_tensors(q_lens, k_lens, heads, value_dim, with_sinks)
+    got = attend(ReferenceAttention(), tensors, q_lens, k_lens, OPTIONS[option])
+    want = attend(token_by_token, tensors, q_lens, k_lens, OPTIONS[option])
+    for one, other in zip(got, want):
+        assert (one - other).abs().max() < 1e-5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=6),
+    st.sampled_from([None, 1, 3, 50]),
+)
+def test_reference_on_random_documents(segments: list[tuple[int, int]], window: int | None) -> None:
+    """Gradients too, over blocks of queries much smaller than the documents."""
+    q_lens, k_lens = [q for q, _ in segments], [q + more for q, more in segments]
+    tensors = random_tensors(q_lens, k_lens, (2, 1), 16, False)
+    options = {"window": window, "softcap": None}
+    whole, reference.QUERY_BLOCK = reference.QUERY_BLOCK, 4
+    try:
+        got = attend(ReferenceAttention(), tensors, q_lens, k_lens, options)
+    finally:
+        reference.QUERY_BLOCK = whole
+    for one, other in zip(got, attend(token_by_token, tensors, q_lens, k_lens, options)):
+        assert (one - other).abs().max() < 1e-5
+
+
+def test_empty_segments_are_skipped() -> None:
+    tensors = random_tensors([3, 4], [3, 4], (2, 2), 16, False)
+    cu = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    options = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
+    got = ReferenceAttention()(*tensors, cu, cu, 4, 4, **options)
+    want = ReferenceAttention()(*tensors, boundaries([3, 4]), boundaries([3, 4]), 4, 4, **options)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_reference_keeps_the_dtype(dtype: torch.dtype) -> None:
+    tensors = [x.to(dtype) for x in random_tensors([5, 3], [5, 3], (4, 2), 16, False)]
+    for softcap in (None, 5.0):
+        cu = boundaries([5, 3])
+        out = ReferenceAttention()(*tensors, cu, cu, 5, 5, scale=0.25, window=None, softcap=softcap, sinks=None)
+        assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("option", ["plain", "window", "softcap"])
+@pytest.mark.parametrize("shape", ["packed", "prefixes"])
+def test_flex_forward_equals_the_reference(shape: str, option: str, with_sinks: bool) -> None:
+    """Its backward needs a GPU: benchmarks/gpu_check.py."""
+    q_lens, k_lens = SHAPES[shape]
+    tensors = random_tensors(q_lens, k_lens, (4, 2), 16, with_sinks)
+    sinks = tensors[3] if with_sinks else None
+    cu_q, cu_k = boundaries(q_lens), boundaries(k_lens)
+    flex = FlexAttention()
+    for _ in range(2):  # the second layer takes the first one's block mask
+        arguments = (*tensors[:3], cu_q, cu_k, max(q_lens), max(k_lens))
+        options = OPTIONS[option] | {"scale": 0.25, "sinks": sinks}
+        with torch.no_grad():
+            got, want = flex(*arguments, **options), ReferenceAttention()(*arguments, **options)
+        assert (got - want).abs().max() < 1e-5
+
+
+def test_flex_makes_a_new_mask_for_a_new_batch() -> None:
+    flex = FlexAttention()
+    tensors = random_tensors([8, 4], [8, 4], (2, 2), 16, False)
+    options = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
+    for lens in ([8, 4], [4, 8], [12]):
+        cu = boundaries(lens)
+        with torch.no_grad():
+            got = flex(*tensors, cu, cu, max(lens), max(lens), **options)
+            want = ReferenceAttention()(*tensors, cu, cu, max(lens), max(lens), **options)
+        assert (got - want).abs().max() < 1e-5

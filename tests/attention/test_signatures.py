@@ -1,0 +1,310 @@
+"""The adapters of optional packages against those packages' signatures; needs neither the packages nor a GPU.
+
+Two checks each: a table of the parameters as read from the sources (always), and the sources themselves, downloaded
+with pip and parsed (skipped only when the package index cannot be reached).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.attention.varlen import VarlenAttention
+from automodel_lite.errors import ConfigError
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+# flash-attn 2.8.3, flash_attn/flash_attn_interface.py
+FLASH_VARLEN = words("""
+    q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap
+    alibi_slopes deterministic return_attn_probs block_table
+""")
+# transformer-engine 2.20, transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py
+TE_INIT = words("""
+    self num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type window_size
+    bottom_right_diagonal softcap sequence_parallel tp_size get_rng_state_tracker tp_group layer_number attention_type
+    cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit name
+""")
+TE_FORWARD = words("""
+    self query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded
+    cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size bottom_right_diagonal softcap
+    checkpoint_core_attention core_attention_bias_type core_attention_bias alibi_slopes fast_zero_fill
+    inference_params pad_between_seqs fp8_output bf16_backward num_splits
+""")
+TE_SET_GROUP = ["self", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"]
+TE_MASKS = ("padding_causal", "padding_causal_bottom_right")
+
+CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 8, 14]))
+Q_THD, K_THD, V_THD = torch.randn(9, 4, 16), torch.randn(14, 2, 16), torch.randn(14, 2, 16)
+OPTIONS: dict[str, Any] = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
+ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128, 128)
+
+
+def recorder(parameters: list[str], calls: list[dict[str, Any]], result: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with exactly these parameters (all optional), which writes down what it was given."""
+    code = f"def recorded({', '.join(f'{p}=None' for p in parameters)}):\n    return answer(locals())"
+
+    def answer(arguments: dict[str, Any]) -> Any:
+        calls.append({key: value for key, value in arguments.items() if value is not None})
+        return result(arguments)
+
+    scope: dict[str, Any] = {"answer": answer}
+    exec(code, scope)
+    return scope["recorded"]
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ModuleType(".".join(parts[:end]))
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for key, value in members.items():
+        setattr(sys.modules[name], key, value)
+
+
+# ----------------------------------------------------------------------------------------------------- flash-attn
+@pytest.fixture
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    calls: list[dict[str, Any]] = []
+    fake_module(
+        monkeypatch, "flash_attn", flash_attn_varlen_func=recorder(FLASH_VARLEN, calls, lambda given: given["q"])
+    )
+    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
+    yield calls
+    sys.modules.pop("automodel_lite.attention.flash", None)
+
+
+def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
+    kernel = importlib.import_module("automodel_lite.attention.flash").FlashAttention()
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 1, 1, **OPTIONS | {"window": 7, "softcap": 5.0})
+    plain, windowed = flash_calls
+    assert plain["causal"] is True
+    assert plain["window_size"] == (-1, -1)
+    assert (plain["softmax_scale"], plain["softcap"], plain["max_seqlen_q"], plain["max_seqlen_k"]) == (0.25, 0.0, 5, 8)
+    assert (windowed["window_size"], windowed["softcap"], windowed["max_seqlen_q"]) == ((6, 0), 5.0, 2)
+    assert plain["cu_seqlens_q"] is CU_Q
+    assert plain["cu_seqlens_k"] is CU_K
+    kernel.check(ON_GPU)
+
+
+def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
+    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash-attn is installed here")
+    with pytest.raises(ConfigError, match=r"pip install 'automodel-lite\[flash\]'"):
+        importlib.import_module("automodel_lite.attention.flash")
+
+
+# ---------------------------------------------------------------------------------------------- Transformer Engine
+@pytest.fixture
+def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def method(name: str, parameters: list[str], result: Callable[..., Any]) -> Callable[..., Any]:
+        seen: list[dict[str, Any]] = []
+
+        def answer(given: dict[str, Any]) -> Any:
+            calls.append((name, seen[-1]))
+            return result(given)
+
+        return recorder(parameters, seen, answer)
+
+    members = {
+        "__init__": method("init", TE_INIT, lambda given: None),
+        "__call__": method("forward", TE_FORWARD, lambda given: given["query_layer"].flatten(1)),
+        "set_context_parallel_group": method("group", TE_SET_GROUP, lambda given: None),
+    }
+    fake_module(
+        monkeypatch,
+        "transformer_engine.pytorch.attention",
+        DotProductAttention=type("DotProductAttention", (), members),
+    )
+    monkeypatch.delitem(sys.modules, "automodel_lite.attention.te", raising=False)
+    yield calls
+    sys.modules.pop("automodel_lite.attention.te", None)
+
+
+def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, Any]]]) -> None:
+    kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention()
+    out = kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
+    assert out.shape == (9, 4, 16)
+    (_, made), (_, given) = te_calls
+    assert (made["num_attention_heads"], made["kv_channels"], made["num_gqa_groups"]) == (4, (16, 16), 2)
+    assert (made["qkv_format"], made["attn_mask_type"], made["window_size"]) == ("thd", TE_MASKS[1], (-1, 0))
+    assert given["cu_seqlens_q_padded"] is given["cu_seqlens_q"] is CU_Q
+    assert given["cu_seqlens_kv_padded"] is given["cu_seqlens_kv"] is CU_K
+    assert given["pad_between_seqs"] is False
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
+    assert [name for name, _ in te_calls] == ["init", "forward", "forward"]
+    kernel(Q_THD, Q_THD, Q_THD, CU_Q, CU_Q, 5, 5, **OPTIONS | {"window": 7, "softcap": 5.0})
+    assert te_calls[-2][1]["window_size"] == (6, 0)
+    assert te_calls[-2][1]["softcap"] == 5.0
+    assert te_calls[-1][1]["attn_mask_type"] == TE_MASKS[0]
+
+
+def test_transformer_engine_exchanges_by_itself(
+    te_calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
+    kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention("a2a")
+    kernel(Q_THD, Q_THD, Q_THD, CU_Q, CU_Q, 5, 5, **OPTIONS, cp_group="group")
+    assert [name for name, _ in te_calls] == ["init", "group", "forward"]
+    told = {key: te_calls[1][1][key] for key in TE_SET_GROUP[1:]}
+    assert told == {"cp_group": "group", "cp_global_ranks": [4, 5], "cp_stream": "stream", "cp_comm_type": "a2a"}
+
+
+def test_what_transformer_engine_refuses(te_calls: list[tuple[str, dict[str, Any]]]) -> None:
+    from dataclasses import replace
+
+    te = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention
+    windowed = replace(ON_GPU, own_exchange=True, window=512)
+    te("a2a").check(windowed)
+    te("p2p").check(replace(windowed, window=None))
+    with pytest.raises(ConfigError, match=r"set attention\.cp_comm_type=all_gather or a2a"):
+        te("p2p").check(windowed)
+    with pytest.raises(ConfigError, match=r"attention\.cp_comm_type=ring must be one of p2p, all_gather, a2a"):
+        te("ring")
+    with pytest.raises(ConfigError, match="the attention sinks of llama"):
+        te().check(replace(ON_GPU, sinks=True))
+
+
+def test_te_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "automodel_lite.attention.te", raising=False)
+    if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine"):
+        pytest.skip("Transformer Engine is installed here")
+    with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[te\]'"):
+        importlib.import_module("automodel_lite.attention.te")
+
+
+# -------------------------------------------------------------------------------------------- torch's varlen_attn
+VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "heads", "given"),
+    [
+        (f"{VARLEN} is_causal return_aux", 4, {"is_causal": True}),
+        (f"{VARLEN} return_aux scale window_size", 4, {"window_size": (-1, 0), "scale": 0.25}),
+        (
+            f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table",
+            2,
+            {"window_size": (-1, 0), "scale": 0.25, "enable_gqa": True},
+        ),
+    ],
+    ids=["torch 2.10", "torch 2.11", "torch 2.12"],
+)
+def test_what_varlen_attn_is_given(parameters: str, heads: int, given: dict[str, Any]) -> None:
+    calls: list[dict[str, Any]] = []
+    kernel = VarlenAttention(varlen_attn=recorder(parameters.split(), calls, lambda a: a["query"]))
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 1, 8, **OPTIONS | {"scale": 0.25})
+    assert {key: calls[0][key] for key in given} == given
+    assert calls[0]["key"].shape[1] == heads
+    assert (calls[0]["max_q"], calls[0]["max_k"]) == (2, 8)
+    if "window_size" in given:
+        kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"window": 7})
+        assert calls[1]["window_size"] == (6, 0)
+
+
+def test_varlen_keeps_another_scale_on_torch_2_10() -> None:
+    """Without a scale argument it is folded into the queries: q' k' / sqrt(d) = q k scale."""
+    calls: list[dict[str, Any]] = []
+    kernel = VarlenAttention(varlen_attn=recorder(f"{VARLEN} is_causal".split(), calls, lambda a: a["query"]))
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"scale": 0.5})
+    assert torch.allclose(calls[0]["query"], Q_THD * 2.0)
+
+
+def test_varlen_of_this_torch_takes_what_it_is_given() -> None:
+    """The installed torch's own signature, bound as the kernel binds it."""
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = list(inspect.signature(varlen_attn).parameters)
+    calls: list[dict[str, Any]] = []
+    VarlenAttention(varlen_attn=recorder(names, calls, lambda a: a["query"]))(
+        Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS
+    )
+    assert len(calls) == 1
+
+
+def test_an_implementation_that_torch_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"attention\.implementation=FA9 cannot be activated"):
+        VarlenAttention(implementation="FA9")
+
+
+# ------------------------------------------------------------------------------------------------ the real sources
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "automodel_lite", "sources")
+
+
+def downloaded(requirement: str, pattern: str, *options: str) -> Path:
+    """The package's archive, from the cache folder or by pip; skips the test when the index cannot be reached."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if not list(CACHE.glob(pattern)):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "--timeout", "15"]
+        command += ["-d", str(CACHE), *options, requirement]
+        environment = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}  # metadata alone
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            pytest.skip(f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
+    return sorted(CACHE.glob(pattern))[-1]
+
+
+def read_member(archive: Path, suffix: str) -> str:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            name = next(n for n in wheel.namelist() if n.endswith(suffix))
+            return wheel.read(name).decode()
+    with tarfile.open(archive) as sdist:
+        member = next(m for m in sdist.getmembers() if m.name.endswith(suffix))
+        file = sdist.extractfile(member)
+        assert file is not None
+        return file.read().decode()
+
+
+def parameters_of(source: str, *path: str) -> list[str]:
+    """Parameter names of a function or method, by its path of names."""
+    body: list[ast.stmt] = ast.parse(source).body
+    for name in path[:-1]:
+        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name).body
+    function = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == path[-1])
+    return [argument.arg for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+
+
+def test_flash_attn_sources() -> None:
+    archive = downloaded("flash-attn", "flash_attn-*.tar.gz", "--no-binary", ":all:", "--no-build-isolation")
+    names = parameters_of(read_member(archive, "flash_attn/flash_attn_interface.py"), "flash_attn_varlen_func")
+    assert set(FLASH_VARLEN) <= set(names)
+
+
+def test_transformer_engine_sources() -> None:
+    archive = downloaded("transformer-engine", "transformer_engine-*.whl")
+    source = read_member(archive, "dot_product_attention/dot_product_attention.py")
+    for method, known in (("__init__", TE_INIT), ("forward", TE_FORWARD), ("set_context_parallel_group", TE_SET_GROUP)):
+        assert set(known) <= set(parameters_of(source, "DotProductAttention", method)), method
+    constants = read_member(archive, "transformer_engine/pytorch/constants.py")
+    for mask in TE_MASKS:
+        assert f'"{mask}"' in constants
+    exchange = read_member(archive, "dot_product_attention/context_parallel.py")
+    for comm_type in ("p2p", "all_gather", "a2a"):
+        assert f'"{comm_type}"' in exchange

@@ -1,0 +1,116 @@
+"""What a config asks of its kernel, which kernels can do it, and which one `auto` takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, Gemma2Config, LlamaConfig
+
+from automodel_lite.attention.auto import auto_attention
+from automodel_lite.attention.flex import FlexAttention
+from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.spec import attention_spec
+from automodel_lite.attention.varlen import VarlenAttention
+from automodel_lite.errors import ConfigError
+from tests.attention.families import FAMILIES
+
+LAYERS: dict[str, Any] = {"lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}}
+ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("family", "want"),
+    [
+        ("llama", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_head_dim": 16, "window": None}),
+        ("mistral_window", {"window": 16}),
+        ("gemma2_softcap_window", {"window": 16, "softcap": 5.0}),
+        ("gemma3_window", {"window": 16, "softcap": None}),
+        ("gpt_oss_sinks_window", {"window": 16, "sinks": True}),
+        ("deepseek_v3_latent", {"head_dim": 24, "value_head_dim": 16}),
+        ("qwen2", {"window": None}),
+    ],
+)
+def test_spec_of_a_family(family: str, want: dict[str, Any]) -> None:
+    spec = attention_spec(FAMILIES[family](), "cpu", torch.float32)
+    assert {key: getattr(spec, key) for key in want} == want
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("llama4_text", "chunked_attention.* cuts attention into chunks of the whole row"),
+        ("lfm2", "conv.* convolves over the boundary of two documents"),
+        ("qwen3_next", "linear_attention.* carries a recurrent state from one document into the next"),
+        ("nemotron_h", "carries a recurrent state"),
+        ("falcon_h1", "carries a recurrent state"),
+        ("mamba", "has no attention layers"),
+    ],
+)
+def test_layers_that_cannot_be_packed(model_type: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        attention_spec(AutoConfig.for_model(model_type, **LAYERS.get(model_type, {})), "cpu", torch.float32)
+
+
+def test_attention_dropout_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set model\.config\.attention_dropout=0"):
+        attention_spec(LlamaConfig(attention_dropout=0.1), "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": torch.device("cpu")}, "attention=varlen cannot do device=cpu: .* take attention=reference"),
+        ({"dtype": torch.float32}, r"cannot do dtype=torch.float32: set training\.precision=bf16"),
+        ({"softcap": 50.0}, "the softcap of llama: take attention=flex"),
+        ({"sinks": True}, "the attention sinks of llama: take attention=flex"),
+        ({"head_dim": 192}, "head dims 192 / 128"),
+        ({"head_dim": 20, "value_head_dim": 20}, "head dims 20 / 20"),
+        ({"own_exchange": True}, r"mesh\.cp_exchange=te: take attention=te"),
+    ],
+    ids=["cpu", "fp32", "softcap", "sinks", "latent", "odd head dim", "own exchange"],
+)
+def test_what_varlen_refuses(changes: dict[str, Any], words: str) -> None:
+    VarlenAttention().check(ON_GPU)
+    with pytest.raises(ConfigError, match=words):
+        VarlenAttention().check(replace(ON_GPU, **changes))
+
+
+@pytest.mark.parametrize("kernel", [ReferenceAttention(), FlexAttention()], ids=lambda kernel: kernel.name)
+def test_no_kernel_but_te_exchanges_by_itself(kernel: Any) -> None:
+    kernel.check(ON_GPU)
+    with pytest.raises(ConfigError, match=r"cannot do mesh\.cp_exchange=te"):
+        kernel.check(replace(ON_GPU, own_exchange=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason"),
+    [
+        ({}, "thd_varlen", "inside torch"),
+        ({"device": torch.device("cpu")}, "thd_reference", "cpu"),
+        ({"softcap": 50.0}, "thd_flex", "the softcap of llama"),
+        ({"sinks": True}, "thd_flex", "the attention sinks of llama"),
+        ({"dtype": torch.float32}, "thd_flex", "dtype=torch.float32"),
+        ({"head_dim": 192}, "thd_flex", "head dims 192 / 128"),
+    ],
+    ids=["gpu", "cpu", "softcap", "sinks", "fp32", "latent"],
+)
+def test_auto_takes_the_best_and_says_why(changes: dict[str, Any], name: str, reason: str) -> None:
+    kernel, why = auto_attention(replace(ON_GPU, **changes))
+    assert kernel.name == name
+    assert reason in why
+
+
+def test_auto_does_not_guess_transformer_engine() -> None:
+    with pytest.raises(ConfigError, match="needs attention=te"):
+        auto_attention(replace(ON_GPU, own_exchange=True))
+
+
+def test_a_softcap_of_a_config_is_an_option_of_the_spec() -> None:
+    spec = attention_spec(Gemma2Config(num_hidden_layers=2), "cuda", torch.bfloat16)
+    kernel, why = auto_attention(spec)
+    assert kernel.name == "thd_flex"
+    assert why.startswith("flex: ")

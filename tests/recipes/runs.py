@@ -1,0 +1,42 @@
+"""Whole runs of the recipe on small settings, in this process or on several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config import Config, check_config
+from recipes.train_ft import main
+from tests.ranks import run_ranks
+
+Row = dict[str, Any]
+
+
+def config_of(preset: str, folder: Path, *overrides: str) -> Config:
+    """The checked configuration of a run in `folder`; token caches live beside it."""
+    places = [f"output_dir={folder}", f"cache_dir={folder.parent / 'cache'}"]
+    return check_config(compose_config(preset, [*places, *overrides]))
+
+
+def train(preset: str, folder: Path, *overrides: str, world_size: int = 1) -> list[Row]:
+    """Runs a preset to its end and returns the rows of metrics.jsonl."""
+    if world_size == 1:
+        assert main(config_of(preset, folder, *overrides)) == 0
+    else:
+        run_ranks(_train_on_rank, world_size, preset, folder, overrides)
+    return rows_of(folder)
+
+
+def _train_on_rank(rank: int, world_size: int, preset: str, folder: Path, overrides: tuple[str, ...]) -> None:
+    assert main(config_of(preset, folder, *overrides)) == 0
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(rows: list[Row]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each logged step."""
+    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]

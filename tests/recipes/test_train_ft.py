@@ -1,0 +1,159 @@
+"""The recipe end to end: the built-in job, equal numbers on every layout, export, restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.training.loader import StepBatches
+from automodel_lite.training.metrics import StepResult
+from recipes.train_ft import TrainFinetuneRecipe, main
+from tests.ranks import run_ranks
+from tests.recipes.runs import config_of, losses, rows_of, train
+
+LAYOUT = ("training.global_batch_size=8", "packed_sequence.slot_multiple=8", "training.max_steps=3")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """Losses and gradient norms of three steps on one process, micro-batches of one pack."""
+    return losses(train("smoke", tmp_path_factory.mktemp("one") / "run", *LAYOUT))
+
+
+def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) -> None:
+    rows = train("llama_packed", tmp_path / "run")
+    curve = losses(rows)
+    assert 5.5 < curve[0][0] < 6.5
+    assert curve[-1][0] < 0.05
+    assert next(row["answers_right"] for row in rows if "answers_right" in row) >= 20
+    assert [row["answers"] for row in rows if "answers" in row] == [24]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        pytest.param(1, ["training.micro_batch_size=4"], id="micro-batch-4"),
+        pytest.param(2, [], id="fsdp-2"),
+        pytest.param(2, ["mesh.strategy=ddp", "training.micro_batch_size=2"], id="ddp-2"),
+        pytest.param(2, ["mesh.cp=2"], id="cp-2"),
+        pytest.param(4, ["mesh.cp=2"], id="dp-2-cp-2"),
+        pytest.param(4, ["mesh.dp_replicate=2"], id="hsdp-2x2"),
+        pytest.param(4, ["mesh.cp=4", "mesh.cp_exchange=ulysses"], id="cp-4-ulysses"),
+        pytest.param(1, ["loss=cross_entropy"], id="plain-loss"),
+        pytest.param(1, ["training.activation_checkpointing=full"], id="recompute"),
+        pytest.param(1, ["dataloader.num_workers=2"], id="workers"),
+    ],
+)
+def test_every_layout_gives_the_same_loss_and_gradient_norm(
+    tmp_path: Path, one_process: list[tuple[float, float]], world_size: int, overrides: list[str]
+) -> None:
+    got = losses(train("smoke", tmp_path / "run", *LAYOUT, *overrides, world_size=world_size))
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(one_process), rtol=2e-6, atol=0)
+
+
+def test_packed_and_unpacked_documents_give_the_same_loss_and_gradient_norm(tmp_path: Path) -> None:
+    whole_set = ["dataset.num_chats=40", "training.global_batch_size=64", "training.max_steps=2"]
+    packed = losses(train("smoke", tmp_path / "packed", *whole_set))
+    unpacked = losses(train("smoke", tmp_path / "unpacked", *whole_set, "packed_sequence=none"))
+    padded = ["packed_sequence=none", "training.micro_batch_size=8"]
+    assert unpacked == pytest.approx(packed, rel=2e-6)
+    assert losses(train("smoke", tmp_path / "padded", *whole_set, *padded)) == pytest.approx(packed, rel=2e-6)
+
+
+def test_a_short_last_step_counts_every_document_once(tmp_path: Path) -> None:
+    epoch = ["dataset.num_chats=60", "training.max_steps=null", "training.num_epochs=1", "training.global_batch_size=12"]
+    alone = train("smoke", tmp_path / "alone", *epoch)
+    pair = train("smoke", tmp_path / "pair", *epoch, "training.micro_batch_size=3", world_size=2)
+    assert sum(row["num_tokens"] for row in alone if "loss" in row) == sum(r["num_tokens"] for r in pair if "loss" in r)
+    assert losses(pair) == pytest.approx(losses(alone), rel=2e-6)
+    val = [[row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row] for rows in (alone, pair)]
+    assert val[0] == pytest.approx(val[1], rel=2e-6)
+
+
+class StopsAt(TrainFinetuneRecipe):
+    """Dies at a step, as a killed process does: nothing is cleaned up."""
+
+    stop_at = 4
+
+    def step(self, batches: StepBatches) -> StepResult:
+        if self.num_steps == self.stop_at:
+            raise KeyboardInterrupt
+        return super().step(batches)
+
+
+def _run_until_stopped(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...]) -> None:
+    recipe = StopsAt(config_of("smoke", folder, *overrides))
+    recipe.setup()
+    with pytest.raises(KeyboardInterrupt):
+        recipe.run()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, world_size: int) -> None:
+    overrides = ("packed_sequence.repack_each_epoch=true", "dataset.num_chats=30")  # several epochs in six steps
+    whole = losses(train("smoke", tmp_path / "whole", *overrides, world_size=world_size))
+    folder = tmp_path / "stopped"
+    if world_size == 1:
+        _run_until_stopped(0, 1, folder, overrides)
+    else:
+        run_ranks(_run_until_stopped, world_size, folder, overrides)
+    assert losses(rows_of(folder)) == whole[:4]
+    assert losses(train("smoke", folder, *overrides, world_size=world_size)) == whole
+
+
+def test_the_exported_folder_is_the_trained_model(tmp_path: Path) -> None:
+    config = config_of("smoke", tmp_path / "run")
+    recipe = TrainFinetuneRecipe(config)
+    recipe.setup()
+    recipe.run()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
+    chat = [{"role": "user", "content": "Which city is the capital of Peru?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    trained = recipe.model.loss_model.lm.eval()
+    trained.set_attn_implementation("eager")
+    with torch.no_grad():
+        torch.testing.assert_close(exported(**ids).logits, trained(**ids, use_cache=False).logits, rtol=0, atol=1e-6)
+    assert tokenizer.chat_template == recipe.data.tokenizer.chat_template
+    assert exported.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer) == exported.config.vocab_size
+
+
+def test_an_exported_folder_is_fine_tuned_further(tmp_path: Path) -> None:
+    train("smoke", tmp_path / "first")
+    csv = tmp_path / "sums.csv"
+    csv.write_text("question,answer\n" + "".join(f"What is {a} plus one?,{a + 1}\n" for a in range(200)))
+    source = [f"model.pretrained={tmp_path / 'first' / 'hf'}", f"dataset.path={csv}", "dataset.val_frac=0.1"]
+    steps = ["training.max_steps=8", "training.num_epochs=null", "training.global_batch_size=2", "optimizer.lr=3e-3"]
+    rows = train("finetune", tmp_path / "second", "name=second", *source, *steps, "training.log_every_steps=1",
+                 "packed_sequence.packed_sequence_size=128", "lr_scheduler.warmup_steps=2")  # fmt: skip
+    curve = losses(rows)
+    assert curve[-1][0] < curve[0][0]
+    assert any(key.startswith("val_loss/") for row in rows for key in row)
+
+
+def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train("smoke", folder)
+    assert main(config_of("smoke", folder)) == 0
+    assert f"{folder} is finished (step 6): nothing to do." in capsys.readouterr().out
+    with pytest.raises(ConfigError) as refused:
+        main(config_of("smoke", folder, "optimizer.lr=0.5"))
+    assert str(refused.value) == (
+        f"{folder} was begun with other settings:\n  optimizer.lr: was 0.003, now 0.5\n"
+        "Start a new run with name=..., or continue this one with checkpoint.accept_changes=true."
+    )
+    longer = train("smoke", folder, "training.max_steps=8", "checkpoint.accept_changes=true")
+    assert [row["step"] for row in longer if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty and is no run's folder"):
+        main(config_of("smoke", tmp_path))

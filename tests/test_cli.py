@@ -1,0 +1,104 @@
+"""Mistakes on the command line: their exact text, on one process and under torchrun with two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.cli import compose_config, groups, help_text, presets
+from automodel_lite.config import check_config
+from automodel_lite.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = "finetune, llama3_1_8b, llama3_2_1b, llama_packed, llama_unpacked, qwen3_0_6b, smoke"
+FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
+
+MISTAKES = [
+    ("training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
+    ("max_steps=3", "max_steps=3: unknown key; did you mean training.max_steps?"),
+    ("optimizr.lr=1", "optimizr.lr=1: unknown key; did you mean optimizer.lr?"),
+    ("optimizer.lrr=1", "optimizer.lrr=1: unknown key; did you mean optimizer.lr?"),
+    ("+training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
+    ("training.max_steps=abc", "training.max_steps=abc must be a whole number or null."),
+    ("optimizer.lr=fast", "optimizer.lr=fast must be a number."),
+    ("training.log_every_steps=0", "training.log_every_steps=0 must be at least 1."),
+    ("training.precision=fp61", "training.precision=fp61 must be one of auto, fp32, bf16."),
+    ("name=${oc.env:NOT_SET_ANYWHERE}", "name=${oc.env:NOT_SET_ANYWHERE}: Environment variable 'NOT_SET_ANYWHERE' not found."),
+    ("name=???", "name has no value: set name=..."),
+    ("mesh=4", "mesh=4 is a group of keys: set mesh.dp_replicate=..."),
+    ("lr_scheduler=cosin", "lr_scheduler=cosin: no such option; did you mean cosine? The options are constant, cosine, linear, wsd."),
+    ("seed=[1", "seed=[1: cannot be read as key=value (no viable alternative at input '[1')."),
+    ("optimizer._target_=torch.optim.AdamWW", "optimizer._target_=torch.optim.AdamWW: torch.optim has no AdamWW; did you mean AdamW?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_a_mistake_is_one_sentence(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(compose_config("smoke", [override]))
+    assert str(error.value) == message
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config("lama_packed", [])
+    assert str(error.value) == (
+        f"--config-name lama_packed: no such preset; did you mean llama_packed? The presets are {PRESETS}."
+    )
+
+
+def test_all_problems_come_in_one_message() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(compose_config("smoke", ["training.max_stepz=3", "seed=x", "optimizr.lr=1"]))
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_composes_with_every_group_option(preset: str) -> None:
+    for group, options in groups().items():
+        for option in options:
+            raw = compose_config(preset, [f"{group}={option}", *FILLED])
+            assert raw.name == "x"
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_is_valid(preset: str) -> None:
+    is_open = compose_config(preset, []).dataset._target_.endswith("FilesDataset")
+    assert check_config(compose_config(preset, FILLED if is_open else [])).seed == 0
+
+
+def test_help_names_presets_groups_and_examples() -> None:
+    text = help_text()
+    assert PRESETS in text
+    assert "attention" in text
+    assert text.count("torchrun recipes/train_ft.py") >= 4
+
+
+SIZES = [
+    (
+        "packed_sequence.packed_sequence_size=63 mesh.cp=2",
+        "packed_sequence.packed_sequence_size=63 must be a multiple of 4 (2 * mesh.cp): use 64.",
+    ),
+    (
+        "training.global_batch_size=7",
+        "training.global_batch_size=7 must be a multiple of 2 (training.micro_batch_size=1 x 2 data-parallel ranks): use 8.",
+    ),
+    ("mesh.cp=3", "mesh.dp_replicate=1 x mesh.cp=3 = 3 must divide the 2 processes."),
+    ("training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
+    ("model=pretrained model.pretrained=./missing", "model.pretrained=./missing: there is no such folder."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), SIZES, ids=[overrides for overrides, _ in SIZES])
+def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    recipe = [str(ROOT / "recipes" / "train_ft.py"), "--config-name", "smoke", f"output_dir={tmp_path / 'run'}"]
+    done = subprocess.run([*command, *recipe, *overrides.split()], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if line.strip("= ")]
+    assert done.returncode != 0
+    assert lines[-1].strip() == f"traceback : {message}"
+    assert done.stderr.count(message) == 2  # said by rank 0, repeated by torchrun
+    assert not (tmp_path / "run").exists()
