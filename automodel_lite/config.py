@@ -33,7 +33,7 @@ class MeshConfig:
     dp_shard: int = -1  # processes over which parameters are sharded; -1 = all that remain
     cp: int = 1  # processes that share one pack (context parallel)
     strategy: str = "auto"  # fsdp | ddp | none | auto (fsdp with several processes or a GPU, else none)
-    cp_exchange: str = "all_gather"  # all_gather | ulysses (all-to-all) | te_p2p | te_all_gather | te_a2a
+    cp_exchange: str = "all_gather"  # all_gather | all_to_all | te (Transformer Engine's own)
     timeout_s: int = 600  # a collective that takes longer ends the run
 
 
@@ -111,7 +111,7 @@ class Config:
 
 CHOICES = {
     "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
-    "mesh.cp_exchange": ("all_gather", "ulysses", "te_p2p", "te_all_gather", "te_a2a"),
+    "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
     "training.activation_checkpointing": ("none", "full"),
     "tokenize.train_on": ("assistant", "last_assistant", "completion", "all"),
@@ -224,16 +224,16 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
 
     def walk(node: Any, literal: Any, prefix: str) -> Iterator[str]:
         for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
-            path = f"{prefix}{key}"
+            path = prefix + str(key)
             if OmegaConf.is_missing(node, key):
                 yield f"{path} has no value: set {path}=..."
                 continue
             try:
                 child = node[key]
             except OmegaConfBaseException as error:
-                cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
-                written: Any = literal[key]
-                yield f"{path}={written}: {cause.strip(chr(34)).rstrip('.')}."
+                text = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+                cause = text.strip('"').rstrip(".")
+                yield f"{path}={literal[key]}: {cause}."
                 continue
             if OmegaConf.is_config(child) and not isinstance(literal[key], str):
                 yield from walk(child, literal[key], f"{path}.")

@@ -34,13 +34,7 @@ from automodel_lite.collate import pack_features_for_thd, packed_sequence_thd_co
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
-FAMILIES = (
-    "apertus arcee bitnet cohere cohere2 deepseek_v2 deepseek_v3 doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon falcon_h1 "
-    "flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_neo gpt_neox gpt_oss gptj granite "
-    "granitemoe granitemoehybrid helium hunyuan_v1_dense hunyuan_v1_moe jamba lfm2 llama llama4_text mamba mamba2 "
-    "minimax ministral mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 "
-    "qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 stablelm starcoder2 vaultgemma xglm"
-).split()
+FAMILIES = ["apertus", "arcee", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "lfm2", "llama", "llama4_text", "mamba", "mamba2", "minimax", "ministral", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm"]
 LENGTHS = [23, 5, 14]
 WINDOW = 8
 EXACT = 1e-5

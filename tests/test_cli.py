@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,14 @@ SIZES = [
 def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, message: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     recipe = [str(ROOT / "recipes" / "train_ft.py"), "--config-name", "smoke", f"output_dir={tmp_path / 'run'}"]
-    done = subprocess.run([*command, *recipe, *overrides.split()], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [*command, *recipe, *overrides.split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
     lines = [line for line in done.stderr.splitlines() if line.strip("= ")]
     assert done.returncode != 0
     assert lines[-1].strip() == f"traceback : {message}"

@@ -24,6 +24,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, f
     return losses(train("smoke", tmp_path_factory.mktemp("one") / "run", *LAYOUT))
 
 
+def assert_same(got: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    """Equal up to the order of summation in fp32."""
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=3e-6, atol=0)
+
+
 def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) -> None:
     rows = train("llama_packed", tmp_path / "run")
     curve = losses(rows)
@@ -42,7 +47,7 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
         pytest.param(2, ["mesh.cp=2"], id="cp-2"),
         pytest.param(4, ["mesh.cp=2"], id="dp-2-cp-2"),
         pytest.param(4, ["mesh.dp_replicate=2"], id="hsdp-2x2"),
-        pytest.param(4, ["mesh.cp=4", "mesh.cp_exchange=ulysses"], id="cp-4-ulysses"),
+        pytest.param(4, ["mesh.cp=4", "mesh.cp_exchange=all_to_all"], id="cp-4-all-to-all"),
         pytest.param(1, ["loss=cross_entropy"], id="plain-loss"),
         pytest.param(1, ["training.activation_checkpointing=full"], id="recompute"),
         pytest.param(1, ["dataloader.num_workers=2"], id="workers"),
@@ -52,7 +57,7 @@ def test_every_layout_gives_the_same_loss_and_gradient_norm(
     tmp_path: Path, one_process: list[tuple[float, float]], world_size: int, overrides: list[str]
 ) -> None:
     got = losses(train("smoke", tmp_path / "run", *LAYOUT, *overrides, world_size=world_size))
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(one_process), rtol=2e-6, atol=0)
+    assert_same(got, one_process)
 
 
 def test_packed_and_unpacked_documents_give_the_same_loss_and_gradient_norm(tmp_path: Path) -> None:
@@ -60,8 +65,8 @@ def test_packed_and_unpacked_documents_give_the_same_loss_and_gradient_norm(tmp_
     packed = losses(train("smoke", tmp_path / "packed", *whole_set))
     unpacked = losses(train("smoke", tmp_path / "unpacked", *whole_set, "packed_sequence=none"))
     padded = ["packed_sequence=none", "training.micro_batch_size=8"]
-    assert unpacked == pytest.approx(packed, rel=2e-6)
-    assert losses(train("smoke", tmp_path / "padded", *whole_set, *padded)) == pytest.approx(packed, rel=2e-6)
+    assert_same(unpacked, packed)
+    assert_same(losses(train("smoke", tmp_path / "padded", *whole_set, *padded)), packed)
 
 
 def test_a_short_last_step_counts_every_document_once(tmp_path: Path) -> None:
@@ -69,7 +74,7 @@ def test_a_short_last_step_counts_every_document_once(tmp_path: Path) -> None:
     alone = train("smoke", tmp_path / "alone", *epoch)
     pair = train("smoke", tmp_path / "pair", *epoch, "training.micro_batch_size=3", world_size=2)
     assert sum(row["num_tokens"] for row in alone if "loss" in row) == sum(r["num_tokens"] for r in pair if "loss" in r)
-    assert losses(pair) == pytest.approx(losses(alone), rel=2e-6)
+    assert_same(losses(pair), losses(alone))
     val = [[row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row] for rows in (alone, pair)]
     assert val[0] == pytest.approx(val[1], rel=2e-6)
 
