@@ -23,7 +23,7 @@ from automodel_lite.errors import DataError
 from automodel_lite.packing.draw import draw_histogram, draw_mask, draw_pack
 from automodel_lite.packing.packs import PackedDataset
 from automodel_lite.packing.report import packing_report
-from automodel_lite.training.prepare import PreparedData, prepare_data
+from automodel_lite.training.prepare import PreparedData, prepare_first_documents
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3
@@ -33,7 +33,7 @@ SHOWN_TOKENS = 400
 def main(config: Config) -> int:
     """Prints everything; 1 when nothing would be trained on."""
     try:
-        data = prepare_data(config, MeshShape(dp_replicate=1, dp_shard=1, cp=config.mesh.cp))
+        data = prepare_first_documents(config, MeshShape(dp_replicate=1, dp_shard=1, cp=config.mesh.cp))
         packs = data.packs_of(0)
     except DataError as error:
         print(f"nothing would be trained on: {error}", file=sys.stderr)

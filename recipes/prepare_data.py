@@ -15,15 +15,18 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 from automodel_lite.config import Config
 from automodel_lite.distributed.mesh import MeshShape
 from automodel_lite.packing.report import packing_report
-from automodel_lite.training.prepare import prepare_data
+from automodel_lite.training.prepare import StreamedData, prepare_data
 
 
 def main(config: Config) -> int:
     """Fills the cache and prints what is in it."""
     data = prepare_data(config, MeshShape(dp_replicate=1, dp_shard=1, cp=config.mesh.cp))
     print(data.documents.description)
-    for note in data.tokens.notes:
+    for note in data.notes:
         print(f"  {note}")
+    if isinstance(data, StreamedData):
+        print("a stream is tokenised and packed while it is trained on; nothing else is prepared")
+        return 0
     packs = data.packs_of(0)
     print(packing_report(packs.plan, data.tokens.train.lengths))
     for name, val_packs in data.val_packs.items():

@@ -16,7 +16,6 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 from dataclasses import asdict
-from functools import partial
 
 import torch
 
@@ -32,15 +31,16 @@ from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export_hf
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.checkpoint import Checkpointer
-from automodel_lite.training.loader import PackLoader, StepBatches
+from automodel_lite.training.loader import StepBatches
 from automodel_lite.training.metrics import StepResult, Throughput, step_metrics, sum_counts
 from automodel_lite.training.optim import clip_gradients
 from automodel_lite.training.pack_order import Cursor
-from automodel_lite.training.plan import batch_shape, training_plan
+from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
+from automodel_lite.training.stream_loader import gather_cursor
 from automodel_lite.training.validation import validation_loss
 
 
@@ -71,12 +71,12 @@ class TrainFinetuneRecipe:
         batches = batch_shape(config.training, shape.dp)
         self.source: CausalLM = build(config.model)
         self.data = prepare_data(config, shape)
-        self.plan = training_plan(config.training, self.data.packs_of, batches)
+        self.plan = self.data.plan(config.training, batches)
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         self.costs = cost_model(self.source.config(self.data.tokenizer))
-        order_of = partial(self.data.order_of, config=config, shape=batches, costs=self.costs)
-        self.loader = PackLoader(order_of, batches, self.mesh.dp_rank, config.dataloader)
+        self.loader = self.data.loader(config, batches, self.mesh, self.costs)
+        self.report = self.data.report(batches, self.costs)
         seed_all(config.seed, "model")
         self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
@@ -96,15 +96,16 @@ class TrainFinetuneRecipe:
             move_to(self.scheduler, self.num_steps)
         if self.mesh.rank == 0:
             self.folder.open(self.config)
-            self.data.report(self.loader.shape, self.costs).to_json(self.folder.packing)
             self.folder.rewind_metrics(self.num_steps)
+            if self.report:
+                self.report.to_json(self.folder.packing)
         self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
+        self.metrics.log({"step": self.num_steps, **self.data.counts})
 
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
-        report = self.data.report(self.loader.shape, self.costs)
-        for topic, text in start_lines(self.config, self.data, report, self.built, self.mesh, self.plan):
+        for topic, text in start_lines(self.config, self.data, self.report, self.built, self.mesh, self.plan):
             self.console.say(topic, text)
         self.console.say("run", position_line(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
         throughput = Throughput()
@@ -155,7 +156,7 @@ class TrainFinetuneRecipe:
         """One row on the screen and in metrics.jsonl."""
         row = step_metrics(result, throughput, self.mesh, self.num_steps, batches.epoch, self.plan.max_steps)
         self.console.step(row)
-        self.metrics.log(asdict(row))
+        self.metrics.log(asdict(row) | self.loader.left_out(self.cursor))
 
     def validate(self) -> None:
         """Mean loss over the label tokens of each validation set; every document is counted once."""
@@ -166,7 +167,11 @@ class TrainFinetuneRecipe:
 
     def save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
-        state = {"step": self.num_steps, "cursor": asdict(self.cursor), "data": self.data.fingerprint}
+        state = {
+            "step": self.num_steps,
+            "cursor": asdict(gather_cursor(self.cursor, self.mesh)),
+            "data": self.data.fingerprint,
+        }
         path = self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, state)
         self.console.print(f"{self.num_steps:7d}  saved {path.name}")
 

@@ -57,6 +57,10 @@ class StreamLoader:
             )
 
     @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank
+
+    @property
     def _num_shards(self) -> int:
         return self.tokens.dataset.num_shards
 
@@ -76,6 +80,13 @@ class StreamLoader:
                     f"{self.tokens.dataset.stream.name}: the stream ends without a document that fits a pack."
                 )
             cursor = Cursor(cursor.epoch + 1)
+
+    def left_out(self, cursor: Cursor) -> dict[str, int]:
+        """Documents left out of this epoch so far, over all ranks: over-long ones, and those that train nothing."""
+        own = [s for shard, s in (cursor.shards or {}).items() if int(shard) % self.shape.dp_size == self.dp_rank]
+        counts = [sum(state[name] for state in own) for name in ("num_dropped", "num_empty")]
+        dropped, empty = (self.mesh.sum(torch.tensor(counts)) // self.mesh.shape.cp).tolist()
+        return {"stream/num_dropped": dropped, "stream/num_empty": empty}
 
     def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
         per_step = self.shape.global_batch_size // self.shape.dp_size
@@ -130,12 +141,6 @@ def gather_cursor(cursor: Cursor, mesh: Mesh) -> Cursor:
     parts: list[dict[str, ShardState]] = [{}] * mesh.shape.world_size
     dist.all_gather_object(parts, own)
     return replace(cursor, shards={shard: state for part in parts for shard, state in part.items()})
-
-
-def stream_counts(cursor: Cursor) -> dict[str, int]:
-    """Rows and documents left out so far in this epoch, by the shards in `cursor`."""
-    states = (cursor.shards or {}).values()
-    return {name: sum(state[name] for state in states) for name in ("num_dropped", "num_empty")}
 
 
 class ShardTurns(IterableDataset):
