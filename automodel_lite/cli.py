@@ -15,6 +15,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.config import check_config, did_you_mean, with_defaults
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
@@ -39,8 +41,10 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
 
     main   "recipes.train_ft:main", imported only when there is something to run: `--help` and `--cfg` need no torch.
 
-    Exit codes: 0 done, 2 a mistake in the settings or the data, 1 any other error, else what `main` returned.
+    Exit codes: 0 done, 2 a mistake in the settings or the data, 75 stopped by a signal or the time limit (start it
+    again), 1 any other error.
     """
+    SIGNALS.install()
     try:
         args = get_args_parser().parse_args(argv)
         if args.help:
@@ -55,8 +59,27 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         code = getattr(importlib.import_module(module), function)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
+    except RunStoppedError as error:
+        _leave(str(error), 1)
+    except StoppedEarly as stopped:
+        _leave(f"stopped by {stopped} before the first step: nothing to save", PREEMPTED_EXIT)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
+    except Exception:
+        _leave(traceback.format_exc(), 1)
+    _exit(code or 0)
+
+
+def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
+    """Runs a recipe that reads its own command line; exit codes and messages as those of `run_recipe`."""
+    try:
+        code = main(sys.argv[1:] if argv is None else argv)
+    except (ConfigError, DataError) as error:
+        _leave(str(error), CONFIG_EXIT)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+    except SystemExit as leaving:  # argparse's
+        _exit(leaving.code if isinstance(leaving.code, int) else 1)
     except Exception:
         _leave(traceback.format_exc(), 1)
     _exit(code or 0)

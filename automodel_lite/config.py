@@ -72,6 +72,12 @@ class TrainingConfig:
     precision: str = "auto"  # fp32 | bf16 (bf16 compute, fp32 master weights) | auto (bf16 on a GPU, else fp32)
     activation_checkpointing: str = "none"  # none | full (recompute each layer in the backward pass)
     num_threads: int = 0  # CPU threads a process; 0 = the cores divided by the processes of this host
+    max_bad_steps: int = 3  # steps in a row with a non-finite loss or gradient that are skipped; one more ends the run
+    max_time: str | int | None = (
+        None  # "1:30:00", hours first: save and leave before so much time has passed; null = SLURM's
+    )
+    stop_margin_s: float = 60.0  # kept for the last save, besides the time that saves and steps have taken so far
+    stuck_after_s: float = 120.0  # a step that takes longer has its stacks written to logs/; 0 = never
 
 
 @dataclass
@@ -79,7 +85,11 @@ class CheckpointConfig:
     """When a checkpoint is written and which are kept."""
 
     every_steps: int = 0  # 0 = only at the end
+    mode: str = "sync"  # sync | async (written behind the training, from a copy in host memory)
     keep_last: int = 2  # newest checkpoints kept
+    keep_best: int = 0  # and those with the lowest validation loss
+    keep_every: int = 0  # and those at multiples of so many steps; 0 = none
+    checksums: bool = True  # of every file, compared when it is loaded
     accept_changes: bool = False  # continue although settings that shape the numbers changed since the run began
     export_hf: bool = True  # write hf/, a folder that from_pretrained loads, at the end
 
@@ -100,6 +110,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: Part = field(default_factory=dict)
     attention: Part = field(default_factory=dict)
+    peft: Part = field(default_factory=dict)
     loss: Part = field(default_factory=dict)
     optimizer: Part = field(default_factory=dict)
     lr_scheduler: Part = field(default_factory=dict)
@@ -110,6 +121,7 @@ class Config:
 
 
 CHOICES = {
+    "checkpoint.mode": ("sync", "async"),
     "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
     "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
@@ -128,12 +140,33 @@ AT_LEAST = {
     "training.num_threads": 0,
     "checkpoint.every_steps": 0,
     "checkpoint.keep_last": 1,
+    "checkpoint.keep_best": 0,
+    "checkpoint.keep_every": 0,
+    "training.max_bad_steps": 0,
+    "training.stop_margin_s": 0,
     "dataloader.num_workers": 0,
     "dataloader.prefetch_factor": 1,
     "mesh.dp_replicate": 1,
     "mesh.cp": 1,
     "mesh.timeout_s": 1,
 }
+
+
+EXTRAS = {  # optional package -> the extra that brings it
+    "bitsandbytes": "qlora",
+    "flash_attn": "flash",
+    "matplotlib": "plots",
+    "peft": "peft",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "transformer_engine": "te",
+    "wandb": "wandb",
+}
+
+
+def missing_package(wanted_by: str, package: str) -> str:
+    """One sentence with the pip line that brings an optional package."""
+    return f"{wanted_by} needs the package {package}: pip install 'automodel-lite[{EXTRAS[package]}]'."
 
 
 # ---------------------------------------------------------------------------------------------------------- building
@@ -178,6 +211,8 @@ def locate(path: str) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
                 continue
+            if error.name and error.name.split(".")[0] in EXTRAS:
+                raise ConfigError(missing_package(path, error.name.split(".")[0])) from None
             raise
         for name in parts[cut:]:
             if name not in dir(found):

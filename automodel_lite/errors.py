@@ -9,3 +9,7 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """Data that cannot be trained on: names the file, the line and the column."""
+
+
+class RunStoppedError(RuntimeError):
+    """A run that cannot go on, and why, in a sentence that needs no traceback."""

@@ -16,11 +16,13 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
+from automodel_lite.distributed.control import open_control
 from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.jsonl import JsonlLogger
@@ -28,9 +30,11 @@ from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
-from automodel_lite.models.export import export_hf
+from automodel_lite.models.export import export
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.checkpoint import Checkpointer
+from automodel_lite.training.failures import log_of, recorded
+from automodel_lite.training.guard import BadSteps, is_bad
 from automodel_lite.training.loader import StepBatches
 from automodel_lite.training.metrics import StepResult, Throughput, step_metrics, sum_counts
 from automodel_lite.training.optim import clip_gradients
@@ -38,35 +42,41 @@ from automodel_lite.training.pack_order import Cursor
 from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
+from automodel_lite.training.run_lock import locked
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
+from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
 from automodel_lite.training.stream_loader import gather_cursor
 from automodel_lite.training.validation import validation_loss
+from automodel_lite.training.watchdog import Watchdog
 
 
 def main(config: Config) -> int:
-    """Trains until the planned step; returns the exit code."""
+    """Trains until the planned step, or until it is told to stop; returns the exit code."""
     quiet_libraries()
-    if message := RunFolder(config.output_dir).finished_message(config):
+    folder = RunFolder(config.output_dir)
+    config = folder.with_saved_layout(config)
+    if message := folder.finished_message(config):
         Console(is_silent=rank() != 0).print(message)
         return 0
-    recipe = TrainFinetuneRecipe(config)
-    recipe.setup()
-    return recipe.run()
+    recipe = TrainFinetuneRecipe(config, folder)
+    with recorded(folder, rank(), lambda: recipe.watchdog.doing), locked(folder.lock, is_first=rank() == 0):
+        recipe.setup()
+        return recipe.run()
 
 
 class TrainFinetuneRecipe:
     """One run: built by `setup()`, trained by `run()`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, folder: RunFolder) -> None:
         self.config = config
+        self.folder = folder
+        self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
         self.console = Console(is_silent=rank() != 0)
-        self.folder = RunFolder(config.output_dir)
-        self.folder.check(config)
         shape = mesh_shape(config.mesh, world_size())
         batches = batch_shape(config.training, shape.dp)
         self.source: CausalLM = build(config.model)
@@ -82,50 +92,66 @@ class TrainFinetuneRecipe:
         self.model = self.built.model
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
-        self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint.keep_last)
+        self.control, saver = open_control(config.mesh), open_control(config.mesh)
+        self.checkpointer = Checkpointer(self.folder, config, self.control, saver, self.console.print)
+        deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
+        self.edge = StepEdge(self.control, deadline, self.checkpointer, SIGNALS)
+        self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
         self.resume()
 
     def resume(self) -> None:
-        """Continues from the newest complete checkpoint, or starts fresh."""
+        """Continues from the newest checkpoint that loads, or starts fresh."""
         self.num_steps, self.cursor = 0, Cursor()
-        self.checkpoint = self.checkpointer.newest()
-        if self.checkpoint:
-            state = self.checkpointer.load(self.checkpoint, self.model.loss_model, self.optimizer)
-            check_same_data(state["data"], self.data.fingerprint, self.config.checkpoint.accept_changes)
-            self.num_steps, self.cursor = state["step"], Cursor(**state["cursor"])
+        self.owes_validation, self.val_loss = False, None  # of this step
+        self.extra: dict[str, Any] = {}  # what loggers keep over restarts, small and JSON
+        self.origin = None
+        state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
+        fingerprint = self.data.fingerprint(self.loader.shape)
+        if state:
+            check_same_data(state["data"], fingerprint, self.config.checkpoint.accept_changes)
+            self.origin = self.checkpointer.newest
+            self.num_steps, self.cursor, self.extra = state["step"], Cursor(**state["cursor"]), state["extra"]
+            self.owes_validation, self.val_loss = state["owes_validation"], state["val_loss"]
             move_to(self.scheduler, self.num_steps)
+        self.state = {"data": fingerprint, "world_size": world_size()}
         if self.mesh.rank == 0:
-            self.folder.open(self.config)
-            self.folder.rewind_metrics(self.num_steps)
+            self.folder.open(self.config, self.loader.shape.global_batch_size, self.data.packer.slot_multiple)
+            self.folder.write_status("running", self.num_steps)
             if self.report:
                 self.report.to_json(self.folder.packing)
+            self.folder.rewind_metrics(self.num_steps)
+        self.control.barrier()
         self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
-        self.metrics.log({"step": self.num_steps, **self.data.counts})
+        if not self.num_steps:
+            self.metrics.log({"step": 0, **self.data.counts})
 
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
         for topic, text in start_lines(self.config, self.data, self.report, self.built, self.mesh, self.plan):
             self.console.say(topic, text)
-        self.console.say("run", position_line(self.folder.path, self.checkpoint, self.num_steps, self.plan.max_steps))
+        self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
+        SIGNALS.defer()
+        if self.owes_validation:
+            self.validate()
         throughput = Throughput()
         steps = self.loader.steps(self.cursor)
-        while self.num_steps < self.plan.max_steps:
+        while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
+            self.watchdog.beat(f"in step {self.num_steps + 1}")
             throughput.start()
             batches = next(steps)
             seed_all(self.config.seed, self.num_steps, self.mesh.rank)
             result = self.step(batches)
             throughput.stop(result.counts, batches.wait_s)
-            self.num_steps, self.cursor = self.num_steps + 1, batches.after
+            self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
             if self.num_steps == 1 or self.is_due(training.log_every_steps):
                 self.log(result, throughput, batches)
                 throughput = Throughput()
             if self.is_due(training.val_every_steps):
                 self.validate()
-            if self.is_due(self.config.checkpoint.every_steps):
+            if self.checkpointer.is_due(self.num_steps, self.is_due(self.config.checkpoint.every_steps)):
                 self.save()
-        self.finish()
-        return 0
+        return self.leave_early() if self.edge.stop_reason else self.finish()
 
     def step(self, batches: StepBatches) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step."""
@@ -139,7 +165,11 @@ class TrainFinetuneRecipe:
             loss_sum += loss.detach()
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
+        if self.edge.agree(is_bad(loss_sum, grad_norm)):
+            self.bad_steps.bad(self.num_steps + 1, batches.pack_ids, micro_batches, loss_sum, grad_norm)
+        else:
+            self.optimizer.step()
+            self.bad_steps.good()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return StepResult(loss_sum, grad_norm, lr, counts)
@@ -159,33 +189,64 @@ class TrainFinetuneRecipe:
         self.metrics.log(asdict(row) | self.loader.left_out(self.cursor))
 
     def validate(self) -> None:
-        """Mean loss over the label tokens of each validation set; every document is counted once."""
+        """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
+        it is made up for when the run goes on.
+        """
+        self.owes_validation = True
+        self.watchdog.beat(f"validating after step {self.num_steps}")
+        losses = {}
         for name, packs in self.data.val_packs.items():
-            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.this_ranks_part)
+            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.this_ranks_part, self.edge.must_stop)
+            if loss is None:
+                return
+            losses[name] = loss
+        for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
             self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+        self.owes_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 
-    def save(self) -> None:
-        """A checkpoint of everything that the next step depends on."""
-        state = {
-            "step": self.num_steps,
-            "cursor": asdict(gather_cursor(self.cursor, self.mesh)),
-            "data": self.data.fingerprint,
-        }
-        path = self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, state)
-        self.console.print(f"{self.num_steps:7d}  saved {path.name}")
+    def save(self, wait: bool = False) -> None:
+        """A checkpoint of everything that the next step depends on; never of a step whose numbers were bad."""
+        if self.bad_steps.in_a_row:
+            return
+        self.watchdog.beat(f"saving step {self.num_steps}")
+        cursor = asdict(gather_cursor(self.cursor, self.mesh))
+        self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
+        self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
+        is_last = self.num_steps == self.plan.max_steps
+        self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, self.state, wait=wait or is_last)
 
-    def finish(self) -> None:
+    def leave_early(self) -> int:
+        """Saves the step that is done and says that the run goes on when the same command is started again."""
+        self.save(wait=True)
+        newest = self.checkpointer.newest
+        if self.mesh.rank == 0:
+            name = newest.name if newest else None
+            self.folder.write_status("preempted", self.num_steps, self.edge.stop_reason or "", name)
+        self.console.print(
+            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({self.edge.stop_reason}); the same command "
+            f"goes on from {newest.name if newest else 'the start'}"
+        )
+        self.close()
+        return PREEMPTED_EXIT
+
+    def finish(self) -> int:
         """Exports the model, asks the held-out questions, and marks the run as finished."""
+        self.watchdog.beat("exporting")
         if self.config.checkpoint.export_hf:
-            export_hf(self.folder.hf, self.model.loss_model, self.data.tokenizer, self.built.source_dtype)
-            self.console.say("exported", f"{self.folder.hf}: loads with AutoModelForCausalLM.from_pretrained")
+            exported = export(self.folder.path, self.built, self.data.tokenizer)
+            self.console.say("exported", f"{exported}: loads with AutoModelForCausalLM.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
-                answers = build(self.config.evaluation).ask(self.folder.hf, self.data.documents.questions)
+                answers = build(self.config.evaluation).ask(exported, self.data.documents.questions)
                 self.console.print(answers.text())
                 self.metrics.log({"step": self.num_steps, "answers_right": answers.num_right, "answers": len(answers)})
         if self.mesh.rank == 0:
             self.folder.write_status("finished", self.num_steps)
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
+        self.close()
+        return 0
+
+    def close(self) -> None:
+        self.watchdog.stop()
         self.metrics.close()
         self.mesh.close()

@@ -70,7 +70,7 @@ def attention_spec(
         )
     num_heads = config_value(config, "num_attention_heads")
     if num_heads is None:
-        raise ConfigError(f"model_type={config.model_type} has no attention to keep documents apart: {UNPACKED}.")
+        raise ConfigError(f"model_type={config.model_type} has no attention layers to keep apart: {UNPACKED}.")
     head_dim = config_value(config, "head_dim", config.hidden_size // num_heads)
     value_head_dim = head_dim
     if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values

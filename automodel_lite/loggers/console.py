@@ -18,6 +18,7 @@ def quiet_libraries() -> None:
     disable_datasets_bar()
     disable_transformers_bar()
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft 0.21
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone, as meant
 
 

@@ -32,6 +32,7 @@ def start_lines(
         ("", f"automodel_lite {automodel_lite.__version__} ({versions})"),
         ("device", _device(mesh, built)),
         ("model", _model(config, built)),
+        *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
         ("data", data.documents.description),
         *(("", note) for note in data.notes),
@@ -59,9 +60,10 @@ def _model(config: Config, built: BuiltModel) -> str:
     lm = built.model.loss_model.lm
     source = config.model["pretrained"] or "from scratch"
     dtype = str(built.model.compute_dtype).removeprefix("torch.")
+    masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
     return (
         f"{lm.config.model_type} {source}: {built.num_parameters / 1e6:,.1f} M parameters, {dtype} compute, "
-        f"fp32 master weights, loss {built.loss}"
+        f"{masters}, loss {built.loss}"
     )
 
 

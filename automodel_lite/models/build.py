@@ -15,6 +15,7 @@ from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
+from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.causal_lm import CausalLM, embedding_rows
 from automodel_lite.models.loss_model import LossModel, head_is_plain
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
@@ -30,6 +31,7 @@ class BuiltModel:
     loss: str
     strategy: str
     source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
+    adapter: Adapter | None = None  # LoRA and the like: only this is trained and saved
 
 
 def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
@@ -39,10 +41,11 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     """
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
-    lm = source.build(tokenizer)
+    lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
     num_parameters = sum(p.numel() for p in lm.parameters())
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
     install(lm, kernel)
+    cast_frozen(lm, dtype)
     torch.nn.Module.to(lm, mesh.device)
     with torch.autocast(mesh.device.type, dtype, enabled=dtype != torch.float32):
         check_packing_isolation(lm, mesh.device)
@@ -50,7 +53,19 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     if config.training.activation_checkpointing == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
-    return BuiltModel(model, num_parameters, reason, loss_reason, strategy, source.dtype)
+    return BuiltModel(model, num_parameters, reason, loss_reason, strategy, source.dtype, adapter)
+
+
+def load_and_adapt(
+    config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device, strategy: str
+) -> tuple[PreTrainedModel, Adapter | None]:
+    """The model on the CPU (quantized: on its device), with adapters inside when `peft` asks for them."""
+    if not config.peft:
+        return source.build(tokenizer), None
+    peft: Peft = build(config.peft)
+    peft.check(device, strategy, source.pretrained)
+    lm = source.build(tokenizer, peft.load_arguments(device))
+    return lm, peft.adapt(lm, str(source.pretrained))
 
 
 def choose_attention(

@@ -50,8 +50,12 @@ class CausalLM:
         _check_settings(settings, AutoConfig.for_model(settings["model_type"]))
         return AutoConfig.for_model(**settings)  # in one call: other values follow from these, such as head_dim
 
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    def build(
+        self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
+    ) -> PreTrainedModel:
         """The model in fp32 on the CPU, in training mode; random weights come from torch's generator.
+
+        load_arguments   more arguments of `from_pretrained` (quantization)
 
         Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
         model.
@@ -60,7 +64,7 @@ class CausalLM:
         source_dtype = config.dtype if self.pretrained else None
         self.dtype = source_dtype if isinstance(source_dtype, torch.dtype) else torch.float32
         if self.pretrained:
-            model = _load(self.pretrained, config)
+            model = _load(self.pretrained, config, load_arguments or {})
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         rows = embedding_rows(model)
@@ -101,12 +105,12 @@ def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
             raise ConfigError(f"model.config.{key}={value}: {config.model_type} has no such setting{near}")
 
 
-def _load(source: str, config: PretrainedConfig) -> PreTrainedModel:
+def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=torch.float32, output_loading_info=True
+            source, config=config, dtype=torch.float32, output_loading_info=True, **more
         )
         model, report = loaded
     except OSError as error:

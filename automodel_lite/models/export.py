@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder that plain `from_pretrained` loads."""
+"""The trained model, or its adapter, as a folder that plain `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,30 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from automodel_lite.models.adapter import Adapter
+from automodel_lite.models.build import BuiltModel
 from automodel_lite.models.loss_model import LossModel
+
+
+def export(folder: Path, built: BuiltModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """`folder`/hf, or `folder`/adapter when only an adapter was trained; every rank calls it. Returns which."""
+    if built.adapter:
+        export_adapter(folder / "adapter", built.model.loss_model, built.adapter, tokenizer)
+        return folder / "adapter"
+    export_hf(folder / "hf", built.model.loss_model, tokenizer, built.source_dtype)
+    return folder / "hf"
+
+
+def export_adapter(folder: Path, model: LossModel, adapter: Adapter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0 writes."""
+    weights = full_weights(model, only_trained=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        temporary = _fresh(folder)
+        adapter.save(temporary, weights)
+        tokenizer.save_pretrained(temporary)
+        _replace(temporary, folder)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
@@ -30,22 +53,20 @@ def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase
     """
     weights = full_weights(model)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        temporary = folder.with_name(f".tmp-{folder.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary = _fresh(folder)
         whole = _rebuild(model.lm, weights, dtype)
         whole.generation_config = generation_config(whole.config, model.lm.generation_config, tokenizer)
         whole.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         _compare(temporary, whole)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
+        _replace(temporary, folder)
     if dist.is_initialized():
         dist.barrier()
 
 
-def full_weights(model: LossModel) -> dict[str, Tensor]:
+def full_weights(model: LossModel, only_trained: bool = False) -> dict[str, Tensor]:
     """The LM's whole state dict on rank 0's CPU, gathered from all shards; empty on other ranks."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     return {name.removeprefix("lm."): value for name, value in weights.items()}
 
@@ -71,6 +92,18 @@ def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
     whole.load_state_dict(cast, strict=True, assign=True)
     whole.tie_weights()
     return whole
+
+
+def _fresh(folder: Path) -> Path:
+    """An unused name beside `folder`, to write under."""
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    return temporary
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(temporary, folder)
 
 
 def _compare(folder: Path, expected: nn.Module) -> None:

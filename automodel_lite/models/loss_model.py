@@ -49,12 +49,15 @@ def labelled_rows(labels: Tensor) -> Tensor:
 @torch.no_grad()
 def head_is_plain(lm: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     """Are the model's logits `softcap(hidden @ weight.T)`? Granite, Cohere and heads with a bias or adapter are not."""
+    head = lm.get_output_embeddings()
+    if [name for name, _ in head.named_parameters()] != ["weight"]:  # a fresh adapter adds nothing yet
+        return False
     was_training = lm.training
     lm.eval()
     hidden = lm.base_model(**inputs).last_hidden_state[0]
     want = lm(**inputs).logits[0].float()
     lm.train(was_training)
-    got = hidden.float() @ lm.get_output_embeddings().weight.t().float()
+    got = hidden.float() @ head.weight.t().float()
     softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
     if softcap is not None:
         got = softcap * torch.tanh(got / softcap)

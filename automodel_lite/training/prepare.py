@@ -85,10 +85,14 @@ class PreparedData:
             micro_batch_size=shape.micro_batch_size,
         )
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, shape: BatchShape) -> dict[str, Any]:
         """What the order of the data follows from, for checkpoints: other values are other data."""
-        return {"tokens": self.tokens.fingerprint, "packs": self.packs_of(0).plan.fingerprint()}
+        by_window = f"window, {shape.dp_size} data-parallel ranks x {shape.micro_batch_size}"
+        return {
+            "tokens": self.tokens.fingerprint,
+            "packs": self.packs_of(0).plan.fingerprint(),
+            "dealt": by_window if self.packer.balance == "window" else "the same on every layout",
+        }
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,8 @@ class StreamedData:
     def report(self, shape: BatchShape, costs: CostModel) -> None:
         """Nothing is known before the stream is read."""
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, shape: BatchShape) -> dict[str, Any]:
+        """What the packs of the stream follow from."""
         packer = self.packer
         packs = f"{packer.packed_sequence_size} {packer.overlong} {packer.slot_multiple}"
         return {"tokens": self.documents.identity, "packs": packs}

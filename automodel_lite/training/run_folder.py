@@ -4,15 +4,17 @@ runs/<name>/
     config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
     checkpoints/      step_00000100/ ...              hf/               the exported model
     packing.json      what the packs cost and gain
-        STATUS.json       how the last process of this run ended
+    STATUS.json       running, preempted, finished or failed: how the last process of this run ended
+    logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
+    run.lock          who is at work here
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from omegaconf import OmegaConf
 
 from automodel_lite.config import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.training.durable import write_atomically
 
 # settings that do not shape the numbers: free to change between the restarts of a run
 FREE_SETTINGS = (
@@ -36,10 +39,19 @@ FREE_SETTINGS = (
     "training.micro_batch_size",
     "training.activation_checkpointing",
     "training.num_threads",
+    "training.max_bad_steps",
+    "training.max_time",
+    "training.stop_margin_s",
+    "training.stuck_after_s",
     "checkpoint",
     "evaluation",
     "logger",
 )
+
+
+# settings whose default follows from the layout of ranks: a run keeps the values that it began with
+LAYOUT_SETTINGS = (("training", "global_batch_size"), ("packed_sequence", "slot_multiple"))
+_BEFORE_THE_RUN = ("logs", "run.lock")  # what may be in the folder of a run that was killed in its first second
 
 
 class RunFolder:
@@ -53,13 +65,18 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
         self.status = self.path / "STATUS.json"
+        self.logs = self.path / "logs"
+        self.bad_steps = self.path / "bad_steps"
+        self.lock = self.path / "run.lock"
 
     def check(self, config: Config) -> None:
         """Raises ConfigError when the folder belongs to something else, or to a run with other settings."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"output_dir={self.path} is a file.")
         if not self.config.is_file():
-            if self.path.is_dir() and any(self.path.iterdir()):
+            if self.path.is_dir() and any(
+                p.name not in _BEFORE_THE_RUN and not p.name.startswith(".") for p in self.path.iterdir()
+            ):
                 raise ConfigError(
                     f"output_dir={self.path} is not empty and is no run's folder: choose another name=... ."
                 )
@@ -74,11 +91,17 @@ class RunFolder:
                 + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
             )
 
-    def open(self, config: Config) -> None:
-        """Makes the folder and writes config.yaml."""
+    def open(self, config: Config, global_batch_size: int, slot_multiple: int) -> None:
+        """Makes the folder and writes config.yaml, with what followed from the layout of ranks."""
+        config = replace(
+            config,
+            training=replace(config.training, global_batch_size=global_batch_size),
+            packed_sequence={**config.packed_sequence, "slot_multiple": slot_multiple},
+        )
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+            self.logs.mkdir(exist_ok=True)
+            write_atomically(self.config, config_yaml(config))
         except OSError as error:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 
@@ -91,8 +114,29 @@ class RunFolder:
         kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
         write_atomically(self.metrics, "".join(line + "\n" for line in kept))
 
-    def write_status(self, state: str, step: int) -> None:
-        write_atomically(self.status, json.dumps({"state": state, "step": step}) + "\n")
+    def write_status(self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None) -> None:
+        """state   running | preempted (start the same command again) | finished | failed"""
+        facts = {"state": state, "step": step, "reason": reason, "checkpoint": checkpoint}
+        write_atomically(self.status, json.dumps(facts) + "\n")
+
+    def try_write_status(self, state: str, step: int | None, reason: str) -> None:
+        """The same for a run that is failing already: a disk that is full must not hide why."""
+        with suppress(OSError):
+            self.write_status(state, step, reason)
+
+    def with_saved_layout(self, config: Config) -> Config:
+        """The configuration with the values that the run began with where the layout of ranks would decide: the global
+        batch and the slots of documents stay the same on another number of ranks.
+        """
+        if not self.config.is_file() or not self.checkpoints.is_dir():
+            return config
+        saved = saved_config(self.config)
+        changed = plain(config)
+        for group, key in LAYOUT_SETTINGS:
+            if key in changed[group] and changed[group][key] is None:
+                changed[group][key] = saved.get(group, {}).get(key)
+        training = replace(config.training, global_batch_size=changed["training"]["global_batch_size"])
+        return replace(config, training=training, packed_sequence=changed["packed_sequence"])
 
     def finished_message(self, config: Config) -> str | None:
         """What to tell someone who starts a run again that has reached its end; None when there is work to do."""
@@ -113,6 +157,11 @@ def plain(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+def config_yaml(config: Config) -> str:
+    """The resolved configuration as it is kept beside results."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+
+
 def saved_config(path: Path) -> dict[str, Any]:
     """A run's config.yaml as nested dicts."""
     saved = OmegaConf.to_container(OmegaConf.load(path))
@@ -131,16 +180,6 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
             yield from changed_settings(before, after, f"{path}.")
         elif before != after:
             yield path, before, after
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file has the old content or the new, never a part: temporary file, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _step_of(line: str) -> float:

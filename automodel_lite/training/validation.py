@@ -21,8 +21,12 @@ def validation_loss(
     loader: PackLoader | StreamLoader,
     mesh: Mesh,
     this_ranks_part: Callable[[ThdBatch], ThdBatch],
-) -> float:
-    """Mean over all label tokens of the packs; ranks that run short of packs get empty ones. Every rank calls it."""
+    must_stop: Callable[[], bool],
+) -> float | None:
+    """Mean over all label tokens of the packs; ranks that run short of packs get empty ones. Every rank calls it.
+
+    `must_stop` is asked after every batch, on all ranks; None when it said so.
+    """
     model.module.eval()
     loss_sum = torch.zeros((), device=mesh.device)
     num_label_tokens = 0
@@ -30,6 +34,9 @@ def validation_loss(
         thd = to_thd(batch)
         loss_sum += model(this_ranks_part(thd))
         num_label_tokens += thd.num_label_tokens
+        if must_stop():
+            model.module.train()
+            return None
     model.module.train()
     count = mesh.sum(torch.tensor(num_label_tokens)).item() / mesh.shape.cp
     return mesh.sum(loss_sum).item() / max(count, 1)

@@ -1,0 +1,42 @@
+"""What the rest of the program knows of parameter-efficient training; peft itself lives in `models/lora.py` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class Adapter(Protocol):
+    """Small trainable weights inside of a frozen model."""
+
+    description: str  # "lora r 16 on q_proj, v_proj: 0.8 M trained"
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Writes the adapter's folder from the model's trainable weights, by their names in the model."""
+
+    def merge(self) -> None:
+        """Adds the adapter to the model's own weights, in place, and takes its layers away."""
+
+
+class Peft(Protocol):
+    """The config node `peft`."""
+
+    def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
+        """Raises ConfigError when this kind of training cannot work there."""
+
+    def load_arguments(self, device: torch.device) -> dict[str, Any]:
+        """More arguments of `from_pretrained` (quantization)."""
+
+    def adapt(self, model: PreTrainedModel, base: str) -> Adapter:
+        """Puts adapters into the model, in place, and freezes the rest. `base` is where its weights came from."""
+
+
+def cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Frozen weights need no fp32 master: they take the compute dtype, in place. Quantized ones stay as they are."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,87 @@
+"""A run's trained model, whole and on the CPU, from its checkpoint; an adapter is merged into its base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from automodel_lite.config import Config, build, build_with, check_config
+from automodel_lite.datasets.tokenizer import load_tokenizer
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.adapter import Peft
+from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.models.loss_model import LossModel
+from automodel_lite.training.checkpoint import load_weights
+from automodel_lite.training.checkpoint_folder import survey
+from automodel_lite.training.loss import CrossEntropy
+from automodel_lite.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in the dtype it came in, with its tokenizer."""
+
+    model: LossModel
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    checkpoint: Path
+    was_merged: bool
+
+
+def load_trained(run: Path, checkpoint_name: str | None = None) -> Trained:
+    """Builds the model of a run's config.yaml and loads a checkpoint into it, the newest by default.
+
+    Raises ConfigError when the folder is no run's, or has no such checkpoint.
+    """
+    folder = RunFolder(run)
+    config = load_run_config(folder)
+    checkpoint = find_checkpoint(folder, checkpoint_name)
+    tokenizer = _tokenizer(folder, config)
+    source: CausalLM = build(config.model)
+    lm = source.build(tokenizer)
+    adapter = None
+    if config.peft:
+        peft: Peft = build(config.peft)
+        adapter = peft.adapt(lm, str(source.pretrained))
+    model = LossModel(lm, CrossEntropy())
+    load_weights(checkpoint, model)
+    if adapter:
+        adapter.merge()
+    return Trained(model, tokenizer, source.dtype, checkpoint, adapter is not None)
+
+
+def load_run_config(folder: RunFolder) -> Config:
+    """A run's config.yaml, checked."""
+    if not folder.config.is_file():
+        raise ConfigError(f"{folder.path} is no run's folder: it has no config.yaml.")
+    raw = OmegaConf.load(folder.config)
+    assert isinstance(raw, DictConfig)
+    return check_config(raw)
+
+
+def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
+    """A complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on."""
+    found = survey(folder.checkpoints)[0] if folder.checkpoints.is_dir() else []
+    if not found:
+        raise ConfigError(f"{folder.path} has no complete checkpoint.")
+    if name is None:
+        return found[0]
+    by_name = {path.name: path for path in found}
+    if name not in by_name:
+        raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
+    return by_name[name]
+
+
+def _tokenizer(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
+    """The exported one, or the one that the configuration makes."""
+    for exported in (folder.path / "adapter", folder.hf):
+        if exported.is_dir():
+            return load_tokenizer(str(exported))
+    tokenizer: PreTrainedTokenizerBase = build_with(
+        config.tokenizer, documents=build(config.dataset), cache_dir=config.cache_dir
+    )
+    return tokenizer

@@ -1,0 +1,145 @@
+"""Leaving before the last step: because of a signal, or because the job's time is nearly over.
+
+TERM and USR1 are what schedulers send. Before the first step there is nothing to save: the process leaves at once.
+From then on a signal is a wish; the ranks agree on it at the edge of a step, save, and leave with code 75.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+from automodel_lite.errors import ConfigError
+
+PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
+STARTED = time.monotonic()
+_TIME_IS_UP = 1  # number of a signal that nobody sends us
+
+
+class StoppedEarly(BaseException):
+    """A signal before the first step. Not an Exception: nothing on the way may take it for an error of its own."""
+
+
+class StopSignals:
+    """What this process has been told. One object a process, as there is one handler a signal."""
+
+    def __init__(self) -> None:
+        self.received = 0  # the number of the last signal
+        self._is_deferred = False
+
+    def install(self) -> None:
+        """From now on TERM and USR1 are handled here."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def defer(self) -> None:
+        """Signals no longer end the process: somebody looks at `received` at the edge of every step."""
+        self._is_deferred = True
+        if self.received:
+            raise StoppedEarly(reason_of(self.received))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        if not self._is_deferred:
+            raise StoppedEarly(reason_of(number))
+
+
+SIGNALS = StopSignals()
+
+
+def reason_of(number: int) -> str:
+    """`SIGTERM`, or `the time is up`."""
+    return "the time is nearly up" if number == _TIME_IS_UP else signal.Signals(number).name
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When the run has to be gone, on the monotonic clock (a jump of the wall clock does not move it); None = never."""
+
+    at: float | None
+    margin_s: float
+
+    def is_near(self, reserve_s: float) -> bool:
+        """Is there less time left than the margin and `reserve_s`, which the last step and save will take?"""
+        return self.at is not None and time.monotonic() + self.margin_s + reserve_s >= self.at
+
+
+def deadline_of(max_time: str | int | None, margin_s: float, environment: Mapping[str, str] = os.environ) -> Deadline:
+    """The earlier of training.max_time, counted from the start of the process, and the end of the SLURM job."""
+    ends = []
+    if max_time is not None:
+        ends.append(STARTED + seconds_of(max_time))
+    if job_end := environment.get("SLURM_JOB_END_TIME"):
+        ends.append(time.monotonic() + float(job_end) - time.time())
+    return Deadline(min(ends, default=None), margin_s)
+
+
+def seconds_of(max_time: str | int) -> float:
+    """`1:30:00` or `2-12:00:00` (days first) or a number of seconds -> seconds; raises ConfigError."""
+    try:
+        if isinstance(max_time, int):
+            return float(max_time)
+        days, _, clock = max_time.rpartition("-")
+        hours, minutes, seconds = (int(part) for part in clock.split(":"))
+        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    except ValueError:
+        raise ConfigError(
+            f"training.max_time={max_time} must be hours:minutes:seconds, such as 1:30:00, or a number of seconds."
+        ) from None
+
+
+class Ranks(Protocol):
+    """What `StepEdge` needs of the control group."""
+
+    def max(self, values: list[int]) -> list[int]: ...
+
+
+class Saves(Protocol):
+    """What `StepEdge` needs of the checkpointer."""
+
+    longest_s: float
+
+    def is_busy(self) -> bool: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass
+class StepEdge:
+    """The one message that the ranks exchange in every step, and in every batch of validation.
+
+    Is a loss or gradient bad anywhere? Has anybody been told to stop? Is somebody still writing?
+    """
+
+    ranks: Ranks
+    deadline: Deadline
+    saves: Saves
+    signals: StopSignals
+    stop_reason: str | None = None
+    longest_s: float = 0.0  # between two messages
+    _last: float | None = None
+
+    def agree(self, is_bad: bool = False) -> bool:
+        """True when any rank's numbers are bad; sets `stop_reason`; closes a save that all ranks have written."""
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - (self._last or now))
+        self._last = now
+        wish = self.signals.received
+        if not wish and self.deadline.is_near(2 * self.longest_s + 2 * self.saves.longest_s):
+            wish = _TIME_IS_UP
+        any_bad, number, any_busy = self.ranks.max([int(is_bad), wish, int(self.saves.is_busy())])
+        if number and self.stop_reason is None:
+            self.stop_reason = reason_of(number)
+        if not any_busy:
+            self.saves.finish()
+        return bool(any_bad)
+
+    def must_stop(self) -> bool:
+        """`agree` between steps: has any rank been told to stop?"""
+        self.agree()
+        return self.stop_reason is not None

@@ -1,0 +1,42 @@
+"""Write a run's model as a Hugging Face folder that plain `from_pretrained` loads; an adapter is merged into its base.
+
+python recipes/export_hf.py runs/mine
+python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from automodel_lite.cli import run_tool
+from automodel_lite.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code; raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="export_hf.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="a run's folder, runs/<name>")
+    parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
+    parser.add_argument("--to", type=Path, help="the folder to write (default: hf in the run's folder)")
+    args = parser.parse_args(argv)
+
+    from automodel_lite.loggers.console import quiet_libraries  # --help needs no torch
+    from automodel_lite.models.export import export_hf
+    from automodel_lite.models.merge import load_trained
+
+    quiet_libraries()
+    trained = load_trained(args.run, args.checkpoint)
+    target = args.to or args.run / "hf"
+    if args.to and target.exists():
+        raise ConfigError(f"--to {target} exists already: choose another folder.")
+    export_hf(target, trained.model, trained.tokenizer, trained.dtype)
+    merged = " (adapter merged)" if trained.was_merged else ""
+    print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

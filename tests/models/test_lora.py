@@ -1,0 +1,115 @@
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.adapter import cast_frozen
+from automodel_lite.models.lora import Lora
+from automodel_lite.models.loss_model import head_is_plain
+from recipes import export_hf
+from tests.recipes.runs import losses, train
+
+IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def give_the_adapter_weight(model: PreTrainedModel) -> None:
+    """A fresh adapter adds nothing: B is zero."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_merging_keeps_the_adapters_logits(use_dora: bool):
+    model = tiny_llama()
+    before = model(IDS, use_cache=False).logits
+    adapter = Lora(r=4, use_dora=use_dora).adapt(model, "base")
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, before)
+    give_the_adapter_weight(model)
+    adapted = model(IDS, use_cache=False).logits
+    assert (adapted - before).abs().max() > 0.01
+    adapter.merge()
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, adapted, atol=1e-5, rtol=1e-5)
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_llama().named_parameters()}
+
+
+def test_saved_adapter_loads_in_plain_peft(tmp_path: Path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    model = tiny_llama()
+    adapter = Lora(r=4, modules_to_save=["embed_tokens"]).adapt(model, str(tmp_path / "base"))
+    give_the_adapter_weight(model)
+    weights = {name: value for name, value in model.state_dict().items()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapter.save(tmp_path / "adapter", {name: weights[name] for name in trained})
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tmp_path / "base"
+    )
+
+
+def test_only_adapters_train_and_frozen_weights_take_the_compute_dtype():
+    model = tiny_llama()
+    Lora(r=4, target_modules=["q_proj", "v_proj"]).adapt(model, "base")
+    cast_frozen(model, torch.bfloat16)
+    assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * (4 * 16 + 16 * 4 + 4 * 16 + 8 * 4)
+
+
+def test_a_fresh_adapter_on_the_head_takes_the_plain_loss():
+    model = tiny_llama()
+    assert head_is_plain(model, {"input_ids": IDS})
+    Lora(r=4, target_modules=["lm_head"]).adapt(model, "base")
+    assert not head_is_plain(model, {"input_ids": IDS})
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ConfigError, match=r"peft.target_modules=\['qproj'\]"):
+        Lora(target_modules=["qproj"]).adapt(tiny_llama(), "base")
+    with pytest.raises(ConfigError, match="the model has no module embeddings"):
+        Lora(modules_to_save=["embeddings"]).adapt(tiny_llama(), "base")
+    with pytest.raises(ConfigError, match="set model=pretrained"):
+        Lora().check(torch.device("cpu"), "none", None)
+
+
+def test_fsdp_with_context_parallel_resumes_and_agrees_with_one_process(tmp_path: Path):
+    """Base run -> LoRA on one process -> the same on 2 x 1 and 1 x 2 ranks, stopped at step 3 and continued."""
+    train("smoke", tmp_path / "base", "training.max_steps=1")
+    lora = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf", "peft=lora", "peft.r=4", "optimizer.lr=1e-2"]
+    lora += ["packed_sequence.slot_multiple=4", "lr_scheduler=constant"]
+    want = losses(train("smoke", tmp_path / "one", *lora))
+    cp = [*lora, "checkpoint.accept_changes=true", "mesh.cp=2"]
+    train("smoke", tmp_path / "two", *cp, "training.max_steps=3", world_size=2)
+    got = losses(train("smoke", tmp_path / "two", *cp, world_size=2))
+    assert want[5][0] < want[0][0] - 0.02
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in want], abs=2e-5)
+    adapters = [load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("one", "two")]
+    for name, value in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], value, atol=2e-3, rtol=0.05)
+    assert not (tmp_path / "one/hf").exists()
+    assert export_hf.main([str(tmp_path / "two")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "two/hf")
+    adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "two/adapter")
+    torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, atol=1e-5, rtol=1e-5)
