@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from automodel_lite.config import Config
 from automodel_lite.datasets.show import mark_trained
+from automodel_lite.datasets.streaming import NUM_HEAD_DOCUMENTS, StreamingDataset
 from automodel_lite.distributed.mesh import MeshShape
 from automodel_lite.errors import DataError
 from automodel_lite.packing.draw import draw_histogram, draw_mask, draw_pack
@@ -51,6 +52,8 @@ def counts(data: PreparedData) -> Iterator[str]:
     """What was read, skipped, dropped and cut."""
     yield "DATA"
     yield f"  {data.documents.description}"
+    if isinstance(data.documents, StreamingDataset):
+        yield f"  its first {NUM_HEAD_DOCUMENTS:,} documents are looked at"
     yield from (f"  {note}" for note in data.tokens.notes)
 
 

@@ -31,8 +31,9 @@ from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export
-from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.checkpoint import Checkpointer
+from automodel_lite.training.device_feed import DeviceFeed, ReadyStep
 from automodel_lite.training.failures import log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
 from automodel_lite.training.loader import StepBatches
@@ -135,13 +136,14 @@ class TrainFinetuneRecipe:
         if self.owes_validation:
             self.validate()
         throughput = Throughput()
-        steps = self.loader.steps(self.cursor)
+        self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
             self.watchdog.beat(f"in step {self.num_steps + 1}")
             throughput.start()
-            batches = next(steps)
+            ready = next(self.feed)
+            batches = ready.batches
             seed_all(self.config.seed, self.num_steps, self.mesh.rank)
-            result = self.step(batches)
+            result = self.step(ready)
             throughput.stop(result.counts, batches.wait_s)
             self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
             if self.num_steps == 1 or self.is_due(training.log_every_steps):
@@ -153,20 +155,21 @@ class TrainFinetuneRecipe:
                 self.save()
         return self.leave_early() if self.edge.stop_reason else self.finish()
 
-    def step(self, batches: StepBatches) -> StepResult:
+    def step(self, ready: ReadyStep) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step."""
-        micro_batches = [to_thd(batch) for batch in batches.micro_batches]
-        counts = sum_counts(micro_batches, self.mesh)
+        counts = sum_counts(ready.micro_batches, self.mesh)
         loss_sum = torch.zeros((), device=self.mesh.device)
-        for number, batch in enumerate(micro_batches, start=1):
-            with self.model.accumulate(is_last=number == len(micro_batches)):
-                loss = self.model(self.this_ranks_part(batch))
+        for number, part in enumerate(ready.parts, start=1):
+            with self.model.accumulate(is_last=number == len(ready.parts)):
+                loss = self.model(part)
                 (loss * (self.model.mean_ranks / max(counts.num_label_tokens, 1))).backward()
             loss_sum += loss.detach()
+        if self.num_steps + 1 < self.plan.max_steps:
+            self.feed.stage()
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
         if self.edge.agree(is_bad(loss_sum, grad_norm)):
-            self.bad_steps.bad(self.num_steps + 1, batches.pack_ids, micro_batches, loss_sum, grad_norm)
+            self.bad_steps.bad(self.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, loss_sum, grad_norm)
         else:
             self.optimizer.step()
             self.bad_steps.good()
@@ -174,9 +177,13 @@ class TrainFinetuneRecipe:
         self.optimizer.zero_grad()
         return StepResult(loss_sum, grad_norm, lr, counts)
 
+    def shard(self, batch: ThdBatch) -> ThdBatch:
+        """The tokens of this context-parallel rank."""
+        return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange)
+
     def this_ranks_part(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank, on its device."""
-        return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange).to(self.mesh.device)
+        return self.shard(batch).to(self.mesh.device)
 
     def is_due(self, every_steps: int) -> bool:
         """At every so many steps (0 = never), and after the last step."""

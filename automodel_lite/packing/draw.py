@@ -53,13 +53,14 @@ def _cell(document: np.ndarray, edges: np.ndarray, row: int, column: int) -> str
 
 def draw_histogram(lengths: np.ndarray, limit: int | None = None, bins: int = 12, width: int = 40) -> list[str]:
     """Lengths in tokens, a line a range; `limit` marks the ranges that are too long for a pack."""
-    edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, bins + 1).astype(np.int64))
+    ends = [] if limit is None or not lengths.min() <= limit < lengths.max() else [limit + 1]
+    edges = np.unique(np.append(np.linspace(lengths.min(), lengths.max() + 1, bins + 1).astype(np.int64), ends))
     counts, edges = np.histogram(lengths, edges)
     most = max(1, int(counts.max()))
     digits = len(f"{int(lengths.max()):,}")
     lines = []
-    for count, start, stop in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist()):
+    for count, start, stop in zip(counts.tolist(), edges[:-1].astype(int).tolist(), edges[1:].astype(int).tolist()):
         bar = BAR * (-(-count * width // most))
-        too_long = "  over packed_sequence_size" if limit is not None and stop - 1 > limit else ""
+        too_long = "  over packed_sequence_size" if limit is not None and start > limit else ""
         lines.append(f"{start:>{digits},} to {stop - 1:>{digits},}  {bar:<{width}} {count:,}{too_long}")
     return lines

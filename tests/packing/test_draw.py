@@ -19,10 +19,11 @@ def test_cells_that_are_seen_in_part() -> None:
 
 
 def test_histogram_counts_every_document() -> None:
-    lines = draw_histogram(np.array([1, 1, 1, 5, 8]), limit=6, bins=4, width=6)
+    lines = draw_histogram(np.array([1, 1, 1, 5, 8]), limit=5, bins=4, width=6)
     assert lines == [
         "1 to 2  ██████ 3",
         "3 to 4         0",
-        "5 to 6  ██     1",
+        "5 to 5  ██     1",
+        "6 to 6         0  over packed_sequence_size",
         "7 to 8  ██     1  over packed_sequence_size",
     ]
