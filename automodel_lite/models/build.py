@@ -60,8 +60,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     if config.training.activation_checkpointing == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
-    attention = f"{reason}
-{hint}" if hint else reason
+    attention = f"{reason}\n{hint}" if hint else reason
     return BuiltModel(model, size.parameters, flops, attention, loss_reason, strategy, source.dtype, adapter)
 
 

@@ -118,8 +118,8 @@ def _cause_of(folder: Path, rank: int, doing: str, error: Exception) -> str:
             return f"{prefix}: rank {first['rank']} on {first['host']} failed first, {first['doing']}: {first['error']}"
         time.sleep(0.2)
     return (
-        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not answer "
-        f"within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
+        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not "
+        f"answer within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
     )
 
 

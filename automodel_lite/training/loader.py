@@ -55,11 +55,9 @@ class PackLoader:
             yield from self._epoch(cursor)
             cursor = Cursor(cursor.epoch + 1, 0)
 
-    def first_batch(self, cursor: Cursor) -> Batch:
-        """This rank's first micro-batch after `cursor`, read here and now."""
-        packs, order = self.order_of(cursor.epoch)
-        step = deal(order[cursor.packs : cursor.packs + self.shape.global_batch_size], self.shape)
-        return packed_sequence_thd_collater([packs[i] for i in step[0, self.dp_rank].tolist()])
+    def left_out(self, cursor: Cursor) -> dict[str, int]:
+        """Of packs that were planned beforehand this was said at the start."""
+        return {}
 
     def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
         packs, order = self.order_of(cursor.epoch)
