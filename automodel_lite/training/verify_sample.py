@@ -81,7 +81,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
         config = replace(config, packed_sequence={**config.packed_sequence, **smaller})
     data = prepare_data(config, shape)
     if isinstance(data, StreamedData):
-        raise ConfigError("dataset.path is a stream: verify with a file of the same documents, which can be read twice.")
+        raise ConfigError("dataset.path is a stream: verify with a file of some of its documents.")
     packs = data.packs_of(0)
     num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()
