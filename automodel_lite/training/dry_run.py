@@ -21,7 +21,7 @@ from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.flops import model_size
 from automodel_lite.training.memory import estimate_memory, out_of_memory_text
-from automodel_lite.training.plan import batch_shape, training_plan
+from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import prepare_data
 
 
@@ -33,7 +33,7 @@ def dry_run(config: Config) -> int:
     batches = batch_shape(config.training, shape.dp)
     source: CausalLM = build(config.model)
     data = prepare_data(config, shape)
-    plan = training_plan(config.training, data.packs_of, batches)
+    plan = data.plan(config.training, batches)
     model_config = source.config(data.tokenizer)
     strategy = choose_strategy(config.mesh.strategy, shape, device)
     dtype = choose_precision(config.training.precision, device)

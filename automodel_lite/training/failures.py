@@ -50,6 +50,8 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callab
     try:
         yield
     except (ConfigError, DataError):
+        if rank == 0 and run.path.is_dir() and not any(run.path.iterdir()):
+            run.path.rmdir()  # made for the lock alone
         raise
     except StoppedEarly as stopped:
         if rank == 0 and run.config.is_file():
@@ -112,8 +114,8 @@ def _cause_of(folder: Path, rank: int, doing: str, error: Exception) -> str:
             return f"{prefix}: rank {first['rank']} on {first['host']} failed first, {first['doing']}: {first['error']}"
         time.sleep(0.2)
     return (
-        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not answer "
-        f"within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
+        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not "
+        f"answer within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
     )
 
 
