@@ -33,7 +33,9 @@ from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.sweep import expand, run_sweep
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
-CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+_PACKAGE = Path(__file__).resolve().parent
+_IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
+CONF_DIR = (_PACKAGE if _IS_INSTALLED else _PACKAGE.parent) / "conf"
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
 _WAIT_FOR_RANK_0_S = 10.0
 
@@ -60,7 +62,8 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
             _exit(0)
         config = check_config(raw)
         module, function = main.split(":")
-        code = getattr(importlib.import_module(module), function)(config)
+        place = f"automodel_lite.{module}" if _IS_INSTALLED else module
+        code = getattr(importlib.import_module(place), function)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
     except RunStoppedError as error:
@@ -114,8 +117,9 @@ def compose_config(config_name: str | None, overrides: list[str], config_dir: st
         raise ConfigError(f"--config-name {config_name}: no such preset{near} The presets are {', '.join(known)}.")
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+        first, *rest = sorted(_folders(config_dir)[::-1], key=lambda folder: not (folder / f"{config_name}.yaml").is_file())
+        with initialize_config_dir(str(first), version_base="1.3"):  # Hydra takes the preset itself from here alone
+            extra = [f"hydra.searchpath=[file://{folder}]" for folder in rest]
             return compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from None
@@ -157,7 +161,7 @@ def help_text() -> str:
 
 
 def _folders(config_dir: str | None) -> list[Path]:
-    return [CONF_DIR, *([Path(config_dir)] if config_dir else [])]
+    return [CONF_DIR, *([Path(config_dir).resolve()] if config_dir else [])]
 
 
 def _open(override: str, known_groups: dict[str, list[str]]) -> str:
