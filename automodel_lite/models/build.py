@@ -18,8 +18,10 @@ from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.causal_lm import CausalLM, embedding_rows
+from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.loss_model import LossModel, head_is_plain
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
+from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class BuiltModel:
 
     model: ParallelModel
     num_parameters: int
+    flops: StepFlops
+    memory: MemoryEstimate  # of one rank
     attention: str  # which kernel, and why
     loss: str
     strategy: str
@@ -43,7 +47,10 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
     lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
-    num_parameters = sum(p.numel() for p in lm.parameters())
+    size = model_size(source.config(tokenizer))
+    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    flops = step_flops(lm.config, size, trained if adapter else None)
+    memory = estimate_memory(config, mesh.shape, strategy, lm.config, size, trained if adapter else None, dtype)
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
     hint = check_cp(config, lm.config, mesh, dtype)
     install(lm, kernel)
@@ -57,7 +64,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
     attention = f"{reason}\n{hint}" if hint else reason
-    return BuiltModel(model, num_parameters, attention, loss_reason, strategy, source.dtype, adapter)
+    return BuiltModel(model, size.parameters, flops, memory, attention, loss_reason, strategy, source.dtype, adapter)
 
 
 def load_and_adapt(

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,11 +55,9 @@ class PackLoader:
             yield from self._epoch(cursor)
             cursor = Cursor(cursor.epoch + 1, 0)
 
-    def first_batch(self, cursor: Cursor) -> Batch:
-        """This rank's first micro-batch after `cursor`, read here and now."""
-        packs, order = self.order_of(cursor.epoch)
-        step = deal(order[cursor.packs : cursor.packs + self.shape.global_batch_size], self.shape)
-        return packed_sequence_thd_collater([packs[i] for i in step[0, self.dp_rank].tolist()])
+    def left_out(self, cursor: Cursor) -> dict[str, int]:
+        """Of packs that were planned beforehand this was said at the start."""
+        return {}
 
     def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
         packs, order = self.order_of(cursor.epoch)
@@ -91,7 +90,14 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         snapshot_every_n_steps=_NEVER,
+        worker_init_fn=_outlive_signals,
     )
+
+
+def _outlive_signals(worker: int) -> None:
+    """SLURM signals every process of a job: a worker goes on, so that the rank can finish its step and save."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def validation_batches(

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from automodel_lite.config import Config
 from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.distributed.mesh import MeshShape
-from automodel_lite.errors import DataError
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.packs import EMPTY_PACK, PackedDataset, TokenArrays
 from automodel_lite.packing.plan import plan_packs
 from automodel_lite.training.pack_order import epoch_order
-from automodel_lite.training.prepare import prepare_data
+from automodel_lite.training.prepare import StreamedData, prepare_data
 
 LARGEST_PACK_TOKENS = {"cpu": 512, "cuda": 4096}
 PACKS_A_RANK = 2
@@ -80,6 +80,8 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     if size < training_size:
         config = replace(config, packed_sequence={**config.packed_sequence, **smaller})
     data = prepare_data(config, shape)
+    if isinstance(data, StreamedData):
+        raise ConfigError("dataset.path is a stream: verify with a file of some of its documents.")
     packs = data.packs_of(0)
     num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()
