@@ -25,8 +25,8 @@ from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
 from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console, quiet_libraries
-from automodel_lite.loggers.jsonl import JsonlLogger
 from automodel_lite.loggers.start import position_line, start_lines
+from automodel_lite.loggers.tracker import open_metrics
 from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
@@ -36,8 +36,7 @@ from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.device_feed import DeviceFeed, ReadyStep
 from automodel_lite.training.failures import log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
-from automodel_lite.training.loader import StepBatches
-from automodel_lite.training.metrics import StepResult, Throughput, step_metrics, sum_counts
+from automodel_lite.training.metrics import Meter, StepResult, sum_counts
 from automodel_lite.training.optim import clip_gradients
 from automodel_lite.training.pack_order import Cursor
 from automodel_lite.training.plan import batch_shape
@@ -60,7 +59,7 @@ def main(config: Config) -> int:
     if message := folder.finished_message(config):
         Console(is_silent=rank() != 0).print(message)
         return 0
-    recipe = TrainFinetuneRecipe(config, folder)
+    recipe = TrainFinetuneRecipe(config)
     with recorded(folder, rank(), lambda: recipe.watchdog.doing), locked(folder.lock, is_first=rank() == 0):
         recipe.setup()
         return recipe.run()
@@ -69,9 +68,9 @@ def main(config: Config) -> int:
 class TrainFinetuneRecipe:
     """One run: built by `setup()`, trained by `run()`."""
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.folder = folder
+        self.folder = folder = RunFolder(config.output_dir)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
     def setup(self) -> None:
@@ -91,6 +90,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
+        self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.control, saver = open_control(config.mesh), open_control(config.mesh)
@@ -122,7 +122,9 @@ class TrainFinetuneRecipe:
                 self.report.to_json(self.folder.packing)
             self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
-        self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
+        is_first = self.mesh.rank == 0
+        self.metrics = open_metrics(self.config, self.folder, is_first, self.num_steps, self.extra, self.console.print)
+        self.extra = self.metrics.state()
         if not self.num_steps:
             self.metrics.log({"step": 0, **self.data.counts})
 
@@ -135,20 +137,19 @@ class TrainFinetuneRecipe:
         SIGNALS.defer()
         if self.owes_validation:
             self.validate()
-        throughput = Throughput()
         self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
             self.watchdog.beat(f"in step {self.num_steps + 1}")
-            throughput.start()
+            self.meter.start()
             ready = next(self.feed)
             batches = ready.batches
+            self.meter.lap("data")
             seed_all(self.config.seed, self.num_steps, self.mesh.rank)
             result = self.step(ready)
-            throughput.stop(result.counts, batches.wait_s)
+            self.meter.stop(result.counts, batches.wait_s)
             self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
             if self.num_steps == 1 or self.is_due(training.log_every_steps):
-                self.log(result, throughput, batches)
-                throughput = Throughput()
+                self.log(result, batches.epoch)
             if self.is_due(training.val_every_steps):
                 self.validate()
             if self.checkpointer.is_due(self.num_steps, self.is_due(self.config.checkpoint.every_steps)):
@@ -157,15 +158,18 @@ class TrainFinetuneRecipe:
 
     def step(self, ready: ReadyStep) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step."""
-        counts = sum_counts(ready.micro_batches, self.mesh)
+        counts = sum_counts(ready.micro_batches, self.mesh, self.costs)
         loss_sum = torch.zeros((), device=self.mesh.device)
         for number, part in enumerate(ready.parts, start=1):
             with self.model.accumulate(is_last=number == len(ready.parts)):
                 loss = self.model(part)
+                self.meter.lap("forward")
                 (loss * (self.model.mean_ranks / max(counts.num_label_tokens, 1))).backward()
+                self.meter.lap("backward")
             loss_sum += loss.detach()
         if self.num_steps + 1 < self.plan.max_steps:
             self.feed.stage()
+            self.meter.lap("data")
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
         if self.edge.agree(is_bad(loss_sum, grad_norm)):
@@ -175,6 +179,7 @@ class TrainFinetuneRecipe:
             self.bad_steps.good()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        self.meter.lap("optimizer")
         return StepResult(loss_sum, grad_norm, lr, counts)
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
@@ -189,11 +194,11 @@ class TrainFinetuneRecipe:
         """At every so many steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, throughput: Throughput, batches: StepBatches) -> None:
-        """One row on the screen and in metrics.jsonl."""
-        row = step_metrics(result, throughput, self.mesh, self.num_steps, batches.epoch, self.plan.max_steps)
+    def log(self, result: StepResult, epoch: int) -> None:
+        """One row on the screen, in metrics.jsonl and in the trackers."""
+        row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
-        self.metrics.log(asdict(row) | self.loader.left_out(self.cursor))
+        self.metrics.log(row.as_row() | self.loader.left_out(self.cursor))
 
     def validate(self) -> None:
         """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
@@ -210,6 +215,7 @@ class TrainFinetuneRecipe:
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
             self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+        self.meter.lap("validation")
         self.owes_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 
     def save(self, wait: bool = False) -> None:
@@ -222,6 +228,7 @@ class TrainFinetuneRecipe:
         self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
         is_last = self.num_steps == self.plan.max_steps
         self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, self.state, wait=wait or is_last)
+        self.meter.lap("checkpoint")
 
     def leave_early(self) -> int:
         """Saves the step that is done and says that the run goes on when the same command is started again."""
@@ -254,6 +261,7 @@ class TrainFinetuneRecipe:
         return 0
 
     def close(self) -> None:
+        self.metrics.log({"step": self.num_steps, **self.meter.rest()})
         self.watchdog.stop()
         self.metrics.close()
         self.mesh.close()

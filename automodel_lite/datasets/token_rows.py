@@ -7,6 +7,7 @@ offsets     0         4       7 …      int64 [N + 1]
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 from automodel_lite.thd import IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
+CONTENT_HASH = "content.sha256"
 
 
 class IndexedRows(ABC):
@@ -117,12 +119,15 @@ class RowsWriter:
         self._folder = folder
         self._files = {name: _open_array(folder / f"{name}.npy") for name in ("input_ids", "labels")}
         self._lengths: list[np.ndarray] = []
+        self._hashes = {name: hashlib.sha256() for name in self._files}
 
     def append(self, input_ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> None:
         """Adds documents that lie end to end in `input_ids` and `labels` [sum(lengths)]."""
         assert len(input_ids) == len(labels) == lengths.sum()
-        self._files["input_ids"].write(np.ascontiguousarray(input_ids, ID_DTYPE).data)
-        self._files["labels"].write(np.ascontiguousarray(labels, ID_DTYPE).data)
+        for name, values in (("input_ids", input_ids), ("labels", labels)):
+            data = np.ascontiguousarray(values, ID_DTYPE).data
+            self._files[name].write(data)
+            self._hashes[name].update(data)
         self._lengths.append(np.asarray(lengths, np.int64))
 
     def close(self) -> None:
@@ -131,6 +136,10 @@ class RowsWriter:
         for file in self._files.values():
             _finish_array(file, int(offsets[-1]))
         np.save(self._folder / "offsets.npy", offsets)
+        whole = hashlib.sha256(offsets.tobytes())
+        for digest in self._hashes.values():
+            whole.update(digest.digest())
+        (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 
 
 def _header(num_items: int) -> dict:

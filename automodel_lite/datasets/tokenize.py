@@ -20,11 +20,11 @@ from automodel_lite.datasets.mixture import Mixture, Rows, prefixed
 from automodel_lite.datasets.progress import Progress
 from automodel_lite.datasets.row_checks import RowCounts, Tally
 from automodel_lite.datasets.streaming import StreamingDataset
-from automodel_lite.datasets.token_rows import RowsWriter, load_rows
+from automodel_lite.datasets.token_rows import CONTENT_HASH, RowsWriter, load_rows
 from automodel_lite.datasets.tokenize_chunks import Job, OnBadRow, tokenize_chunks
 from automodel_lite.errors import ConfigError
 
-RULES_VERSION = "1"  # of rendering and masking; raised when the same input gives other rows
+RULES_VERSION = "2"  # of rendering and masking; raised when the same input gives other rows
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TokenizedData:
     val: Mapping[str, Rows]
     counts: dict[str, RowCounts]
     notes: tuple[str, ...]
-    fingerprint: str  # of all rows: other data, tokenizer, template or mask rule give another one
+    fingerprint: str  # of the training rows' content: other documents, tokenizer, template or mask rule change it
 
 
 def tokenize_documents(
@@ -95,7 +95,7 @@ def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir
         val={name.removeprefix("val/"): load_rows(e.folder) for name, e in entries.items() if name != "train"},
         counts={name: _read_counts(entry) for name, entry in entries.items()},
         notes=_notes(entries),
-        fingerprint=short_hash(json.dumps(_key(documents.identity, job), sort_keys=True)),
+        fingerprint=(entries["train"].folder / CONTENT_HASH).read_text()[:16],
     )
 
 

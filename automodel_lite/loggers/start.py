@@ -62,9 +62,17 @@ def _model(config: Config, built: BuiltModel) -> str:
     dtype = str(built.model.compute_dtype).removeprefix("torch.")
     masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
     return (
-        f"{lm.config.model_type} {source}: {built.num_parameters / 1e6:,.1f} M parameters, {dtype} compute, "
+        f"{lm.config.model_type} {source}: {count(built.num_parameters)} parameters, {dtype} compute, "
         f"{masters}, loss {built.loss}"
     )
+
+
+def count(number: float) -> str:
+    """8.03 B, 124 M, 37.2 k."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:,.{0 if number >= 100 * size else 1 if number >= 10 * size else 2}f} {unit}"
+    return f"{number:.0f}"
 
 
 def _packing(report: PackingReport) -> str:

@@ -17,6 +17,7 @@ from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.causal_lm import CausalLM, embedding_rows
+from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.loss_model import LossModel, head_is_plain
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
 
@@ -27,6 +28,7 @@ class BuiltModel:
 
     model: ParallelModel
     num_parameters: int
+    flops: StepFlops
     attention: str  # which kernel, and why
     loss: str
     strategy: str
@@ -42,7 +44,9 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
     lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
-    num_parameters = sum(p.numel() for p in lm.parameters())
+    size = model_size(source.config(tokenizer))
+    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    flops = step_flops(lm.config, size, trained if adapter else None)
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
     install(lm, kernel)
     cast_frozen(lm, dtype)
@@ -53,7 +57,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     if config.training.activation_checkpointing == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
-    return BuiltModel(model, num_parameters, reason, loss_reason, strategy, source.dtype, adapter)
+    return BuiltModel(model, size.parameters, flops, reason, loss_reason, strategy, source.dtype, adapter)
 
 
 def load_and_adapt(

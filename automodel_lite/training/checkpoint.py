@@ -8,12 +8,13 @@ A save that fails (no space, a network disk that is gone) costs a warning: it le
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -53,7 +54,7 @@ class _Save:
     path: Path
     began: float  # time.monotonic()
     num_bytes: int
-    error: Exception | None = None
+    error: BaseException | None = None  # CheckpointException is no Exception
     is_done: bool = False
     thread: threading.Thread | None = None
 
@@ -105,7 +106,7 @@ class Checkpointer:
         if self.newest == path:
             return True
         tensors, scalars = _flat_state(model, optimizer)
-        state = {**state, "optimizer_scalars": scalars}
+        state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy that nobody changes
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_owed = current, False
         if self.config.mode == "sync" or wait:
@@ -163,7 +164,7 @@ class Checkpointer:
             self.saver.on_first(
                 lambda: on_disk.complete(temporary, current.path, state, config_yaml(self.run_config), config.checksums)
             )
-        except Exception as error:  # whatever it is, the run goes on without this checkpoint
+        except (Exception, CheckpointException) as error:  # whatever it is, the run goes on without this checkpoint
             current.error = error
             if self.saver.is_first:
                 on_disk.clean(self.folder)
@@ -255,7 +256,7 @@ def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dic
     tensors = _model_state(model)
     scalars: JsonState = {}
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
-        if isinstance(value, Tensor):
+        if _is_tensor(value):
             tensors[f"optimizer.{name}"] = value
         elif not name.startswith("param_groups."):
             scalars[name] = value
@@ -270,11 +271,15 @@ def _model_state(model: nn.Module) -> dict[str, Tensor]:
 def _set_flat_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: JsonState
 ) -> None:
-    weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     set_model_state_dict(model, weights, options=_TRAINED)
-    values = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    values |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+    values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+    values |= {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
     set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor)
 
 
 def _cause(error: BaseException) -> str:

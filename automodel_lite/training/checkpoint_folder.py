@@ -69,7 +69,8 @@ def clean(folder: Path) -> None:
 def survey(folder: Path) -> tuple[list[Path], list[str]]:
     """Complete checkpoints, newest first, and a sentence on each folder that is not one."""
     complete, skipped = [], []
-    for path in sorted((p for p in folder.glob("step_*") if step_of(p) is not None), key=step_of, reverse=True):
+    by_step = {step: path for path in folder.glob("step_*") if (step := step_of(path)) is not None}
+    for _, path in sorted(by_step.items(), reverse=True):
         reason = why_incomplete(path)
         if reason:
             skipped.append(f"{path.name} is skipped: {reason}")

@@ -89,7 +89,9 @@ class PreparedData:
         """What the order of the data follows from, for checkpoints: other values are other data."""
         by_window = f"window, {shape.dp_size} data-parallel ranks x {shape.micro_batch_size}"
         return {
-            "tokens": self.tokens.fingerprint,
+            "documents": len(self.tokens.train),
+            "tokens": int(self.tokens.train.lengths.sum()),
+            "content": self.tokens.fingerprint,
             "packs": self.packs_of(0).plan.fingerprint(),
             "dealt": by_window if self.packer.balance == "window" else "the same on every layout",
         }

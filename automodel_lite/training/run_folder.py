@@ -162,6 +162,12 @@ def config_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
+def config_yaml_values(config: Config) -> dict[str, Any]:
+    """What `config_yaml` says, as nested dicts."""
+    values: Any = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
+    return dict(values)
+
+
 def saved_config(path: Path) -> dict[str, Any]:
     """A run's config.yaml as nested dicts."""
     saved = OmegaConf.to_container(OmegaConf.load(path))
