@@ -23,6 +23,7 @@ import torch
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
+from automodel_lite.distributed.cp_checks import check_ranks_read_alike
 from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.start import position_line, start_lines
@@ -34,8 +35,10 @@ from automodel_lite.models.export import export
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.device_feed import DeviceFeed, ReadyStep
+from automodel_lite.training.dry_run import dry_run
 from automodel_lite.training.failures import log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
+from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.metrics import Meter, StepResult, sum_counts
 from automodel_lite.training.optim import clip_gradients
 from automodel_lite.training.pack_order import Cursor
@@ -43,6 +46,7 @@ from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
 from automodel_lite.training.run_lock import locked
+from automodel_lite.training.samples import sample_answers
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
@@ -54,13 +58,18 @@ from automodel_lite.training.watchdog import Watchdog
 def main(config: Config) -> int:
     """Trains until the planned step, or until it is told to stop; returns the exit code."""
     quiet_libraries()
+    if config.dry_run:
+        return dry_run(config)
     folder = RunFolder(config.output_dir)
     config = folder.with_saved_layout(config)
     if message := folder.finished_message(config):
         Console(is_silent=rank() != 0).print(message)
         return 0
     recipe = TrainFinetuneRecipe(config)
-    with recorded(folder, rank(), lambda: recipe.watchdog.doing), locked(folder.lock, is_first=rank() == 0):
+    with (
+        recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text),
+        locked(folder.lock, is_first=rank() == 0),
+    ):
         recipe.setup()
         return recipe.run()
 
@@ -71,6 +80,7 @@ class TrainFinetuneRecipe:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = folder = RunFolder(config.output_dir)
+        self.memory_text = out_of_memory_text(config, None)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
     def setup(self) -> None:
@@ -90,6 +100,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
+        self.memory_text = out_of_memory_text(config, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
@@ -138,6 +149,8 @@ class TrainFinetuneRecipe:
         if self.owes_validation:
             self.validate()
         self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)
+        if self.num_steps < self.plan.max_steps:
+            check_ranks_read_alike(self.feed.peek().micro_batches[0], self.mesh.cp)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
             self.watchdog.beat(f"in step {self.num_steps + 1}")
             self.meter.start()
@@ -215,6 +228,9 @@ class TrainFinetuneRecipe:
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
             self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+        for prompt, answer in sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer):
+            self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
+            self.metrics.text(self.num_steps, prompt, answer)
         self.meter.lap("validation")
         self.owes_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 

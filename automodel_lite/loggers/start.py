@@ -34,11 +34,16 @@ def start_lines(
         ("model", _model(config, built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
-        ("data", data.documents.description),
-        *(("", note) for note in data.notes),
-        ("packing", _packing(report) if report else "while it is read: exact_fill over the next 256 documents"),
-        ("steps", _steps(plan, report)),
+        ("memory", str(built.memory)),
+        *data_lines(data),
+        ("packing", packing_text(report)),
+        ("steps", steps_text(plan, report)),
     ]
+
+
+def data_lines(data: PreparedData | StreamedData) -> list[Line]:
+    """Where the documents are from, and what became of them."""
+    return [("data", data.documents.description), *(("", note) for note in data.notes)]
 
 
 def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int) -> str:
@@ -75,7 +80,9 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _packing(report: PackingReport) -> str:
+def packing_text(report: PackingReport | None) -> str:
+    if report is None:
+        return "while it is read: exact_fill over the next 256 documents"
     lines = [
         f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
         f"{report.documents_per_pack_mean:.1f} documents a pack, fill {report.fill_frac:.1%} "
@@ -97,7 +104,7 @@ def _packing(report: PackingReport) -> str:
     return "\n".join([*lines, *([report.note] if report.note else [])])
 
 
-def _steps(plan: TrainingPlan, report: PackingReport | None) -> str:
+def steps_text(plan: TrainingPlan, report: PackingReport | None) -> str:
     shape = plan.shape
     epochs = f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}" if plan.num_epochs else " of a stream"
     documents = f" (about {report.documents_per_pack_mean * shape.global_batch_size:,.0f} documents)" if report else ""

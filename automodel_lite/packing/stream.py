@@ -15,11 +15,12 @@ import torch
 
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.exact_fill import LOOKAHEAD, ExactFill
-from automodel_lite.packing.packs import Document, lay_out
+from automodel_lite.packing.packs import flatten, lay_out
 
 OVERLONG_IN_STREAMS = ("drop", "truncate", "error")
 
 Place = tuple[int, int]  # number of a document in the stream, and of a row of it
+Document = dict[str, np.ndarray]  # input_ids, labels
 
 
 class StreamedPacks(torch.utils.data.IterableDataset):
@@ -66,8 +67,9 @@ class StreamedPacks(torch.utils.data.IterableDataset):
         return self
 
     def __next__(self) -> dict[str, Any]:
-        documents = [self._held.pop(number)[1] for number in next(self._packs)]
-        return lay_out(documents, self.packed_sequence_size, self.slot_multiple, self.padding_idx)
+        rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
+        starts, lengths = rows.offsets[:-1], np.diff(rows.offsets)
+        return lay_out(rows, starts, lengths, self.packed_sequence_size, self.slot_multiple, self.padding_idx)
 
     def state_dict(self) -> dict[str, Any]:
         """{"cursor": documents read, "piece": rows read of the one behind, "waiting": [document, row] of those that are
@@ -132,12 +134,12 @@ class StreamedPacks(torch.utils.data.IterableDataset):
                 self.num_dropped += 1
                 return False
             input_ids, labels = input_ids[: self.packed_sequence_size], labels[: self.packed_sequence_size]
-        self._held[self._arrived] = (place, (input_ids, labels))
+        self._held[self._arrived] = (place, {"input_ids": input_ids, "labels": labels})
         self._arrived += 1
         return True
 
     def _slots(self, document: Document) -> int:
-        return -(-len(document[0]) // self.slot_multiple)
+        return -(-len(document["input_ids"]) // self.slot_multiple)
 
 
 def _rows(rows: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:

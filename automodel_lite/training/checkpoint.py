@@ -247,7 +247,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    weights = {name.removeprefix("model."): value for name, value in tensors.items()}
+    weights: dict[str, Any] = {name.removeprefix("model."): value for name, value in tensors.items()}
     set_model_state_dict(model, weights, options=_TRAINED)
 
 
@@ -265,7 +265,15 @@ def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dic
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Any] = get_model_state_dict(model, options=_TRAINED)
-    return {f"model.{name}": value for name, value in state.items()}
+    seconds = _second_names(model)
+    return {f"model.{name}": value for name, value in state.items() if name not in seconds}
+
+
+def _second_names(model: nn.Module) -> set[str]:
+    """The other names of tied weights: one copy is enough. By identity, so that all ranks find the same ones."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}
 
 
 def _set_flat_state(

@@ -50,10 +50,15 @@ class DeviceFeed:
         if self._staged is None:
             self._staged = self._read()
 
-    def __next__(self) -> ReadyStep:
+    def peek(self) -> ReadyStep:
+        """The step that comes next."""
         self.stage()
-        ready, self._staged = self._staged, None
-        assert ready is not None
+        assert self._staged is not None
+        return self._staged
+
+    def __next__(self) -> ReadyStep:
+        ready = self.peek()
+        self._staged = None
         if self._copies is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._copies)

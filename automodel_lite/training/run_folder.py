@@ -29,6 +29,7 @@ FREE_SETTINGS = (
     "name",
     "output_dir",
     "cache_dir",
+    "dry_run",
     "dataloader.num_workers",
     "dataloader.prefetch_factor",
     "dataloader.pin_memory",
@@ -44,6 +45,7 @@ FREE_SETTINGS = (
     "training.stop_margin_s",
     "training.stuck_after_s",
     "checkpoint",
+    "samples",
     "evaluation",
     "logger",
 )

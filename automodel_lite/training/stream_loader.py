@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
@@ -26,7 +27,7 @@ from automodel_lite.datasets.token_stream import TokenStream
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.packer import Packer
-from automodel_lite.packing.packs import lay_out
+from automodel_lite.packing.packs import flatten, lay_out
 from automodel_lite.packing.stream import StreamedPacks
 from automodel_lite.training.loader import StepBatches
 from automodel_lite.training.pack_order import BatchShape, Cursor
@@ -127,7 +128,9 @@ class StreamLoader:
 
     def _collate(self, packs: list[Pack | None]) -> dict[str, Any]:
         packer = self.packer
-        empty = lay_out([], packer.packed_sequence_size, packer.slot_multiple, packer.padding_idx)
+        none = np.zeros(0, np.int64)
+        size = packer.packed_sequence_size
+        empty = lay_out(flatten([]), none, none, size, packer.slot_multiple, packer.padding_idx)
         batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
         pins = self.config.pin_memory and torch.cuda.is_available()
         return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
