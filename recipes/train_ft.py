@@ -182,6 +182,7 @@ class TrainFinetuneRecipe:
             loss_sum += loss.detach()
         if self.num_steps + 1 < self.plan.max_steps:
             self.feed.stage()
+            self.meter.lap("data")
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
         if self.edge.agree(is_bad(loss_sum, grad_norm)):
