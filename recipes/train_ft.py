@@ -92,8 +92,8 @@ class TrainFinetuneRecipe:
         self.model = self.built.model
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
-        self.control, saver = open_control(config.mesh), open_control(config.mesh)
-        self.checkpointer = Checkpointer(self.folder, config, self.control, saver, self.console.print)
+        self.control, self.patient = open_control(config.mesh), open_control(config.mesh, is_patient=True)
+        self.checkpointer = Checkpointer(self.folder, config, self.control, self.patient, self.console.print)
         deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
         self.edge = StepEdge(self.control, deadline, self.checkpointer, SIGNALS)
         self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
@@ -244,6 +244,7 @@ class TrainFinetuneRecipe:
         return 0
 
     def close(self) -> None:
+        self.patient.barrier()  # launchers end the job soon after its first process
         self.watchdog.stop()
         self.metrics.close()
         self.mesh.close()
