@@ -43,7 +43,7 @@ from automodel_lite.training.pack_order import Cursor
 from automodel_lite.training.plan import batch_shape, training_plan
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
-from automodel_lite.training.run_lock import locked
+from automodel_lite.training.run_lock import RunLock
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
@@ -60,7 +60,7 @@ def main(config: Config) -> int:
         Console(is_silent=rank() != 0).print(message)
         return 0
     recipe = TrainFinetuneRecipe(config, folder)
-    with recorded(folder, rank(), lambda: recipe.watchdog.doing), locked(folder.lock, is_first=rank() == 0):
+    with recorded(folder, rank(), lambda: recipe.watchdog.doing), recipe.lock:
         recipe.setup()
         return recipe.run()
 
@@ -71,12 +71,14 @@ class TrainFinetuneRecipe:
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self.config = config
         self.folder = folder
+        self.lock = RunLock(folder.lock)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
         self.console = Console(is_silent=rank() != 0)
+        self.lock.check()
         shape = mesh_shape(config.mesh, world_size())
         batches = batch_shape(config.training, shape.dp)
         self.source: CausalLM = build(config.model)
@@ -105,6 +107,7 @@ class TrainFinetuneRecipe:
         self.owes_validation, self.val_loss = False, None  # of this step
         self.extra: dict[str, Any] = {}  # what loggers keep over restarts, small and JSON
         self.origin = None
+        self.control.on_first(self.lock.acquire)
         state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
         fingerprint = self.data.fingerprint(self.loader.shape)
         if state:

@@ -118,6 +118,7 @@ def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: 
 def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     """SLURM_JOB_END_TIME alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
     job = submit(cluster, "slurm.sbatch", tmp_path, "training.stop_margin_s=580", "training.max_steps=100000")
+    wait_for_steps(tmp_path, 0)
     wait_for_state(cluster, job, tmp_path, "PENDING")
     assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"] == "the time is nearly up"
     cluster.call("scancel", job)
