@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -197,6 +198,7 @@ def _leave(message: str, code: int) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_mistake = code == CONFIG_EXIT
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends the ranks that wait
     if rank == 0 or not is_mistake:
         prefix = "" if rank == 0 else f"[rank {rank}] "
         print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)

@@ -104,12 +104,21 @@ class SecurityConfig:
 
 
 @dataclass
+class SamplesConfig:
+    """What the model in training is asked at each validation."""
+
+    prompts: list[str] = field(default_factory=list)  # ["What is the capital of France?"]; none = nothing is asked
+    max_new_tokens: int = 48
+
+
+@dataclass
 class Config:
     """Everything a run is made of, in the order the data meets it."""
 
     name: str = MISSING  # the run's folder is output_dir
     seed: int = 0
     output_dir: str = "runs/${name}"
+    dry_run: bool = False  # compose, check, count, estimate memory and steps, and stop
     cache_dir: str | None = None  # tokens and trained tokenizers; null = ~/.cache/automodel_lite
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)
@@ -125,6 +134,7 @@ class Config:
     lr_scheduler: Part = field(default_factory=dict)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: Part = field(default_factory=dict)
     logger: Part = field(default_factory=dict)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -148,6 +158,7 @@ AT_LEAST = {
     "training.val_every_steps": 0,
     "training.max_grad_norm": 0,
     "training.num_threads": 0,
+    "samples.max_new_tokens": 1,
     "checkpoint.every_steps": 0,
     "checkpoint.keep_last": 1,
     "checkpoint.keep_best": 0,

@@ -1,8 +1,9 @@
 """Pack counts, CPU seconds and memory of the packing engine beside its peers, on the same lengths in one run.
 
     python -m benchmarks.packing plans    packs of every strategy and peer on nine mixes of lengths
-    python -m benchmarks.packing growth   CPU seconds from 10^4 to 10^7 documents, peak memory at the end
+    python -m benchmarks.packing growth   CPU seconds from 10^4 to 10^7 documents
     python -m benchmarks.packing read     plan + lazy read through the collater, and pack_dataset, beside the reference
+    python -m benchmarks.packing memory   peak memory of plans of 10^7 documents, and of reading
     python -m benchmarks.packing hard     column generation on narrow mixes
     python -m benchmarks.packing balance  slowest rank over the mean, before and after dealing
 
@@ -13,6 +14,8 @@ Seconds are CPU seconds of this process. Peers that are not installed are named 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import importlib.util
 import multiprocessing
 import re
@@ -23,11 +26,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 
 from automodel_lite.packing.balance import CostModel, deal, imbalance, pack_costs
-from automodel_lite.packing.histogram import best_fit, lower_bound
+from automodel_lite.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.packing.order import seeded_order
 from automodel_lite.packing.packs import PackedDataset, TokenArrays, pack_dataset
 from automodel_lite.packing.plan import plan_packs
@@ -137,11 +141,11 @@ def cpu_seconds(run: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - start
 
 
-def peak_mib(run: Callable[[], Any]) -> float:
-    """Peak resident memory of `run` above what was there before, in a forked process."""
+def peak_mib(run: Callable[[Any], Any], make: Callable[[int], Any], n: int) -> float:
+    """Peak resident memory of run(input) above what was there with its input, in a process of its own."""
     context = multiprocessing.get_context("fork")
     pipe, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_measured, args=(run, theirs))
+    process = context.Process(target=_measured, args=(run, make, n, theirs))
     process.start()
     theirs.close()
     grown = pipe.recv()
@@ -149,10 +153,13 @@ def peak_mib(run: Callable[[], Any]) -> float:
     return grown
 
 
-def _measured(run: Callable[[], Any], pipe: Any) -> None:
+def _measured(run: Callable[[Any], Any], make: Callable[[int], Any], n: int, pipe: Any) -> None:
+    rows = make(n)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again and hide the growth
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = _status_kib("VmRSS")
-    keep = run()
+    keep = run(rows)
     pipe.send((_status_kib("VmHWM") - before) / 1024)
     del keep
 
@@ -164,7 +171,7 @@ def _status_kib(field: str) -> int:
 
 
 def plans(n: int) -> None:
-    peers = present_peers()
+    peers = present_peers() if n <= 100_000 else {}  # an hour at a million; see `growth`
     print(f"{n:,} documents: packs over the lower bound (fill), CPU seconds")
     for name, lengths, size in mixes(n):
         histogram = np.bincount(lengths, minlength=size + 1)
@@ -192,7 +199,7 @@ def growth(most: int) -> None:
         bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
         _, plain_s = cpu_seconds(lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c))
         print(f"\n{n:,} documents, lower bound {bound:,}\n  best-fit (histogram, count only)  {plain_s:9.3f} s")
-        found: dict[str, tuple[int, float]] = {}
+        found = {"best-fit, assigned": cpu_seconds(lambda x=lengths, c=size: best_fit_plan(x, c))}
         for strategy in ("global", "exact_fill"):
             plan, s = cpu_seconds(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
             found[strategy] = (len(plan), s)
@@ -204,50 +211,94 @@ def growth(most: int) -> None:
                 f"  {label:<20}{packs - bound:>+8,} packs  {s:9.3f} s  {s / own_s:8.1f} x global  "
                 f"{s / plain_s:8.1f} x best-fit  {n / s / 1e6:7.2f} M documents/s"
             )
-    for strategy in ("global", "exact_fill"):
-        mib = peak_mib(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
-        print(f"peak memory of {strategy} above its input: {mib:,.0f} MiB for {n:,} documents")
+
+
+def best_fit_plan(lengths: np.ndarray, size: int) -> int:
+    """What peers' best-fit does: no refinement, a list of documents for each pack."""
+    _, offsets = assign(best_fit(np.bincount(lengths, minlength=size + 1), size), lengths, size, 0, 0)
+    return len(offsets) - 1
 
 
 def read(n: int) -> None:
-    from automodel_lite.collate import packed_sequence_thd_collater
-
     torch.set_num_threads(1)
-    lengths, size = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
-    rows = TokenArrays(tokens, tokens, offsets)
-    samples = [{"input_ids": tokens[a:b].tolist(), "labels": tokens[a:b].tolist()} for a, b in pairwise(offsets)]
-    total = int(offsets[-1])
-    print(f"{n:,} documents, {total:,} tokens, packs of {size}, batches of 4 packs")
+    total = int(read_lengths(n).sum())
+    print(f"{n:,} documents, {total:,} tokens, packs of {READ_SIZE}, batches of 4 packs")
+    for name, (run, make) in readers().items():
+        rows = make(n)
+        _, s = cpu_seconds(lambda run=run, rows=rows: run(rows))
+        print(f"  {name:<34}{s:8.2f} s  {total / s / 1e6:8.2f} M tokens/s")
 
-    def lazily() -> None:
-        packs = PackedDataset(rows, plan_packs(lengths, size))
-        for start in range(0, len(packs) // 4 * 4, 4):
-            packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
 
-    def collated(packs: Any) -> None:
-        for start in range(0, len(packs) // 4 * 4, 4):
-            packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
+def memory(n: int) -> None:
+    for strategy in ("global", "exact_fill"):
+        mib = peak_mib(lambda lengths, st=strategy: plan_packs(lengths, READ_SIZE, strategy=st), read_lengths, n)
+        print(f"  plan of {n:,} documents, {strategy}: {mib:,.0f} MiB above the lengths")
+    few = n // 200
+    for name, (run, make) in readers().items():
+        print(f"  {few:,} documents, {name}: {peak_mib(run, make, few):,.0f} MiB above its input")
 
-    runs: dict[str, Callable[[], Any]] = {
-        "plan + lazy read + collater": lazily,
-        "pack_dataset": lambda: pack_dataset(samples, "train", size),
-        "pack_dataset + collater": lambda: collated(pack_dataset(samples, "train", size)),
+
+READ_SIZE = 2048
+
+
+def read_lengths(n: int) -> np.ndarray:
+    return log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048)
+
+
+def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
+    """What `read` and `memory` measure: name -> (run on the input, make the input of n documents)."""
+    found: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
+        "plan + lazy read": (lambda rows: each(lazy(rows)), token_arrays),
+        "plan + lazy read + collater": (lambda rows: collated(lazy(rows)), token_arrays),
+        "pack_dataset of lists": (lambda rows: pack_dataset(rows, "train", READ_SIZE), samples),
+        "pack_dataset of Arrow": (lambda rows: pack_dataset(rows, "train", READ_SIZE), arrow),
+        "pack_dataset of Arrow + collater": (lambda rows: collated(pack_dataset(rows, "train", READ_SIZE)), arrow),
     }
     if importlib.util.find_spec("nemo_automodel"):
         from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset as reference
 
-        runs["reference pack_dataset"] = lambda: reference(samples, "train", size)
-        runs["reference + collater"] = lambda: collated(reference(samples, "train", size))
+        found["reference, lists"] = (lambda rows: reference(rows, "train", READ_SIZE), samples)
+        found["reference, Arrow"] = (lambda rows: reference(rows, "train", READ_SIZE), arrow)
+        found["reference, Arrow + collater"] = (lambda rows: collated(reference(rows, "train", READ_SIZE)), arrow)
     if importlib.util.find_spec("torchtune"):
         from torchtune.datasets import PackedDataset as TorchtunePacked
 
-        torchtune_samples = [{"tokens": sample["input_ids"], "labels": sample["labels"]} for sample in samples]
-        runs["torchtune PackedDataset"] = lambda: TorchtunePacked(torchtune_samples, max_seq_len=size)
-    for name, run in runs.items():
-        _, s = cpu_seconds(run)
-        print(f"  {name:<30}{s:8.2f} s  {total / s / 1e6:8.2f} M tokens/s  peak {peak_mib(run):8,.0f} MiB")
+        found["torchtune, lists"] = (
+            lambda rows: TorchtunePacked(rows, max_seq_len=READ_SIZE),
+            lambda n: samples(n, "tokens"),
+        )
+    return found
+
+
+def token_arrays(n: int) -> TokenArrays:
+    offsets = np.concatenate([[0], np.cumsum(read_lengths(n))])
+    tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
+    return TokenArrays(tokens, tokens.copy(), offsets)
+
+
+def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
+    flat = token_arrays(n)
+    return [{ids: flat.input_ids[a:b].tolist(), "labels": flat.labels[a:b].tolist()} for a, b in pairwise(flat.offsets)]
+
+
+def arrow(n: int) -> datasets.Dataset:
+    return datasets.Dataset.from_list(samples(n))
+
+
+def lazy(rows: TokenArrays) -> PackedDataset:
+    return PackedDataset(rows, plan_packs(np.diff(rows.offsets), READ_SIZE))
+
+
+def each(packs: PackedDataset) -> None:
+    for i in range(len(packs)):
+        packs[i]
+
+
+def collated(packs: Any) -> None:
+    from automodel_lite.collate import packed_sequence_thd_collater
+
+    for start in range(0, len(packs) // 4 * 4, 4):
+        packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
 
 
 def hard(n: int) -> None:
@@ -296,6 +347,7 @@ PARTS: dict[str, tuple[Callable[[int], None], int]] = {
     "plans": (plans, 1_000_000),
     "growth": (growth, 10_000_000),
     "read": (read, 50_000),
+    "memory": (memory, 10_000_000),
     "hard": (hard, 100_000),
     "balance": (balance, 1_000_000),
 }

@@ -34,7 +34,13 @@ from automodel_lite.collate import pack_features_for_thd, packed_sequence_thd_co
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
-FAMILIES = ["apertus", "arcee", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "lfm2", "llama", "llama4_text", "mamba", "mamba2", "minimax", "ministral", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm"]
+FAMILIES = """
+    apertus arcee bitnet cohere cohere2 deepseek_v2 deepseek_v3 doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon
+    falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_neo gpt_neox gpt_oss gptj
+    granite granitemoe granitemoehybrid helium hunyuan_v1_dense hunyuan_v1_moe jamba lfm2 llama llama4_text mamba mamba2
+    minimax ministral mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 stablelm starcoder2 vaultgemma xglm
+"""
 LENGTHS = [23, 5, 14]
 WINDOW = 8
 EXACT = 1e-5
@@ -125,7 +131,7 @@ class Finding:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--families", nargs="*", default=FAMILIES)
+    parser.add_argument("--families", nargs="*", default=FAMILIES.split())
     parser.add_argument("--write", type=Path, help="a Markdown file to write")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -222,7 +228,9 @@ def native_packing(model: PreTrainedModel, batch: ThdBatch, want: Result) -> str
             model.set_attn_implementation(implementation)
             inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], "use_cache": False}
             difference = largest_difference(backward(model, model(**inputs).logits[0], batch.labels), want)
-            words.append(f"{implementation} exact" if difference < EXACT else f"{implementation} off by {difference:.0e}")
+            words.append(
+                f"{implementation} exact" if difference < EXACT else f"{implementation} off by {difference:.0e}"
+            )
         except Exception:
             words.append(f"{implementation} fails")
     return ", ".join(words)
@@ -234,19 +242,21 @@ def first_line(error: Exception) -> str:
 
 def markdown(findings: Iterable[Finding]) -> str:
     findings = list(findings)
-    counts = {verdict: [f for f in findings if f.verdict == verdict] for verdict in ("exact", "refused", "WRONG", "not tried")}
+    counts = {
+        verdict: [f for f in findings if f.verdict == verdict] for verdict in ("exact", "refused", "WRONG", "not tried")
+    }
     lines = [
         "# Model families on packed sequences",
         "",
         "Written by `python benchmarks/survey_models.py --write docs/models.md`: do not edit, run it again.",
         "",
-        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, fp32 on CPU, tiny random models. "
-        f"Documents of {LENGTHS} tokens, one forward and backward each through the family's own eager attention, against "
-        "one packed forward and backward on the reference kernel. The number is the largest difference of logits and "
-        "gradients, relative to the largest logit and gradient; exact means below 1e-5.",
+        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, fp32 on CPU, tiny random "
+        f"models. Documents of {LENGTHS} tokens, one forward and backward each through the family's eager attention, "
+        "against one packed forward and backward on the reference kernel. The number is the largest difference of "
+        "logits and gradients, relative to the largest logit and gradient; exact means below 1e-5.",
         "",
-        f"**{len(counts['exact'])} exact, {len(counts['refused'])} refused at start-up, {len(counts['WRONG'])} wrong.** "
-        "A refusal is a sentence before training starts, never a quiet leak.",
+        f"**{len(counts['exact'])} exact, {len(counts['refused'])} refused at start-up, {len(counts['WRONG'])} "
+        "wrong.** A refusal is a sentence before training starts, never a quiet leak.",
         "",
         "| family | packed here | transformers' own packing (position_ids, use_cache=False) |",
         "|---|---|---|",

@@ -47,8 +47,8 @@ def main() -> None:
         assert num_tokens == data.train.num_tokens
     alone, ours = statistics.median(alone_s), statistics.median(ours_s)
     print(f"{len(texts):,} documents, {num_tokens:,} tokens, {num_cores()} cores")
-    print(f"tokenizer alone {num_tokens / alone:,.0f} tokens/s   (spread {min(alone_s):.2f}–{max(alone_s):.2f} s)")
-    print(f"ours            {num_tokens / ours:,.0f} tokens/s   (spread {min(ours_s):.2f}–{max(ours_s):.2f} s)")
+    print(f"tokenizer alone {num_tokens / alone:,.0f} tokens/s   (spread {min(alone_s):.2f} to {max(alone_s):.2f} s)")
+    print(f"ours            {num_tokens / ours:,.0f} tokens/s   (spread {min(ours_s):.2f} to {max(ours_s):.2f} s)")
     print(f"ratio           {alone / ours:.2f}")
 
 

@@ -16,7 +16,6 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,29 +23,34 @@ import torch
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
+from automodel_lite.distributed.cp_checks import check_ranks_read_alike
 from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console, quiet_libraries
-from automodel_lite.loggers.jsonl import JsonlLogger
 from automodel_lite.loggers.start import position_line, start_lines
+from automodel_lite.loggers.tracker import open_metrics
 from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export
-from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.checkpoint import Checkpointer
+from automodel_lite.training.device_feed import DeviceFeed, ReadyStep
+from automodel_lite.training.dry_run import dry_run
 from automodel_lite.training.failures import log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
-from automodel_lite.training.loader import PackLoader, StepBatches
-from automodel_lite.training.metrics import StepResult, Throughput, step_metrics, sum_counts
+from automodel_lite.training.memory import out_of_memory_text
+from automodel_lite.training.metrics import Meter, StepResult, sum_counts
 from automodel_lite.training.optim import clip_gradients
 from automodel_lite.training.pack_order import Cursor
-from automodel_lite.training.plan import batch_shape, training_plan
+from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
 from automodel_lite.training.run_lock import RunLock
+from automodel_lite.training.samples import sample_answers
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
+from automodel_lite.training.stream_loader import gather_cursor
 from automodel_lite.training.validation import validation_loss
 from automodel_lite.training.watchdog import Watchdog
 
@@ -54,13 +58,15 @@ from automodel_lite.training.watchdog import Watchdog
 def main(config: Config) -> int:
     """Trains until the planned step, or until it is told to stop; returns the exit code."""
     quiet_libraries()
+    if config.dry_run:
+        return dry_run(config)
     folder = RunFolder(config.output_dir)
     config = folder.with_saved_layout(config)
     if message := folder.finished_message(config):
         Console(is_silent=rank() != 0).print(message)
         return 0
-    recipe = TrainFinetuneRecipe(config, folder)
-    with recorded(folder, rank(), lambda: recipe.watchdog.doing), recipe.lock:
+    recipe = TrainFinetuneRecipe(config)
+    with recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text), recipe.lock:
         recipe.setup()
         return recipe.run()
 
@@ -68,10 +74,11 @@ def main(config: Config) -> int:
 class TrainFinetuneRecipe:
     """One run: built by `setup()`, trained by `run()`."""
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.folder = folder
+        self.folder = folder = RunFolder(config.output_dir)
         self.lock = RunLock(folder.lock)
+        self.memory_text = out_of_memory_text(config, None)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
     def setup(self) -> None:
@@ -83,15 +90,17 @@ class TrainFinetuneRecipe:
         batches = batch_shape(config.training, shape.dp)
         self.source: CausalLM = build(config.model)
         self.data = prepare_data(config, shape)
-        self.plan = training_plan(config.training, self.data.packs_of, batches)
+        self.plan = self.data.plan(config.training, batches)
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         self.costs = cost_model(self.source.config(self.data.tokenizer))
-        order_of = partial(self.data.order_of, config=config, shape=batches, costs=self.costs)
-        self.loader = PackLoader(order_of, batches, self.mesh.dp_rank, config.dataloader)
+        self.loader = self.data.loader(config, batches, self.mesh, self.costs)
+        self.report = self.data.report(batches, self.costs)
         seed_all(config.seed, "model")
         self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
+        self.memory_text = out_of_memory_text(config, self.built.memory)
+        self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.control, self.patient = open_control(config.mesh), open_control(config.mesh, is_patient=True)
@@ -120,74 +129,88 @@ class TrainFinetuneRecipe:
         if self.mesh.rank == 0:
             self.folder.open(self.config, self.loader.shape.global_batch_size, self.data.packer.slot_multiple)
             self.folder.write_status("running", self.num_steps)
-            self.data.report(self.loader.shape, self.costs).to_json(self.folder.packing)
+            if self.report:
+                self.report.to_json(self.folder.packing)
             self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
-        self.metrics = JsonlLogger(self.folder.metrics, is_silent=self.mesh.rank != 0)
+        is_first = self.mesh.rank == 0
+        self.metrics = open_metrics(self.config, self.folder, is_first, self.num_steps, self.extra, self.console.print)
+        self.extra = self.metrics.state()
+        if not self.num_steps:
+            self.metrics.log({"step": 0, **self.data.counts})
 
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
-        report = self.data.report(self.loader.shape, self.costs)
-        for topic, text in start_lines(self.config, self.data, report, self.built, self.mesh, self.plan):
+        for topic, text in start_lines(self.config, self.data, self.report, self.built, self.mesh, self.plan):
             self.console.say(topic, text)
         self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
         SIGNALS.defer()
         if self.owes_validation:
             self.validate()
-        throughput = Throughput()
-        steps = self.loader.steps(self.cursor)
+        self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)
+        if self.num_steps < self.plan.max_steps:
+            check_ranks_read_alike(self.feed.peek().micro_batches[0], self.mesh.cp)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
             self.watchdog.beat(f"in step {self.num_steps + 1}")
-            throughput.start()
-            batches = next(steps)
+            self.meter.start()
+            ready = next(self.feed)
+            batches = ready.batches
+            self.meter.lap("data")
             seed_all(self.config.seed, self.num_steps, self.mesh.rank)
-            result = self.step(batches)
-            throughput.stop(result.counts, batches.wait_s)
+            result = self.step(ready)
+            self.meter.stop(result.counts, batches.wait_s)
             self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
             if self.num_steps == 1 or self.is_due(training.log_every_steps):
-                self.log(result, throughput, batches)
-                throughput = Throughput()
+                self.log(result, batches.epoch)
             if self.is_due(training.val_every_steps):
                 self.validate()
             if self.checkpointer.is_due(self.num_steps, self.is_due(self.config.checkpoint.every_steps)):
                 self.save()
         return self.leave_early() if self.edge.stop_reason else self.finish()
 
-    def step(self, batches: StepBatches) -> StepResult:
+    def step(self, ready: ReadyStep) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step."""
-        micro_batches = [to_thd(batch) for batch in batches.micro_batches]
-        counts = sum_counts(micro_batches, self.mesh)
+        counts = sum_counts(ready.micro_batches, self.mesh, self.costs)
         loss_sum = torch.zeros((), device=self.mesh.device)
-        for number, batch in enumerate(micro_batches, start=1):
-            with self.model.accumulate(is_last=number == len(micro_batches)):
-                loss = self.model(self.this_ranks_part(batch))
+        for number, part in enumerate(ready.parts, start=1):
+            with self.model.accumulate(is_last=number == len(ready.parts)):
+                loss = self.model(part)
+                self.meter.lap("forward")
                 (loss * (self.model.mean_ranks / max(counts.num_label_tokens, 1))).backward()
+                self.meter.lap("backward")
             loss_sum += loss.detach()
+        if self.num_steps + 1 < self.plan.max_steps:
+            self.feed.stage()
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
         if self.edge.agree(is_bad(loss_sum, grad_norm)):
-            self.bad_steps.bad(self.num_steps + 1, batches.pack_ids, micro_batches, loss_sum, grad_norm)
+            self.bad_steps.bad(self.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, loss_sum, grad_norm)
         else:
             self.optimizer.step()
             self.bad_steps.good()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        self.meter.lap("optimizer")
         return StepResult(loss_sum, grad_norm, lr, counts)
+
+    def shard(self, batch: ThdBatch) -> ThdBatch:
+        """The tokens of this context-parallel rank."""
+        return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange)
 
     def this_ranks_part(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank, on its device."""
-        return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange).to(self.mesh.device)
+        return self.shard(batch).to(self.mesh.device)
 
     def is_due(self, every_steps: int) -> bool:
         """At every so many steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, throughput: Throughput, batches: StepBatches) -> None:
-        """One row on the screen and in metrics.jsonl."""
-        row = step_metrics(result, throughput, self.mesh, self.num_steps, batches.epoch, self.plan.max_steps)
+    def log(self, result: StepResult, epoch: int) -> None:
+        """One row on the screen, in metrics.jsonl and in the trackers."""
+        row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
-        self.metrics.log(asdict(row))
+        self.metrics.log(row.as_row() | self.loader.left_out(self.cursor))
 
     def validate(self) -> None:
         """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
@@ -204,6 +227,10 @@ class TrainFinetuneRecipe:
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
             self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+        for prompt, answer in sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer):
+            self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
+            self.metrics.text(self.num_steps, prompt, answer)
+        self.meter.lap("validation")
         self.owes_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 
     def save(self, wait: bool = False) -> None:
@@ -211,10 +238,12 @@ class TrainFinetuneRecipe:
         if self.bad_steps.in_a_row:
             return
         self.watchdog.beat(f"saving step {self.num_steps}")
-        self.state |= {"step": self.num_steps, "cursor": asdict(self.cursor), "extra": self.extra}
+        cursor = asdict(gather_cursor(self.cursor, self.mesh))
+        self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
         self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
         is_last = self.num_steps == self.plan.max_steps
         self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, self.state, wait=wait or is_last)
+        self.meter.lap("checkpoint")
 
     def leave_early(self) -> int:
         """Saves the step that is done and says that the run goes on when the same command is started again."""
@@ -247,6 +276,7 @@ class TrainFinetuneRecipe:
         return 0
 
     def close(self) -> None:
+        self.metrics.log({"step": self.num_steps, **self.meter.rest()})
         self.patient.barrier()  # launchers end the job soon after its first process
         self.watchdog.stop()
         self.metrics.close()

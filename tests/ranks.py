@@ -71,8 +71,10 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 def _rank(pipe: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple) -> None:
     import torch
     import torch.distributed as dist
+    import transformers
 
     torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(

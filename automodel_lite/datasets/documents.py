@@ -39,12 +39,26 @@ class DocumentRows(Protocol):
 class Documents(Protocol):
     """A dataset, before tokenising."""
 
-    train: DocumentRows
-    val: Mapping[str, DocumentRows]
-    kind: str  # messages | prompt_completion | text | tokens
-    questions: Sequence[Question]
-    description: str  # one line for the start-up block
-    identity: str  # what the cache key says of the data; another identity is other data
+    @property
+    def train(self) -> DocumentRows: ...
+
+    @property
+    def val(self) -> Mapping[str, DocumentRows]: ...
+
+    @property
+    def kind(self) -> str:
+        """messages | prompt_completion | text | tokens | mixture"""
+
+    @property
+    def questions(self) -> Sequence[Question]: ...
+
+    @property
+    def description(self) -> str:
+        """One line for the start-up block."""
+
+    @property
+    def identity(self) -> str:
+        """What the cache key says of the data; another identity is other data."""
 
 
 @dataclass(frozen=True)

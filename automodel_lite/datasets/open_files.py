@@ -44,7 +44,7 @@ def open_source(path: str | Sequence[str], name: str | None, split: str, key: st
         shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
         identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
         return Source(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
-    if len(paths) != 1 or _looks_local(paths[0]):
+    if len(paths) != 1 or looks_local(paths[0]):
         raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
     return _open_hub(paths[0], name, split, key)
 
@@ -72,7 +72,7 @@ def _kind(path: Path) -> str:
     return (path.suffixes[-2] if compressed else path.suffix).lower()
 
 
-def _looks_local(path: str) -> bool:
+def looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or _kind(Path(path)) in KINDS or "*" in path
 
 
@@ -178,15 +178,15 @@ class ArrowRows:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> RawRow:
-        return {column: _without_nulls(value) for column, value in self.dataset[int(index)].items()}
+        return {column: without_nulls(value) for column, value in self.dataset[int(index)].items()}
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index + 1}]"
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [_without_nulls(item) for item in value]
+        return [without_nulls(item) for item in value]
     return value

@@ -19,6 +19,7 @@ from automodel_lite.datasets.memmap import MemmapCorpus, check_token_ids
 from automodel_lite.datasets.mixture import Mixture, Rows, prefixed
 from automodel_lite.datasets.progress import Progress
 from automodel_lite.datasets.row_checks import RowCounts, Tally
+from automodel_lite.datasets.streaming import StreamingDataset
 from automodel_lite.datasets.token_rows import CONTENT_HASH, RowsWriter, load_rows
 from automodel_lite.datasets.tokenize_chunks import Job, OnBadRow, tokenize_chunks
 from automodel_lite.errors import ConfigError
@@ -72,32 +73,49 @@ def tokenize_documents(
     return _tokenize(documents, job, Path(cache_dir) if cache_dir is not None else default_cache_dir())
 
 
+def tokenize_validation(
+    stream: StreamingDataset, job: Job, cache_dir: str | Path | None = None
+) -> tuple[dict[str, Rows], tuple[str, ...]]:
+    """The validation sets of a stream, which are tokenised beforehand as any others, and notes to print."""
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    entries = _tokenize_sets(f"{stream.identity} val", stream.kind, stream.val, job, root)
+    return {name: load_rows(entry.folder) for name, entry in entries.items()}, _notes(entries)
+
+
 def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: Path) -> TokenizedData:
     if isinstance(documents, Mixture):
         parts = {name: _tokenize(part.dataset, job, cache_dir) for name, part in documents.parts.items()}
         return _mixed(documents, parts)
     if isinstance(documents, MemmapCorpus):
         return _mapped(documents, len(job.tokenizer))
-    key = _key(documents, job)
     sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
-    entries = {
-        name: build_once(
-            cache_dir,
-            "tokens",
-            f"{documents.identity.split('(')[0]}-{name}",
-            key | {"set": name},
-            partial(_build, name=name, kind=documents.kind, rows=rows, job=job),
-        )
-        for name, rows in sets.items()
-    }
-    counts = {name: _read_counts(entry) for name, entry in entries.items()}
+    entries = _tokenize_sets(documents.identity, documents.kind, sets, job, cache_dir)
     return TokenizedData(
         train=load_rows(entries["train"].folder),
         val={name.removeprefix("val/"): load_rows(e.folder) for name, e in entries.items() if name != "train"},
-        counts=counts,
-        notes=tuple(f"{name}: {counts[name]} · cache: {entry.note}" for name, entry in entries.items()),
+        counts={name: _read_counts(entry) for name, entry in entries.items()},
+        notes=_notes(entries),
         fingerprint=(entries["train"].folder / CONTENT_HASH).read_text()[:16],
     )
+
+
+def _tokenize_sets(
+    identity: str, kind: str, sets: Mapping[str, DocumentRows], job: Job, cache_dir: Path
+) -> dict[str, CacheEntry]:
+    return {
+        name: build_once(
+            cache_dir,
+            "tokens",
+            f"{identity.split('(')[0]}-{name}",
+            _key(identity, job) | {"set": name},
+            partial(_build, name=name, kind=kind, rows=rows, job=job),
+        )
+        for name, rows in sets.items()
+    }
+
+
+def _notes(entries: Mapping[str, CacheEntry]) -> tuple[str, ...]:
+    return tuple(f"{name}: {_read_counts(entry)} · cache: {entry.note}" for name, entry in entries.items())
 
 
 def _mixed(mixture: Mixture, parts: Mapping[str, TokenizedData]) -> TokenizedData:
@@ -129,10 +147,10 @@ def _mapped(corpus: MemmapCorpus, vocab_size: int) -> TokenizedData:
     )
 
 
-def _key(documents: Documents, job: Job) -> Key:
+def _key(identity: str, job: Job) -> Key:
     template = job.tokenizer.chat_template
     return {
-        "dataset": documents.identity,
+        "dataset": identity,
         "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
         "tokenizer.special_tokens": json.dumps(job.tokenizer.special_tokens_map, sort_keys=True, default=str),
         "tokenizer.chat_template": short_hash(json.dumps(template, sort_keys=True)),

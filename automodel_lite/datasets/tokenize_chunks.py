@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import get_context
 from typing import Any, Literal
 
@@ -18,7 +21,7 @@ from automodel_lite.datasets.encode import bare_backend, encode
 from automodel_lite.datasets.render import SampleRenderer
 from automodel_lite.datasets.row_checks import Chunk, check_rows
 from automodel_lite.datasets.token_rows import next_token_labels
-from automodel_lite.errors import DataError
+from automodel_lite.errors import ConfigError, DataError
 
 OnBadRow = Literal["error", "skip"]
 CHUNK_DOCUMENTS = 512
@@ -50,12 +53,15 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
         return
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_process, (rows, job))
     try:
-        pending = [pool.submit(_chunk_in_process, wanted) for wanted in ranges[: 4 * num_proc]]
-        for position in range(len(ranges)):
-            yield pending[position].result()
-            pending[position].cancel()
-            if position + 4 * num_proc < len(ranges):
-                pending.append(pool.submit(_chunk_in_process, ranges[position + 4 * num_proc]))
+        waiting = iter(ranges)
+        pending = deque(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 4 * num_proc))
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 1))
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            f"tokenize.num_proc={num_proc}: a process died without a word, most likely for want of memory: set fewer."
+        ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

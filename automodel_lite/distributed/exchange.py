@@ -66,7 +66,8 @@ class AllToAll(torch.autograd.Function):
 class AllGatherKV:
     """Gathers keys and values in one collective; one row selection reorders them and cuts the document prefixes.
 
-    key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other
+    key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other. A row is in two
+              prefixes at most, so its gradient is a sum of two and does not depend on their order.
     """
 
     group: dist.ProcessGroup

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_lite.distributed.mesh import Mesh, MeshShape
@@ -57,6 +57,11 @@ class ParallelModel:
             loss: Tensor = self.module(batch)
             return loss
 
+    def next_token(self, batch: ThdBatch) -> Tensor:
+        """See LossModel.next_token; every rank calls it with the same batch."""
+        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts):
+            return self.loss_model.next_token(batch)
+
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients are reduced after the last one only."""
         if isinstance(self.module, FSDPModule):
@@ -85,6 +90,7 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
         for layer in decoder_layers(model.lm):
             fully_shard(layer, mesh=fsdp_mesh, mp_policy=policy)
         fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
+        register_fsdp_forward_method(model, "next_token")
         return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False)
     if strategy == "ddp":
         return ParallelModel(DistributedDataParallel(model), model, mesh.shape.world_size, compute_dtype, autocasts)

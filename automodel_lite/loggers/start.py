@@ -13,13 +13,18 @@ from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.models.build import BuiltModel
 from automodel_lite.packing.report import PackingReport
 from automodel_lite.training.plan import TrainingPlan
-from automodel_lite.training.prepare import PreparedData
+from automodel_lite.training.prepare import PreparedData, StreamedData
 
 Line = tuple[str, str]
 
 
 def start_lines(
-    config: Config, data: PreparedData, report: PackingReport, built: BuiltModel, mesh: Mesh, plan: TrainingPlan
+    config: Config,
+    data: PreparedData | StreamedData,
+    report: PackingReport | None,
+    built: BuiltModel,
+    mesh: Mesh,
+    plan: TrainingPlan,
 ) -> list[Line]:
     """(topic, text) of each line: what was built, and why so."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -29,11 +34,16 @@ def start_lines(
         ("model", _model(config, built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
-        ("data", data.documents.description),
-        *(("", note) for note in data.tokens.notes),
-        ("packing", _packing(report)),
-        ("steps", _steps(plan, report)),
+        ("memory", str(built.memory)),
+        *data_lines(data),
+        ("packing", packing_text(report)),
+        ("steps", steps_text(plan, report)),
     ]
+
+
+def data_lines(data: PreparedData | StreamedData) -> list[Line]:
+    """Where the documents are from, and what became of them."""
+    return [("data", data.documents.description), *(("", note) for note in data.notes)]
 
 
 def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int) -> str:
@@ -57,12 +67,22 @@ def _model(config: Config, built: BuiltModel) -> str:
     dtype = str(built.model.compute_dtype).removeprefix("torch.")
     masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
     return (
-        f"{lm.config.model_type} {source}: {built.num_parameters / 1e6:,.1f} M parameters, {dtype} compute, "
+        f"{lm.config.model_type} {source}: {count(built.num_parameters)} parameters, {dtype} compute, "
         f"{masters}, loss {built.loss}"
     )
 
 
-def _packing(report: PackingReport) -> str:
+def count(number: float) -> str:
+    """8.03 B, 124 M, 37.2 k."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:,.{0 if number >= 100 * size else 1 if number >= 10 * size else 2}f} {unit}"
+    return f"{number:.0f}"
+
+
+def packing_text(report: PackingReport | None) -> str:
+    if report is None:
+        return "while it is read: exact_fill over the next 256 documents"
     lines = [
         f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
         f"{report.documents_per_pack_mean:.1f} documents a pack, fill {report.fill_frac:.1%} "
@@ -84,11 +104,11 @@ def _packing(report: PackingReport) -> str:
     return "\n".join([*lines, *([report.note] if report.note else [])])
 
 
-def _steps(plan: TrainingPlan, report: PackingReport) -> str:
+def steps_text(plan: TrainingPlan, report: PackingReport | None) -> str:
     shape = plan.shape
-    num_documents = report.documents_per_pack_mean * shape.global_batch_size
+    epochs = f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}" if plan.num_epochs else " of a stream"
+    documents = f" (about {report.documents_per_pack_mean * shape.global_batch_size:,.0f} documents)" if report else ""
     return (
-        f"{plan.max_steps:,} = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}; a step is "
-        f"{shape.global_batch_size} packs (about {num_documents:,.0f} documents) in micro-batches of "
+        f"{plan.max_steps:,}{epochs}; a step is {shape.global_batch_size} packs{documents} in micro-batches of "
         f"{shape.micro_batch_size} on {shape.dp_size} data-parallel rank{'s' if shape.dp_size > 1 else ''}"
     )

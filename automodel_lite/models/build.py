@@ -13,12 +13,15 @@ from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation, stream_of
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config import Config, build
+from automodel_lite.distributed.cp_checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.causal_lm import CausalLM, embedding_rows
+from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.loss_model import LossModel, head_is_plain
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
+from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class BuiltModel:
 
     model: ParallelModel
     num_parameters: int
+    flops: StepFlops
+    memory: MemoryEstimate  # of one rank
     attention: str  # which kernel, and why
     loss: str
     strategy: str
@@ -42,18 +47,24 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
     lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
-    num_parameters = sum(p.numel() for p in lm.parameters())
+    size = model_size(source.config(tokenizer))
+    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    flops = step_flops(lm.config, size, trained if adapter else None)
+    memory = estimate_memory(config, mesh.shape, strategy, lm.config, size, trained if adapter else None, dtype)
     kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
+    hint = check_cp(config, lm.config, mesh, dtype)
     install(lm, kernel)
     cast_frozen(lm, dtype)
     torch.nn.Module.to(lm, mesh.device)
     with torch.autocast(mesh.device.type, dtype, enabled=dtype != torch.float32):
         check_packing_isolation(lm, mesh.device)
+        check_context_parallel(lm, mesh.cp, config.mesh.cp_exchange, mesh.device)
         loss, loss_reason = choose_loss(config, lm, mesh.device)
     if config.training.activation_checkpointing == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
-    return BuiltModel(model, num_parameters, reason, loss_reason, strategy, source.dtype, adapter)
+    attention = f"{reason}\n{hint}" if hint else reason
+    return BuiltModel(model, size.parameters, flops, memory, attention, loss_reason, strategy, source.dtype, adapter)
 
 
 def load_and_adapt(
@@ -74,12 +85,29 @@ def choose_attention(
     """The configured kernel, checked against what the model asks of it; an empty node (`attention=auto`) takes the
     best.
     """
-    spec = attention_spec(model_config, device, dtype)
+    spec = attention_spec(model_config, device, dtype, exchanges_by_itself(config))
     if not config.attention:
         return auto_attention(spec)
     kernel: AttentionKernel = build(config.attention)
     kernel.check(spec)
     return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
+
+
+def exchanges_by_itself(config: Config) -> bool:
+    """Must the kernel exchange between context-parallel ranks on its own?"""
+    return config.mesh.cp > 1 and config.mesh.cp_exchange == "te"
+
+
+def check_cp(config: Config, model_config: PretrainedConfig, mesh: Mesh, dtype: torch.dtype) -> str | None:
+    """Raises ConfigError where the model or the pack size rule context parallelism out; may have a hint to print."""
+    spec = attention_spec(model_config, mesh.device, dtype, exchanges_by_itself(config))
+    size: int = config.packed_sequence["packed_sequence_size"]
+    check_cp_settings(model_config, spec, mesh.shape.cp, config.mesh.cp_exchange, size)
+    if config.training.activation_checkpointing != "none":
+        return None
+    num_layers: int = model_config.get_text_config().num_hidden_layers
+    num_tokens = size * config.training.micro_batch_size
+    return checkpointing_hint(spec, num_layers, num_tokens, mesh.shape.cp, config.mesh.cp_exchange)
 
 
 def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tuple[Loss, str]:

@@ -34,6 +34,10 @@ class LossModel(nn.Module):
         logits_RV = self.lm(**batch.model_inputs(), logits_to_keep=rows).logits[0]
         return self.loss(logits_RV, labels_R)
 
+    def next_token(self, batch: ThdBatch) -> Tensor:
+        """The likeliest token after the stream's last one, int64 scalar."""
+        return self.lm(**batch.model_inputs(), logits_to_keep=1).logits[0, -1].argmax()
+
     @property
     def head_weight(self) -> Tensor:
         """The output head's weight [V, C]."""

@@ -12,14 +12,16 @@ Packing never shifts labels: labels[i] already is the target of position i.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from datasets.fingerprint import Hasher
 
 from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError, DataError
@@ -28,8 +30,7 @@ from automodel_lite.packing.strategies import next_fit
 
 CROSS_ENTROPY_IGNORE_IDX = -100
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
-
-Document = tuple[np.ndarray, np.ndarray]  # input_ids and labels of one document or piece
+BLOCK_TOKENS = 1 << 20  # pack_dataset writes about so many at a time, which stay in the cache
 
 logger = logging.getLogger(__name__)
 
@@ -56,27 +57,37 @@ class TokenArrays:
     offsets: np.ndarray
 
 
-def flatten(rows: Iterable[dict[str, Any]]) -> TokenArrays:
+def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenArrays:
     """FlatRows of samples {"input_ids", "labels"} of lists, arrays or tensors."""
-    input_ids, labels, lengths = [], [], [0]
-    for row in rows:
-        ids, targets = np.asarray(row["input_ids"]), np.asarray(row["labels"])
-        if len(ids) != len(targets):
+    stream = iter(rows)
+    input_ids, labels, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)], [np.zeros(1, np.int64)]
+    done = 0
+    while batch := list(islice(stream, 1000)):
+        ids, targets = [row["input_ids"] for row in batch], [row["labels"] for row in batch]
+        widths, target_widths = list(map(len, ids)), list(map(len, targets))
+        if widths != target_widths:
+            wrong = next(i for i in range(len(widths)) if widths[i] != target_widths[i])
             raise DataError(
-                f"document {len(lengths) - 1} has {len(ids)} input_ids and {len(targets)} labels: they must be of "
-                "equal length, labels next-token aligned."
+                f"document {done + wrong} has {widths[wrong]} input_ids and {target_widths[wrong]} labels: they must "
+                "be of equal length, labels next-token aligned."
             )
-        input_ids.append(ids)
-        labels.append(targets)
-        lengths.append(len(ids))
-    empty = [np.zeros(0, np.int64)]
-    return TokenArrays(np.concatenate(input_ids or empty), np.concatenate(labels or empty), np.cumsum(lengths))
+        input_ids.append(_joined(ids, sum(widths)))
+        labels.append(_joined(targets, sum(widths)))
+        lengths.append(np.array(widths))
+        done += len(batch)
+    return TokenArrays(np.concatenate(input_ids), np.concatenate(labels), np.cumsum(np.concatenate(lengths)))
+
+
+def _joined(columns: list[Any], num_tokens: int) -> np.ndarray:
+    if all(isinstance(column, list) for column in columns):  # half the time of an array a row
+        return np.fromiter(chain.from_iterable(columns), np.int32, num_tokens)
+    return np.concatenate([np.asarray(column) for column in columns])
 
 
 class PackedDataset(torch.utils.data.Dataset):
     """Pack i of a plan, gathered from `rows` when it is asked for.
 
-    [i] -> {"input_ids", "labels", "position_ids": int64 tensors [S], "seq_lens", "seq_lens_padded": lists of ints}.
+    [i] -> int64 tensors "input_ids", "labels", "position_ids" [S] and "seq_lens", "seq_lens_padded" [segments].
     `seq_lens_padded` are the slots (multiples of the plan's slot_multiple) and sum to S; `seq_lens` the real tokens in
     them, 0 for padding at the tail. A plan of strategy none gives {"input_ids", "labels", "attention_mask"} of the
     document's own slot instead, which the collater pads to the longest of its batch. [EMPTY_PACK] is a pack of padding.
@@ -96,35 +107,32 @@ class PackedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = self._documents(int(index))
-        if self.plan.ragged:
-            return _alone(documents, self.plan.slot_multiple, self.padding_idx)
-        return lay_out(documents, self.plan.packed_sequence_size, self.plan.slot_multiple, self.padding_idx)
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rows, starts, lengths = self._documents(int(index))
+        plan = self.plan
+        if plan.ragged:
+            return _alone(rows, starts, lengths, plan.slot_multiple, self.padding_idx)
+        return lay_out(rows, starts, lengths, plan.packed_sequence_size, plan.slot_multiple, self.padding_idx)
 
-    def _documents(self, index: int) -> list[Document]:
+    def _documents(self, index: int) -> tuple[FlatRows, np.ndarray, np.ndarray]:
+        """Flat rows, where in them the documents of the pack start, and their lengths."""
         plan = self.plan
         if index == EMPTY_PACK:
-            return []
+            return flatten([]), np.zeros(0, np.int64), np.zeros(0, np.int64)
         if not 0 <= index < len(plan):
             raise IndexError(f"pack {index} of {len(plan)}")
         piece = slice(int(plan.offsets[index]), int(plan.offsets[index + 1]))
         doc_ids = np.asarray(plan.doc_ids[piece])
-        if isinstance(self.rows, IndexedRows):
-            return self._read(self.rows, doc_ids, piece)
-        offsets = np.asarray(self.rows.offsets)
-        starts, stops = offsets[doc_ids], offsets[doc_ids + 1]
-        if plan.starts is not None and plan.stops is not None:
-            starts, stops = starts + plan.starts[piece], starts + plan.stops[piece]
-        input_ids, labels = np.asarray(self.rows.input_ids), np.asarray(self.rows.labels)
-        return [(input_ids[start:stop], labels[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist())]
-
-    def _read(self, rows: IndexedRows, doc_ids: np.ndarray, piece: slice) -> list[Document]:
-        documents = [(row["input_ids"], row["labels"]) for row in map(rows.__getitem__, doc_ids.tolist())]
-        if self.plan.starts is None or self.plan.stops is None:
-            return documents
-        pieces = zip(self.plan.starts[piece].tolist(), self.plan.stops[piece].tolist())
-        return [(ids[start:stop], labels[start:stop]) for (ids, labels), (start, stop) in zip(documents, pieces)]
+        if isinstance(self.rows, IndexedRows):  # those of the pack, one after the other
+            rows: FlatRows = flatten(map(self.rows.__getitem__, doc_ids.tolist()))
+            doc_ids = np.arange(len(doc_ids))
+        else:
+            rows = self.rows
+        offsets = np.asarray(rows.offsets)
+        starts = offsets[doc_ids]
+        if plan.starts is None or plan.stops is None:
+            return rows, starts, offsets[doc_ids + 1] - starts
+        return rows, starts + plan.starts[piece], np.asarray(plan.stops[piece] - plan.starts[piece])
 
 
 def _num_flat_rows(rows: FlatRows) -> int:
@@ -136,38 +144,44 @@ def _num_flat_rows(rows: FlatRows) -> int:
     return len(rows.offsets) - 1
 
 
-def lay_out(documents: Sequence[Document], size: int, slot_multiple: int = 1, padding_idx: int = 0) -> dict[str, Any]:
-    """One pack of documents that together fit it, as PackedDataset returns it."""
-    seq_lens = [len(input_ids) for input_ids, _ in documents]
-    slots = [-(-length // slot_multiple) * slot_multiple for length in seq_lens]
-    tail = padding_segments(size - sum(slots), slot_multiple)
-    counting = np.arange(size)
-    input_ids = np.full(size, padding_idx, np.int64)
-    labels = np.full(size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
-    position_ids = np.empty(size, np.int64)
-    at = 0
-    for (document_ids, document_labels), length, slot in zip(documents, seq_lens, slots):
-        input_ids[at : at + length] = document_ids
-        labels[at : at + length] = document_labels
-        position_ids[at : at + slot] = counting[:slot]
-        at += slot
-    for width in tail:
-        position_ids[at : at + width] = counting[:width]
-        at += width
+def lay_out(
+    rows: FlatRows, starts: np.ndarray, lengths: np.ndarray, size: int, slot_multiple: int = 1, padding_idx: int = 0
+) -> dict[str, torch.Tensor]:
+    """One pack, as PackedDataset returns it, of the documents rows[start : start + length] that together fit it."""
+    slots = -(-lengths // slot_multiple) * slot_multiple
+    tail = padding_segments(size - int(slots.sum()), slot_multiple)
+    padded = bool(tail) or slot_multiple > 1
+    if tail:
+        nothing = np.zeros(len(tail), np.int64)
+        starts, lengths = np.concatenate([starts, nothing]), np.concatenate([lengths, nothing])
+        slots = np.concatenate([slots, tail])
+    position_ids = np.arange(size) - np.repeat(np.cumsum(slots) - slots, slots)
+    source = position_ids + np.repeat(starts, slots)
+    if padded:
+        real = position_ids < np.repeat(lengths, slots)
+        source = source[real]
+        input_ids, labels = np.full(size, padding_idx, np.int64), np.full(size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
+        input_ids[real] = np.asarray(rows.input_ids)[source]
+        labels[real] = np.asarray(rows.labels)[source]
+    else:
+        input_ids = np.asarray(rows.input_ids)[source].astype(np.int64, copy=False)
+        labels = np.asarray(rows.labels)[source].astype(np.int64, copy=False)
     return {
         "input_ids": torch.from_numpy(input_ids),
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(position_ids),
-        "seq_lens": seq_lens + [0] * len(tail),
-        "seq_lens_padded": slots + tail,
+        "seq_lens": torch.from_numpy(lengths),
+        "seq_lens_padded": torch.from_numpy(slots),
     }
 
 
-def _alone(documents: Sequence[Document], slot_multiple: int, padding_idx: int) -> dict[str, torch.Tensor]:
+def _alone(
+    rows: FlatRows, starts: np.ndarray, lengths: np.ndarray, slot_multiple: int, padding_idx: int
+) -> dict[str, torch.Tensor]:
     """One document in its own slot, without layout: the collater pads it to the longest of its batch."""
-    length = sum(len(input_ids) for input_ids, _ in documents)
+    length = int(lengths.sum())
     slot = max(1, -(-length // slot_multiple)) * slot_multiple
-    row = lay_out(documents, slot, slot_multiple, padding_idx)
+    row = lay_out(rows, starts, lengths, slot, slot_multiple, padding_idx)
     attention_mask = torch.zeros(slot, dtype=torch.int64)
     attention_mask[:length] = 1
     return {"input_ids": row["input_ids"], "labels": row["labels"], "attention_mask": attention_mask}
@@ -284,41 +298,44 @@ def _materialise(
     rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
-    num_packs, num_documents = len(offsets) - 1, int(offsets[-1])
-    slots = slots[:num_documents]
+    per_block = max(1, BLOCK_TOKENS // size)
+    blocks = [
+        _materialise_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
+        for start in range(0, len(offsets) - 1, per_block)
+    ]
+    arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
+    fingerprint = Hasher.hash_bytes([np.ascontiguousarray(array).tobytes() for array in arrays])
+    return datasets.Dataset(pa.concat_tables(blocks), fingerprint=fingerprint)  # or it would pickle the whole table
+
+
+def _materialise_block(
+    rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
+) -> pa.Table:
+    """The packs between the first and the last of `offsets`."""
+    num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))
+    starts, lengths, slots = rows.offsets[:-1][documents], np.diff(rows.offsets)[documents], slots[documents]
+    offsets = offsets - offsets[0]
     pack = np.repeat(np.arange(num_packs), np.diff(offsets))
     ends = np.cumsum(slots)
     used = np.concatenate([[0], ends])[offsets]
     begins = ends - slots - used[pack] + pack * size
     padded = slots.copy()
     padded[offsets[1:] - 1] += size - np.diff(used)
-    lengths = np.diff(rows.offsets)[:num_documents]
-    num_tokens = int(lengths.sum())
-    places = np.arange(num_tokens) + np.repeat(begins - rows.offsets[:num_documents], lengths)
-    input_ids = np.full(num_packs * size, padding_idx, np.int64)
-    labels = np.full(num_packs * size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
-    input_ids[places] = rows.input_ids[:num_tokens]
-    labels[places] = rows.labels[:num_tokens]
-    position_ids = np.minimum(np.arange(num_packs * size) - np.repeat(begins, padded), size - 1)
+    first_token, num_tokens = int(starts[0]), int(lengths.sum())
+    places = np.arange(num_tokens) + np.repeat(begins - (starts - first_token), lengths)
+    input_ids = np.full(num_packs * size, padding_idx, np.int32)
+    labels = np.full(num_packs * size, CROSS_ENTROPY_IGNORE_IDX, np.int32)
+    input_ids[places] = rows.input_ids[first_token : first_token + num_tokens]
+    labels[places] = rows.labels[first_token : first_token + num_tokens]
+    position_ids = np.minimum(np.arange(num_packs * size) - np.repeat(begins, padded), size - 1).astype(np.int32)
     by_pack = np.arange(num_packs + 1) * size
     columns = {
-        "input_ids": _lists(by_pack, input_ids),
-        "labels": _lists(by_pack, labels),
-        "position_ids": _lists(by_pack, position_ids),
-        "seq_lens": _lists(offsets, lengths),
-        "seq_lens_padded": _lists(offsets, padded),
+        "input_ids": (by_pack, input_ids),
+        "labels": (by_pack, labels),
+        "position_ids": (by_pack, position_ids),
+        "seq_lens": (offsets, lengths),
+        "seq_lens_padded": (offsets, padded),
     }
-    return datasets.Dataset(pa.table(columns))
-
-
-def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.ChunkedArray:
-    """A column of lists, in chunks whose 32-bit offsets suffice."""
-    chunks, start = [], 0
-    while start < len(offsets) - 1:
-        stop = int(np.searchsorted(offsets, offsets[start] + 2**30, side="right")) - 1
-        stop = max(stop, start + 1)
-        part = offsets[start : stop + 1]
-        within = pa.array((part - part[0]).astype(np.int32))
-        chunks.append(pa.ListArray.from_arrays(within, pa.array(values[part[0] : part[-1]])))
-        start = stop
-    return pa.chunked_array(chunks)
+    return pa.table(
+        {name: pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values) for name, (ends, values) in columns.items()}
+    )

@@ -247,7 +247,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    weights = {name.removeprefix("model."): value for name, value in tensors.items()}
+    weights: dict[str, Any] = {name.removeprefix("model."): value for name, value in tensors.items()}
     set_model_state_dict(model, weights, options=_TRAINED)
 
 

@@ -38,7 +38,7 @@ def log_of(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def recorded(run: RunFolder, rank: int, doing: Callable[[], str]) -> Iterator[None]:
+def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callable[[], str]) -> Iterator[None]:
     """Leaves the error that passes in the run's logs and STATUS.json; replaces a consequence by its cause, as
     RunStoppedError.
     """
@@ -50,6 +50,8 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str]) -> Iterator[No
     try:
         yield
     except (ConfigError, DataError):
+        if rank == 0 and run.path.is_dir() and not any(run.path.iterdir()):
+            run.path.rmdir()  # made for the lock alone
         raise
     except StoppedEarly as stopped:
         if rank == 0 and run.config.is_file():
@@ -61,7 +63,7 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str]) -> Iterator[No
         if not is_consequence:
             run.try_write_status("failed", None, f"rank {rank}, {doing()}: {type(error).__name__}: {error}"[:1000])
         if isinstance(error, torch.OutOfMemoryError):
-            raise RunStoppedError(out_of_memory(error, rank, doing())) from error
+            raise RunStoppedError(out_of_memory(error, rank, doing(), memory())) from error
         if is_consequence:
             raise RunStoppedError(_cause_of(folder, rank, doing(), error)) from error
         raise
@@ -74,18 +76,14 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(error: BaseException, rank: int, doing: str) -> str:
-    """What was tried, what the memory held, and what to change, in this order."""
+def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> str:
+    """What was tried, what the memory held, and what to change (`memory`: see memory.out_of_memory_text)."""
     text = " ".join(str(error).split())[:400]
     held = ""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         peak, now = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.memory_allocated() / 2**30
         held = f" Peak {peak:.1f} GiB, now {now:.1f} GiB of tensors."
-    return (
-        f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}{held} In this order: lower "
-        "training.micro_batch_size, set training.activation_checkpointing=full, shorten "
-        "packed_sequence.packed_sequence_size, shard over more ranks, raise mesh.cp."
-    )
+    return f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}{held} {memory}"
 
 
 def _leave_record(folder: Path, path: Path, rank: int, error: Exception, is_consequence: bool, doing: str) -> None:
@@ -116,8 +114,8 @@ def _cause_of(folder: Path, rank: int, doing: str, error: Exception) -> str:
             return f"{prefix}: rank {first['rank']} on {first['host']} failed first, {first['doing']}: {first['error']}"
         time.sleep(0.2)
     return (
-        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not answer "
-        f"within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
+        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not "
+        f"answer within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
     )
 
 

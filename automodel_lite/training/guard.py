@@ -56,8 +56,9 @@ class BadSteps:
         if self.in_a_row > self.max_in_a_row:
             raise RunStoppedError(
                 f"{what}, the {_ordinal(self.in_a_row)} time in a row: the run stops; training.max_bad_steps="
-                f"{self.max_in_a_row} are skipped. The packs {_first_few(pack_ids)} are dumped in {where}; no checkpoint "
-                "was written since the last good step. Look at the data, lower optimizer.lr, or raise the warm-up."
+                f"{self.max_in_a_row} are skipped. The packs {_first_few(pack_ids)} are dumped in {where}; no "
+                "checkpoint was written since the last good step. Look at the data, lower optimizer.lr, or raise the "
+                "warm-up."
             )
         self.say(f"{step:7d}  WARNING: {what}: not applied; packs {_first_few(pack_ids)}, dumped in {where}")
 

@@ -55,6 +55,10 @@ class PackLoader:
             yield from self._epoch(cursor)
             cursor = Cursor(cursor.epoch + 1, 0)
 
+    def left_out(self, cursor: Cursor) -> dict[str, int]:
+        """Of packs that were planned beforehand this was said at the start."""
+        return {}
+
     def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
         packs, order = self.order_of(cursor.epoch)
         size = self.shape.global_batch_size

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -24,10 +25,14 @@ from automodel_lite.training.seed import derive_seed
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in the data: packs of `epoch` consumed so far, over all ranks."""
+    """Position in the data: packs of `epoch` consumed so far, over all ranks.
+
+    shards: of a stream, the state of each shard (by its number) behind the packs that were consumed.
+    """
 
     epoch: int = 0
     packs: int = 0
+    shards: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ class TrainingPlan:
     """Optimizer steps of the run and of its first epoch."""
 
     max_steps: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None  # None: of a stream, not known
     shape: BatchShape
 
     @property
-    def num_epochs(self) -> float:
-        return self.max_steps / self.steps_per_epoch
+    def num_epochs(self) -> float | None:
+        return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
 
 
 def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
@@ -51,3 +51,13 @@ def training_plan(config: TrainingConfig, packs_of: Callable[[int], PackedDatase
             f"training.max_steps=null and training.num_epochs=null: set one; an epoch is {first} steps of these packs."
         )
     return TrainingPlan(min(limits), first, shape)
+
+
+def stream_plan(config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
+    """The plan for a stream, whose length is not known; raises ConfigError when max_steps is not set."""
+    if config.max_steps is None:
+        raise ConfigError(
+            "training.max_steps=null: the length of a stream is not known, so say after how many steps to stop, for "
+            f"instance training.max_steps=1000 ({1000 * shape.global_batch_size:,} packs)."
+        )
+    return TrainingPlan(config.max_steps, None, shape)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config import Config, build, build_with
+from automodel_lite.config import Config, TrainingConfig, build, build_with
 from automodel_lite.datasets.documents import Documents
-from automodel_lite.datasets.tokenize import TokenizedData, tokenize_documents
-from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.datasets.streaming import StreamingDataset
+from automodel_lite.datasets.token_stream import TokenStream
+from automodel_lite.datasets.tokenize import TokenizedData, tokenize_documents, tokenize_validation
+from automodel_lite.datasets.tokenize_chunks import Job
+from automodel_lite.distributed.mesh import Mesh, MeshShape
 from automodel_lite.errors import ConfigError
 from automodel_lite.packing.balance import CostModel, deal, pack_costs
 from automodel_lite.packing.packer import Packer
 from automodel_lite.packing.packs import PackedDataset
 from automodel_lite.packing.report import PackingReport, packing_report
+from automodel_lite.training.loader import PackLoader
 from automodel_lite.training.pack_order import BatchShape, epoch_order
+from automodel_lite.training.plan import TrainingPlan, stream_plan, training_plan
+from automodel_lite.training.stream_loader import StreamLoader
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,24 @@ class PreparedData:
     packer: Packer
     packs_of: Callable[[int], PackedDataset]  # epoch -> packs
     val_packs: dict[str, PackedDataset]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What tokenising did, a line a set."""
+        return self.tokens.notes
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was read and left out, set by set, for metrics.jsonl."""
+        counts = {f"data/{name}/{key}": n for name, c in self.tokens.counts.items() for key, n in asdict(c).items()}
+        return counts | {f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()}
+
+    def plan(self, config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
+        return training_plan(config, self.packs_of, shape)
+
+    def loader(self, config: Config, shape: BatchShape, mesh: Mesh, costs: CostModel) -> PackLoader:
+        order_of = partial(self.order_of, config=config, shape=shape, costs=costs)
+        return PackLoader(order_of, shape, mesh.dp_rank, config.dataloader)
 
     def order_of(
         self, epoch: int, config: Config, shape: BatchShape, costs: CostModel
@@ -73,11 +97,58 @@ class PreparedData:
         }
 
 
-def prepare_data(config: Config, shape: MeshShape) -> PreparedData:
+@dataclass(frozen=True)
+class StreamedData:
+    """A stream, tokenised and packed while it is trained on; only its validation sets are prepared."""
+
+    documents: StreamingDataset
+    tokenizer: PreTrainedTokenizerFast
+    tokens: TokenStream
+    packer: Packer
+    val_packs: dict[str, PackedDataset]
+    notes: tuple[str, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}  # of a stream they are in its position, and grow with it
+
+    def plan(self, config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
+        return stream_plan(config, shape)
+
+    def loader(self, config: Config, shape: BatchShape, mesh: Mesh, costs: CostModel) -> StreamLoader:
+        return StreamLoader(self.tokens, self.packer, shape, mesh, config.dataloader)
+
+    def report(self, shape: BatchShape, costs: CostModel) -> None:
+        """Nothing is known before the stream is read."""
+
+    def fingerprint(self, shape: BatchShape) -> dict[str, Any]:
+        """What the packs of the stream follow from."""
+        packer = self.packer
+        packs = f"{packer.packed_sequence_size} {packer.overlong} {packer.slot_multiple}"
+        return {"tokens": self.documents.identity, "packs": packs}
+
+
+def prepare_data(config: Config, shape: MeshShape) -> PreparedData | StreamedData:
     """documents -> tokenizer -> token rows (cached, once a node) -> pack plan -> packs read lazily."""
-    packer: Packer = build_with(config.packed_sequence, seed=config.seed, cp_size=shape.cp)  # first: it checks sizes
-    documents: Documents = build(config.dataset)
+    packer: Packer = build_with(config.packed_sequence, cp_size=shape.cp)  # first: it checks sizes
+    documents: Documents | StreamingDataset = build(config.dataset)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
+    if isinstance(documents, StreamingDataset):
+        return _prepare_stream(config, documents, tokenizer, packer)
+    return _prepare_packs(config, documents, tokenizer, packer)
+
+
+def prepare_first_documents(config: Config, shape: MeshShape) -> PreparedData:
+    """`prepare_data` for looking at it: of a stream, the first documents as if they were all."""
+    data = prepare_data(config, shape)
+    if isinstance(data, PreparedData):
+        return data
+    return _prepare_packs(config, data.documents, data.tokenizer, data.packer)
+
+
+def _prepare_packs(
+    config: Config, documents: Documents, tokenizer: PreTrainedTokenizerFast, packer: Packer
+) -> PreparedData:
     tokens = tokenize_documents(documents, tokenizer, cache_dir=config.cache_dir, **asdict(config.tokenize))
 
     @lru_cache(maxsize=2)
@@ -88,6 +159,15 @@ def prepare_data(config: Config, shape: MeshShape) -> PreparedData:
 
     val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in tokens.val.items()}
     return PreparedData(documents, tokenizer, tokens, packer, packs_of, val_packs)
+
+
+def _prepare_stream(
+    config: Config, stream: StreamingDataset, tokenizer: PreTrainedTokenizerFast, packer: Packer
+) -> StreamedData:
+    job = Job(tokenizer, **asdict(config.tokenize))
+    val, notes = tokenize_validation(stream, job, config.cache_dir)
+    val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
+    return StreamedData(stream, tokenizer, TokenStream(stream, job), packer, val_packs, notes)
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: bool) -> None:

@@ -30,6 +30,7 @@ FREE_SETTINGS = (
     "name",
     "output_dir",
     "cache_dir",
+    "dry_run",
     "dataloader.num_workers",
     "dataloader.prefetch_factor",
     "dataloader.pin_memory",
@@ -45,6 +46,7 @@ FREE_SETTINGS = (
     "training.stop_margin_s",
     "training.stuck_after_s",
     "checkpoint",
+    "samples",
     "evaluation",
     "logger",
     "security",
@@ -163,6 +165,12 @@ def plain(config: Config) -> dict[str, Any]:
 def config_yaml(config: Config) -> str:
     """The resolved configuration as it is kept beside results."""
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+
+
+def config_yaml_values(config: Config) -> dict[str, Any]:
+    """What `config_yaml` says, as nested dicts."""
+    values: Any = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
+    return dict(values)
 
 
 def saved_config(path: Path) -> dict[str, Any]:

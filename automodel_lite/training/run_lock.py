@@ -52,10 +52,10 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def check(self, pulse_s: float = PULSE_S) -> None:
+    def check(self, pulse_s: float = PULSE_S) -> Holder | None:
         """Raises ConfigError when another live job holds the lock; watches for some 20 s when that is not clear.
 
-        Makes nothing: a run that is refused for another reason leaves no folder.
+        The dead holder of a lock that may be taken over. Makes nothing: a run that is refused for another reason leaves no folder.
         """
         holder = _read(self.path)
         if holder is not None and not _is_gone(holder, self._mine) and self._has_pulse(holder, pulse_s):
@@ -64,14 +64,14 @@ class RunLock:
                 f"output_dir={self.path.parent} is in use by process {holder.pid} on {holder.host}{job}: wait for "
                 f"it, stop it, or start another run with name=... ; if it is surely dead, delete {self.path}."
             )
+        return holder
 
     def acquire(self, pulse_s: float = PULSE_S) -> None:
         """Takes the lock; raises ConfigError when another live job holds it, or the folder cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while not self._create():
-                self.check(pulse_s)
-                self._remove(_read(self.path))
+                self._remove(self.check(pulse_s))
         except OSError as error:
             raise ConfigError(f"output_dir={self.path.parent} cannot be written: {error.strerror}.") from None
         self._is_held = True

@@ -11,13 +11,14 @@ from automodel_lite.distributed.parallelize import ParallelModel
 from automodel_lite.packing.packs import PackedDataset
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.loader import PackLoader, validation_batches
+from automodel_lite.training.stream_loader import StreamLoader
 
 
 @torch.no_grad()
 def validation_loss(
     model: ParallelModel,
     packs: PackedDataset,
-    loader: PackLoader,
+    loader: PackLoader | StreamLoader,
     mesh: Mesh,
     this_ranks_part: Callable[[ThdBatch], ThdBatch],
     must_stop: Callable[[], bool],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import time
 from pathlib import Path
+from typing import TextIO
 
 
 class Watchdog:
@@ -16,14 +17,16 @@ class Watchdog:
         self.doing = "setting up"  # what the rank is at, for error reports
         self._after_s = after_s
         self._last = time.monotonic()
-        if after_s:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
+        self._log = log
+        self._file: TextIO | None = None  # opened by the first beat: a run that never starts leaves no file
 
     def beat(self, doing: str) -> None:
         """The rank begins something new."""
         now = time.monotonic()
         if self._after_s:
+            if self._file is None:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
             faulthandler.cancel_dump_traceback_later()
             if now - self._last > self._after_s:
                 self._file.write(f"the stacks above are of: {self.doing}; it took {now - self._last:.0f} s\n")

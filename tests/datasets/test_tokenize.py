@@ -16,7 +16,7 @@ from automodel_lite.datasets.files import FilesDataset
 from automodel_lite.datasets.show import mark_trained
 from automodel_lite.datasets.token_rows import TokenRows, next_token_labels
 from automodel_lite.datasets.tokenize import TokenizedData, tokenize_documents
-from automodel_lite.datasets.tokenizer import train_bpe_tokenizer
+from automodel_lite.datasets.tokenizer import padding_id, train_bpe_tokenizer
 from automodel_lite.datasets.toy_chat import ToyChat
 from automodel_lite.errors import ConfigError, DataError
 from tests.datasets.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
@@ -326,3 +326,11 @@ def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
     documents = chats(*[[HI, HELLO]] * 1500, [HI])
     with pytest.raises(DataError, match=r"^given\[1500\]: has no assistant message$"):
         tokenized(documents, tmp_path, num_proc=2)
+
+
+def test_a_padding_token_that_is_the_end_token_is_trained_all_the_same(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = tokenize_documents(chats([HI, HELLO]), tokenizer, cache_dir=tmp_path).train
+    assert rows[0]["labels"].tolist()[-2:] == [END, _]
+    assert padding_id(tokenizer) == END

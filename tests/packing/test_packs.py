@@ -30,7 +30,7 @@ def samples(rows: list[list[int]]) -> list[dict[str, list[int]]]:
 
 
 def plain(pack: dict) -> dict[str, list[int]]:
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in pack.items()}
+    return {name: value.tolist() for name, value in pack.items()}
 
 
 class TestPackDataset:
@@ -91,9 +91,7 @@ class TestPackDataset:
 
     def test_no_pack_at_all(self) -> None:
         for rows in ([], samples([[1] * 9])):
-            with pytest.raises(
-                ValueError, match="longer than packed_sequence_size=8 and was dropped"
-            ):
+            with pytest.raises(ValueError, match="longer than packed_sequence_size=8 and was dropped"):
                 pack_dataset(rows, "train", 8)
 
     def test_max_packs_zero(self) -> None:
@@ -146,12 +144,13 @@ def test_the_drawing_of_a_pack() -> None:
         "seq_lens": [3, 5, 0],
         "seq_lens_padded": [4, 8, 4],
     }
-    assert pack["input_ids"].dtype == pack["labels"].dtype == pack["position_ids"].dtype == torch.int64
+    assert all(value.dtype == torch.int64 for value in pack.values())
 
 
 def test_a_long_tail_is_padded_in_bounded_segments() -> None:
     pack = PackedDataset(flatten(TWO), plan_packs([3, 5], 1100, strategy="next_fit"))[0]
-    assert (pack["seq_lens"], pack["seq_lens_padded"]) == ([3, 5, 0, 0, 0], [3, 5, 512, 512, 68])
+    assert pack["seq_lens"].tolist() == [3, 5, 0, 0, 0]
+    assert pack["seq_lens_padded"].tolist() == [3, 5, 512, 512, 68]
     assert pack["position_ids"].max() == 511
 
 
@@ -194,8 +193,8 @@ def test_lazy_packs_equal_materialised_ones(rows, cp_size: int, size: int) -> No
         documents_in_pack = len(other["seq_lens"])
         assert one["input_ids"].tolist() == other["input_ids"]
         assert one["labels"].tolist() == other["labels"]
-        assert one["seq_lens"][:documents_in_pack] == other["seq_lens"]
-        assert not any(one["seq_lens"][documents_in_pack:])
+        assert one["seq_lens"].tolist()[:documents_in_pack] == other["seq_lens"]
+        assert not one["seq_lens"][documents_in_pack:].any()
         in_slots = sum(one["seq_lens_padded"][:documents_in_pack])
         assert one["position_ids"].tolist()[:in_slots] == other["position_ids"][:in_slots]
         assert sum(one["seq_lens_padded"]) == sum(other["seq_lens_padded"]) == size

@@ -28,7 +28,7 @@ def plain(pack: dict) -> tuple:
 
 def test_packs_of_a_stream() -> None:
     packs = list(streamed([6, 7, 4, 6, 4, 3], packed_sequence_size=10))
-    assert [pack["seq_lens"] for pack in packs] == [[6, 4], [7, 3], [6, 4]]
+    assert [pack["seq_lens"].tolist() for pack in packs] == [[6, 4], [7, 3], [6, 4]]
     assert packs[1]["input_ids"].tolist() == [2000, 2001, 2002, 2003, 2004, 2005, 2006, 6000, 6001, 6002]
     assert packs[1]["labels"].tolist() == [2001, 2002, 2003, 2004, 2005, 2006, 2007, 6001, 6002, 6003]
 

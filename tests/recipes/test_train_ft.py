@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.training.loader import StepBatches
+from automodel_lite.training.device_feed import ReadyStep
 from automodel_lite.training.metrics import StepResult
 from recipes.train_ft import TrainFinetuneRecipe, main
 from tests.ranks import run_ranks
@@ -84,10 +84,10 @@ class StopsAt(TrainFinetuneRecipe):
 
     stop_at = 4
 
-    def step(self, batches: StepBatches) -> StepResult:
+    def step(self, ready: ReadyStep) -> StepResult:
         if self.num_steps == self.stop_at:
             raise KeyboardInterrupt
-        return super().step(batches)
+        return super().step(ready)
 
 
 def _run_until_stopped(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...]) -> None:

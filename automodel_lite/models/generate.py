@@ -1,0 +1,89 @@
+"""Text from a trained model: a run's folder, an exported folder, an adapter or a hub name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.causal_lm import check_source
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model and its tokenizer, ready to answer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @torch.no_grad()
+    def answer(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        is_chat: bool = True,
+        write: Callable[[str], None] | None = None,
+    ) -> str:
+        """The model's turn after `messages`; pieces go to `write` as they come. temperature 0 = the likeliest token.
+
+        is_chat   through the chat template; False: the last message's text is simply continued
+        """
+        inputs = self._inputs(messages, is_chat).to(self.model.device)
+        choice: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:
+            choice["temperature"] = temperature
+        streamer = _Stream(self.tokenizer, write) if write else None
+        generate: Any = self.model.generate
+        output = generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **choice)
+        text: Any = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return str(text)
+
+    def _inputs(self, messages: list[dict[str, str]], is_chat: bool) -> Any:
+        if not is_chat or self.tokenizer.chat_template is None:
+            return self.tokenizer(messages[-1]["content"], return_tensors="pt")
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+
+
+class _Stream(TextStreamer):
+    """Hands over the text as soon as it is whole words."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.write(text + ("\n" if stream_end else ""))
+
+
+def load_generator(source: str) -> Generator:
+    """Loads from a run's folder (its hf/ or adapter/), a model or adapter folder, or a hub name; on a GPU in bf16.
+
+    Raises ConfigError for a run that has exported nothing yet.
+    """
+    folder = exported_folder(source)
+    has_gpu = torch.cuda.is_available()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if has_gpu else torch.float32)
+    return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)
+
+
+def exported_folder(source: str) -> str:
+    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`; anything else as it is."""
+    folder = Path(source).expanduser()
+    if not (folder / "config.yaml").is_file():
+        if not (folder / "adapter_config.json").is_file():
+            check_source("model", source)
+        return str(folder) if folder.is_dir() else source
+    for exported in (folder / "hf", folder / "adapter"):
+        if exported.is_dir():
+            return str(exported)
+    raise ConfigError(f"{source} has no hf/ or adapter/ yet: python recipes/export_hf.py {source} writes them.")

@@ -1,0 +1,83 @@
+"""`dry_run=true`: everything that can be said of a run without training it, and then an end.
+
+The data is read and tokenised (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
+parameters are counted on the meta device and the memory of a rank is estimated. No weights are loaded, nothing is
+written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes that are meant.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from automodel_lite.config import Config, build
+from automodel_lite.distributed.mesh import MeshShape, mesh_shape, rank, world_size
+from automodel_lite.distributed.parallelize import choose_precision, choose_strategy
+from automodel_lite.loggers.console import Console
+from automodel_lite.loggers.start import count, data_lines, packing_text, steps_text
+from automodel_lite.models.adapter import Peft
+from automodel_lite.models.build import choose_attention
+from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.models.cost import cost_model
+from automodel_lite.models.flops import model_size
+from automodel_lite.training.memory import estimate_memory, out_of_memory_text
+from automodel_lite.training.plan import batch_shape
+from automodel_lite.training.prepare import prepare_data
+
+
+def dry_run(config: Config) -> int:
+    """Prints the findings on rank 0 and returns 0; raises ConfigError or DataError as the run would."""
+    console = Console(is_silent=rank() != 0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = planned_shape(config)
+    batches = batch_shape(config.training, shape.dp)
+    source: CausalLM = build(config.model)
+    data = prepare_data(config, shape)
+    plan = data.plan(config.training, batches)
+    model_config = source.config(data.tokenizer)
+    strategy = choose_strategy(config.mesh.strategy, shape, device)
+    dtype = choose_precision(config.training.precision, device)
+    _, attention = choose_attention(config, model_config, device, dtype)
+    adapter = _adapter_weights(config, source, model_config, device, strategy)
+    size = model_size(model_config)
+    memory = estimate_memory(config, shape, strategy, model_config, size, adapter, dtype)
+    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
+    name = str(dtype).removeprefix("torch.")
+    trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
+    report = data.report(batches, cost_model(model_config))
+    console.say("device", f"{device.type}, {shape.world_size} process(es) ({axes}, {strategy}), {name} compute")
+    console.say("model", f"{model_config.model_type}: {count(size.parameters)} parameters, {trained}")
+    console.say("attention", attention)
+    for topic, text in data_lines(data):
+        console.say(topic, text)
+    console.say("packing", packing_text(report))
+    console.say("steps", steps_text(plan, report))
+    console.say("memory", str(memory))
+    if device.type == "cuda":
+        available = torch.cuda.get_device_properties(device).total_memory
+        console.say("", f"this GPU has {available / 2**30:.1f} GiB")
+        if memory.total > 0.9 * available:
+            console.say("", out_of_memory_text(config, None))
+    console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
+    return 0
+
+
+def planned_shape(config: Config) -> MeshShape:
+    """The mesh of the processes that run; in a single one, the mesh that is asked for."""
+    mesh = config.mesh
+    asked = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp
+    return mesh_shape(mesh, world_size() if world_size() > 1 else asked)
+
+
+def _adapter_weights(
+    config: Config, source: CausalLM, model_config: PretrainedConfig, device: torch.device, strategy: str
+) -> int | None:
+    """Counted on the meta device; None when the model itself is trained."""
+    if not config.peft:
+        return None
+    peft: Peft = build(config.peft)
+    peft.check(device, strategy, source.pretrained)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(model_config)
+        peft.adapt(lm, str(source.pretrained))
+    return sum(p.numel() for p in lm.parameters() if p.requires_grad)

@@ -1,0 +1,151 @@
+"""What a rank holds in memory, by arithmetic, before the run; and what to change when it was too much.
+
+    weights       fp32 masters (a frozen base: the compute dtype), over the ranks that shard them
+    gradients     fp32, sharded alike; with several micro-batches FSDP2 adds them up unsharded
+    optimizer     AdamW's two fp32 moments
+    working copy  what is gathered or cast for the layer at work
+    activations   of one micro-batch, in the compute dtype; with activation checkpointing one input a layer
+    logits        of the rows that the loss has at one time
+
+The allocator's slack, the kernels' workspaces and communication buffers come on top: some 1 to 3 GiB on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from automodel_lite.attention.spec import config_value
+from automodel_lite.config import Config
+from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.models.flops import ModelSize
+from automodel_lite.training.plan import batch_shape
+
+_MASTER = 4  # bytes of an fp32 value
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What gradients and optimizer states exist for."""
+
+    model: int  # weights of the model itself; frozen ones when `adapter` is not None
+    adapter: int | None = None  # trained weights beside a frozen model
+
+    @property
+    def weights(self) -> int:
+        return self.model if self.adapter is None else self.adapter
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    working_copy: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name.replace('_', ' ')} {_size(value)}" for name, value in asdict(self).items() if value)
+        return f"about {_size(self.total)} a rank: {parts}"
+
+
+def estimate_memory(
+    config: Config,
+    shape: MeshShape,
+    strategy: str,
+    model: PretrainedConfig,
+    size: ModelSize,
+    adapter: int | None,
+    dtype: torch.dtype,
+) -> MemoryEstimate:
+    """adapter: trained weights beside a frozen model, None without."""
+    compute = dtype.itemsize
+    trained = Trained(size.parameters, adapter)
+    shards = shape.dp_shard * shape.cp if strategy == "fsdp" else 1
+    frozen = 0 if adapter is None else size.parameters * compute
+    tokens = config.training.micro_batch_size * config.packed_sequence["packed_sequence_size"]
+    gradients = _MASTER * trained.weights / shards
+    if strategy == "fsdp" and batch_shape(config.training, shape.dp).micro_steps > 1:
+        gradients += _MASTER * trained.weights
+    return MemoryEstimate(
+        weights=(_MASTER * trained.weights + frozen) / shards,
+        gradients=gradients * (2 if strategy == "ddp" else 1),
+        optimizer=2 * _MASTER * trained.weights / shards,
+        working_copy=_working_copy(strategy, size, adapter, compute),
+        activations=_activations(config, shape, model, tokens, compute),
+        logits=_logits(config, model, size, tokens / shape.cp, compute, adapter is not None),
+    )
+
+
+def _working_copy(strategy: str, size: ModelSize, adapter: int | None, compute: int) -> float:
+    """FSDP gathers two layers and what is outside of them; autocast keeps a cast copy of fp32 weights."""
+    if strategy == "fsdp":
+        return float(compute * (2 * size.largest_layer + size.embedding) + _MASTER * size.largest_layer)
+    return float(compute * size.parameters) if compute < _MASTER and adapter is None else 0.0
+
+
+def _activations(config: Config, shape: MeshShape, model: PretrainedConfig, tokens: int, compute: int) -> float:
+    text = model.get_text_config()
+    local = tokens / shape.cp
+    heads = text.num_attention_heads
+    head_dim = config_value(text, "head_dim", text.hidden_size // heads)
+    kv = 2 * config_value(text, "num_key_value_heads", heads) * head_dim
+    inner = config_value(text, "moe_intermediate_size", config_value(text, "intermediate_size", 4 * text.hidden_size))
+    inner *= config_value(text, "num_experts_per_tok", 1)
+    norms = 2 * (_MASTER + 2 * compute) * text.hidden_size  # each: its input in fp32, the normed, the scaled
+    layer = local * (norms + compute * (2 * heads * head_dim + kv + 4 * inner))
+    if shape.cp > 1:
+        layer += tokens * compute * kv  # gathered keys and values
+    if config.training.activation_checkpointing == "full":
+        return layer + text.num_hidden_layers * local * compute * text.hidden_size
+    return text.num_hidden_layers * layer
+
+
+def _logits(
+    config: Config, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool
+) -> float:
+    vocabulary = model.get_text_config().vocab_size
+    if "chunk_tokens" in config.loss:
+        rows = min(local, config.loss["chunk_tokens"])
+        head_gradient = 0 if is_frozen else _MASTER * size.head_weights
+        return rows * vocabulary * (compute + 2 * _MASTER) + head_gradient
+    return local * vocabulary * (compute + 2 * _MASTER)
+
+
+def remedies(config: Config) -> list[str]:
+    """What to change when memory ran out: the first three that this configuration has left, the cheapest first."""
+    training, size = config.training, config.packed_sequence["packed_sequence_size"]
+    found = []
+    if training.micro_batch_size > 1:
+        found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (the same numbers, more forwards)")
+    if "chunk_tokens" not in config.loss:
+        found.append("loss=fused_linear_cross_entropy (no logits of the whole stream)")
+    if training.activation_checkpointing == "none":
+        found.append("training.activation_checkpointing=full (about a third slower)")
+    if config.mesh.strategy == "ddp":
+        found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
+    found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
+    if not config.peft and config.model["pretrained"]:
+        found.append("peft=lora (no gradients and optimizer states of the model itself)")
+    found.append(f"packed_sequence.packed_sequence_size={size // 2} (longer documents are dropped or cut)")
+    return found[:3]
+
+
+def out_of_memory_text(config: Config, estimate: MemoryEstimate | None) -> str:
+    """What a rank holds, and three things to change."""
+    held = f"By arithmetic, {estimate}. " if estimate else ""
+    numbered = "; ".join(f"{number}. {text}" for number, text in enumerate(remedies(config), start=1))
+    return f"{held}Try, in this order: {numbered}."
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

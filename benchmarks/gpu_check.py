@@ -1,0 +1,260 @@
+"""Every attention kernel on this GPU against the fp32 reference: outputs and gradients, context parallelism, speed.
+
+    python benchmarks/gpu_check.py                  all kernels that are installed; a table, exit code 1 on a FAIL
+    python benchmarks/gpu_check.py --kernels varlen te
+    python benchmarks/gpu_check.py --device cpu     a smoke test of this script: reference, and flex without gradients
+
+Random packed documents; cases are grouped heads, head dims, sliding window, softcap, sinks and latent attention's head
+dims. Context-parallel ranks are emulated in one process: each rank's queries against its prefixes, gradients of keys
+and values summed. A kernel that refuses a case says so; that is no failure. Without a GPU nothing is checked, and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.distributed.zigzag import concatenated_ranges, owned_segments, shard_indices
+from automodel_lite.errors import ConfigError
+
+KERNELS = {
+    "varlen": "automodel_lite.attention.varlen.VarlenAttention",
+    "flash": "automodel_lite.attention.flash.FlashAttention",
+    "te": "automodel_lite.attention.te.TransformerEngineAttention",
+    "flex": "automodel_lite.attention.flex.FlexAttention",
+    "reference": "automodel_lite.attention.reference.ReferenceAttention",
+}
+RUN_ON_CPU = ("flex", "reference")
+LENGTHS = [48, 16, 160, 16, 320, 80]  # multiples of 2 * 8
+CP_SIZES = (2, 4, 8)
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+"""Norm of the difference over the norm of the reference; bf16 rounds at 4e-3."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of a kernel."""
+
+    name: str
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    value_head_dim: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+CASES = [
+    Case("grouped heads"),
+    Case("equal heads", num_kv_heads=8),
+    Case("head dim 128", head_dim=128, value_head_dim=128),
+    Case("head dim 256", head_dim=256, value_head_dim=256),
+    Case("window 50", window=50),
+    Case("softcap 30", softcap=30.0),
+    Case("sinks, window", sinks=True, window=50),
+    Case("latent 192/128", num_kv_heads=8, head_dim=192, value_head_dim=128),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    kernel: str
+    case: str
+    largest: float | None  # relative error, over outputs and gradients, plain and context parallel
+    verdict: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--kernels", nargs="*", choices=list(KERNELS), help="default: all that run there")
+    parser.add_argument("--tokens", type=int, default=32768, help="length of the stream of the speed table")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("SKIPPED: no CUDA device here, nothing was checked. `--device cpu` runs a smoke test of this script.")
+        return 0
+    device = torch.device(arguments.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {name}; bf16 against the fp32 reference\n" if device.type == "cuda" else name)
+    rows, kernels = [], {}
+    for kernel_name in arguments.kernels or (KERNELS if device.type == "cuda" else RUN_ON_CPU):
+        try:
+            kernels[kernel_name] = load(KERNELS[kernel_name])
+        except ConfigError as error:
+            rows.append(Row(kernel_name, "all", None, f"not installed: {error}"))
+    for kernel_name, kernel in kernels.items():
+        rows += [check(kernel_name, kernel, case, device) for case in CASES]
+    print_table(rows)
+    if device.type == "cuda":
+        print_speed(kernels, arguments.tokens, device)
+    failed = [row for row in rows if row.verdict.startswith("FAIL")]
+    print(f"\n{len(failed)} of {len(rows)} FAIL" if failed else "\nPASS")
+    return int(bool(failed))
+
+
+def load(path: str) -> AttentionKernel:
+    module, name = path.rsplit(".", 1)
+    kernel: AttentionKernel = getattr(import_module(module), name)()
+    return kernel
+
+
+def check(name: str, kernel: AttentionKernel, case: Case, device: torch.device) -> Row:
+    """One kernel on one case: plain packing, then every context-parallel size."""
+    # the fp32 reference on CUDA shows its own error; everything else runs in bf16 there
+    dtype = torch.float32 if device.type == "cpu" or name == "reference" else torch.bfloat16
+    with_gradients = not (device.type == "cpu" and name == "flex")  # which has no backward on CPU
+    heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.value_head_dim)
+    spec = AttentionSpec(case.name, device, dtype, *heads, case.window, case.softcap, case.sinks)
+    try:
+        if device.type == "cuda":
+            kernel.check(spec)
+        largest = largest_error(kernel, case, device, dtype, with_gradients)
+    except ConfigError as error:
+        return Row(name, case.name, None, f"refuses: {error}"[:110])
+    except Exception as error:
+        return Row(name, case.name, None, f"FAIL: {type(error).__name__}: {str(error).splitlines()[0]}"[:110])
+    return Row(name, case.name, largest, "ok" if largest < TOLERANCE[dtype] else "FAIL")
+
+
+def largest_error(
+    kernel: AttentionKernel, case: Case, device: torch.device, dtype: torch.dtype, with_gradients: bool
+) -> float:
+    """Relative, over outputs and gradients of plain packing and of all context-parallel sizes."""
+    torch.manual_seed(0)
+    cu = boundaries(torch.tensor(LENGTHS, device=device))
+    total = int(cu[-1])
+    shapes = [(total, case.num_heads, case.head_dim), (total, case.num_kv_heads, case.head_dim)]
+    shapes += [(total, case.num_kv_heads, case.value_head_dim), (total, case.num_heads, case.value_head_dim)]
+    q, k, v, grad = (torch.randn(shape, device=device) for shape in shapes)
+    sinks = torch.randn(case.num_heads, device=device) if case.sinks else None
+    # bf16 inputs are rounded for both, so that only the arithmetic differs
+    q, k, v, grad = (x.to(dtype).float() for x in (q, k, v, grad))
+    want = attend(ReferenceAttention(), q, k, v, sinks, cu, cu, grad, case, torch.float32, with_gradients)
+    results = [attend(kernel, q, k, v, sinks, cu, cu, grad, case, dtype, with_gradients)]
+    for cp in CP_SIZES:
+        results.append(over_ranks(kernel, cp, q, k, v, sinks, cu, grad, case, dtype, with_gradients))
+    return max(float((a - b).norm() / b.norm()) for got in results for a, b in zip(got, want))
+
+
+def attend(
+    kernel: AttentionKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    grad: Tensor,
+    case: Case,
+    dtype: torch.dtype,
+    with_gradients: bool,
+) -> list[Tensor]:
+    """fp32 output and gradients of q, k, v (and sinks)."""
+    leaves = [x.to(dtype).detach().requires_grad_(with_gradients) for x in (q, k, v)]
+    sink_leaf = None if sinks is None else sinks.to(dtype).detach().requires_grad_(with_gradients)
+    max_q, max_k = int(cu_q.diff().max()), int(cu_k.diff().max())
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window": case.window, "softcap": case.softcap}
+    out = kernel(*leaves, cu_q, cu_k, max_q, max_k, sinks=sink_leaf, **options)
+    if not with_gradients:
+        return [out.float()]
+    out.backward(grad.to(dtype))
+    of_sinks = [] if sink_leaf is None else [sink_leaf.grad.float()]
+    return [out.detach().float(), *(x.grad.float() for x in leaves), *of_sinks]
+
+
+def over_ranks(
+    kernel: AttentionKernel,
+    cp: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu: Tensor,
+    grad: Tensor,
+    case: Case,
+    dtype: torch.dtype,
+    with_gradients: bool,
+) -> list[Tensor]:
+    """What the ranks compute after the all-gather of keys and values, put together again."""
+    out = grad.new_zeros(len(q), case.num_heads, case.value_head_dim)
+    grads = [torch.zeros_like(x) for x in (q, k, v)] + ([] if sinks is None else [torch.zeros_like(sinks)])
+    for rank in range(cp):
+        mine, segments = shard_indices(cu, cp, rank), owned_segments(cu, cp, rank)
+        keys = concatenated_ranges(segments.document_start, segments.end)
+        cu_q, cu_k = boundaries(segments.end - segments.start), boundaries(segments.end - segments.document_start)
+        got = attend(kernel, q[mine], k[keys], v[keys], sinks, cu_q, cu_k, grad[mine], case, dtype, with_gradients)
+        out[mine] = got[0]
+        if with_gradients:
+            grads[0][mine] = got[1]
+            grads[1].index_add_(0, keys, got[2])
+            grads[2].index_add_(0, keys, got[3])
+            for total, part in zip(grads[3:], got[4:]):
+                total += part
+    return [out, *grads] if with_gradients else [out]
+
+
+def boundaries(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def print_table(rows: list[Row]) -> None:
+    print(f"{'kernel':10s} {'case':16s} {'largest error':>13s}  verdict")
+    for row in rows:
+        error = "" if row.largest is None else f"{row.largest:.1e}"
+        print(f"{row.kernel:10s} {row.case:16s} {error:>13s}  {row.verdict}")
+
+
+def print_speed(kernels: dict[str, AttentionKernel], tokens: int, device: torch.device) -> None:
+    """Forward and backward of one long stream, 32 heads on 8, head dim 128, bf16; ratios to the reference."""
+    torch.manual_seed(0)
+    weights = torch.rand(80) + 0.2
+    lengths = (weights / weights.sum() * tokens).long() // 16 * 16
+    lengths[-1] += tokens - int(lengths.sum())
+    cu = boundaries(lengths.to(device))
+    q, k, v, grad = (torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16) for heads in (32, 8, 8, 32))
+    case = Case("speed", 32, 8, 128, 128)
+
+    def step(kernel: AttentionKernel) -> None:
+        attend(kernel, q, k, v, None, cu, cu, grad, case, torch.bfloat16, True)
+
+    times = {}
+    for name, kernel in kernels.items():
+        try:
+            times[name] = device_ms(lambda kernel=kernel: step(kernel))
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}"[:110])
+    print(f"\nforward + backward, T={tokens}, 80 documents, 32/8 heads of 128, bf16")
+    for name, ms in times.items():
+        ratio = f"{times['reference'] / ms:6.1f}x the reference" if "reference" in times else ""
+        print(f"  {name:10s} {ms:8.2f} ms {ratio}")
+
+
+def device_ms(run: Callable[[], object], repeats: int = 5) -> float:
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats * 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Ask a trained model; the answer streams to the screen.
+
+    python recipes/generate.py runs/llama_packed "What is the capital of France?"
+    python recipes/generate.py runs/llama_packed                     (a chat; an empty line ends it)
+    python recipes/generate.py meta-llama/Llama-3.2-1B-Instruct "Hello" --temperature 0.7
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from automodel_lite.cli import run_tool
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code; raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a run's folder, a model or adapter folder, or a hub name")
+    parser.add_argument("prompt", nargs="?", help="what to ask; without it, a chat from the keyboard")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default): the likeliest token each time")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws with --temperature")
+    args = parser.parse_args(argv)
+
+    from transformers import set_seed  # --help needs no torch
+
+    from automodel_lite.loggers.console import quiet_libraries
+    from automodel_lite.models.generate import load_generator
+
+    quiet_libraries()
+    generator = load_generator(args.model)
+    set_seed(args.seed)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")
+    for prompt in prompts:
+        messages.append({"role": "user", "content": prompt})
+        answer = generator.answer(
+            messages,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            is_chat=not args.raw,
+            write=_write,
+        )
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    run_tool(main)

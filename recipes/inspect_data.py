@@ -1,0 +1,94 @@
+"""Look at what a run would be trained on, before it is: lengths, packs, a mask, samples, and all that is left out.
+
+    python recipes/inspect_data.py --config-name llama_packed
+
+Takes the arguments of train_ft.py. Exits with 1 when nothing would be trained on.
+"""
+
+from __future__ import annotations
+
+from automodel_lite.cli import run_recipe
+
+if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+    run_recipe("recipes.inspect_data:main")
+
+import os
+import sys
+from collections.abc import Iterator
+
+from automodel_lite.config import Config
+from automodel_lite.datasets.show import mark_trained
+from automodel_lite.datasets.streaming import NUM_HEAD_DOCUMENTS, StreamingDataset
+from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.errors import DataError
+from automodel_lite.packing.draw import draw_histogram, draw_mask, draw_pack
+from automodel_lite.packing.packs import PackedDataset
+from automodel_lite.packing.report import packing_report
+from automodel_lite.training.prepare import PreparedData, prepare_first_documents
+
+NUM_PACKS = 8
+NUM_SAMPLES = 3
+SHOWN_TOKENS = 400
+
+
+def main(config: Config) -> int:
+    """Prints everything; 1 when nothing would be trained on."""
+    try:
+        data = prepare_first_documents(config, MeshShape(dp_replicate=1, dp_shard=1, cp=config.mesh.cp))
+        packs = data.packs_of(0)
+    except DataError as error:
+        print(f"nothing would be trained on: {error}", file=sys.stderr)
+        return 1
+    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for line in [*counts(data), *lengths(data, packs), *drawn_packs(packs), *samples(data, in_colour)]:
+        print(line)
+    if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
+        print("nothing would be trained on", file=sys.stderr)
+        return 1
+    return 0
+
+
+def counts(data: PreparedData) -> Iterator[str]:
+    """What was read, skipped, dropped and cut."""
+    yield "DATA"
+    yield f"  {data.documents.description}"
+    if isinstance(data.documents, StreamingDataset):
+        yield f"  its first {NUM_HEAD_DOCUMENTS:,} documents are looked at"
+    yield from (f"  {note}" for note in data.tokens.notes)
+
+
+def lengths(data: PreparedData, packs: PackedDataset) -> Iterator[str]:
+    """The histogram, and what packing gains."""
+    yield "\nLENGTHS (tokens of a document, number of documents)"
+    limit = packs.plan.packed_sequence_size
+    yield from (f"  {line}" for line in draw_histogram(data.tokens.train.lengths, limit))
+    yield "\nPACKING"
+    yield str(packing_report(packs.plan, data.tokens.train.lengths))
+
+
+def drawn_packs(packs: PackedDataset) -> Iterator[str]:
+    """The first packs, a line each, and the attention mask of one."""
+    rows = [packs[index] for index in range(min(NUM_PACKS, len(packs)))]
+    if packs.plan.ragged:
+        yield "\nPACKS: none, every document is a row of its own"
+        return
+    yield f"\nPACKS (a letter a document, . padding; {packs.plan.packed_sequence_size} tokens a line)"
+    for number, row in enumerate(rows):
+        num_documents = sum(length > 0 for length in row["seq_lens"])
+        yield f"  {number:>3} |{draw_pack(row['seq_lens'], row['seq_lens_padded'])}| {num_documents} documents"
+    shown = next((n for n, row in enumerate(rows) if len(row["seq_lens"]) > 1), 0)
+    yield f"\nATTENTION MASK of pack {shown} (rows see columns)"
+    yield from (f"  {line}" for line in draw_mask(rows[shown]["seq_lens"], rows[shown]["seq_lens_padded"]))
+
+
+def samples(data: PreparedData, in_colour: bool) -> Iterator[str]:
+    """Some documents, spread over the set, with what is trained on marked."""
+    yield f"\nSAMPLES (trained on: {'green' if in_colour else '⟦ ⟧'})"
+    rows = data.tokens.train
+    for number in range(min(NUM_SAMPLES, len(rows))):
+        index = number * len(rows) // NUM_SAMPLES
+        row = rows[index]
+        text = mark_trained(data.tokenizer, row["input_ids"][:SHOWN_TOKENS], row["labels"][:SHOWN_TOKENS], in_colour)
+        more = f" … ({len(row['input_ids']):,} tokens)" if len(row["input_ids"]) > SHOWN_TOKENS else ""
+        yield f"  document {index}:"
+        yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())

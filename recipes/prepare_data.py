@@ -1,0 +1,34 @@
+"""Tokenise and plan the packs of a run beforehand, on any machine without a GPU; training then finds them in the cache.
+
+    python recipes/prepare_data.py --config-name llama_packed packed_sequence.packed_sequence_size=512
+
+Takes the arguments of train_ft.py. Training does the same by itself where it is missing.
+"""
+
+from __future__ import annotations
+
+from automodel_lite.cli import run_recipe
+
+if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+    run_recipe("recipes.prepare_data:main")
+
+from automodel_lite.config import Config
+from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.packing.report import packing_report
+from automodel_lite.training.prepare import StreamedData, prepare_data
+
+
+def main(config: Config) -> int:
+    """Fills the cache and prints what is in it."""
+    data = prepare_data(config, MeshShape(dp_replicate=1, dp_shard=1, cp=config.mesh.cp))
+    print(data.documents.description)
+    for note in data.notes:
+        print(f"  {note}")
+    if isinstance(data, StreamedData):
+        print("a stream is tokenised and packed while it is trained on; nothing else is prepared")
+        return 0
+    packs = data.packs_of(0)
+    print(packing_report(packs.plan, data.tokens.train.lengths))
+    for name, val_packs in data.val_packs.items():
+        print(f"validation ({name}): {len(val_packs):,} packs")
+    return 0

@@ -1,0 +1,243 @@
+"""Prove on your own model, data and mesh that packing and parallelism do not change the numbers.
+
+    torchrun recipes/verify.py --config-name llama_packed            (the same arguments as train_ft.py)
+    torchrun --nproc-per-node 4 recipes/verify.py --config-name llama_packed mesh.cp=2
+
+A small sample of the packs that training would read goes through the program's own path in several ways; loss and
+every gradient must agree with the truth: each document alone, through the model's own eager attention, in fp32, in one
+process. Then the step is broken on purpose, to show what a fault would look like. Exit code 1 on a FAIL.
+"""
+
+from __future__ import annotations
+
+from automodel_lite.cli import run_recipe
+
+if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+    run_recipe("recipes.verify:main")
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.kernel import AttentionKernel
+from automodel_lite.attention.probe import check_packing_isolation
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.collate import packed_sequence_thd_collater
+from automodel_lite.config import Config, build
+from automodel_lite.distributed.context_parallel import cp_shard
+from automodel_lite.distributed.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
+from automodel_lite.distributed.parallelize import choose_precision, choose_strategy, parallelize
+from automodel_lite.loggers.console import Console, quiet_libraries
+from automodel_lite.models.build import check_cp, choose_attention, choose_loss, load_and_adapt
+from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.part import first_layers
+from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, to_thd
+from automodel_lite.training.equality import Check, Step, difference, names, table, take_gradients
+from automodel_lite.training.seed import seed_all
+from automodel_lite.training.verify_sample import Sample, draw_sample
+
+EXACT = 1e-5
+"""Relative limit in fp32; measured differences are 1e-7 to 1e-6."""
+NOISE_FACTOR = 3.0
+"""The configured kernel and precision may be so many times further from fp32 than the reference kernel in it."""
+
+
+def main(config: Config) -> int:
+    """Prints the table; returns the exit code."""
+    quiet_libraries()
+    return Verification(config).run()
+
+
+class Verification:
+    """One model in one process, and again spread over the mesh."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.console = Console(is_silent=rank() != 0)
+        shape = mesh_shape(config.mesh, world_size())
+        self.source: CausalLM = build(config.model)
+        self.sample: Sample = draw_sample(config, shape)
+        self.mesh: Mesh = init_mesh(config.mesh)
+        use_threads(config.training.num_threads)
+        self.dtype = choose_precision(config.training.precision, self.mesh.device)
+        self.strategy = choose_strategy(config.mesh.strategy, shape, self.mesh.device)
+        self.source, self.part = first_layers(self.source, self.sample.tokenizer, self.mesh.device)
+        self.batches = [self.stream([pack]) for pack in self.sample.packs]
+
+    def run(self) -> int:
+        self.say_what_is_checked()
+        checks = []
+        is_first = self.mesh.rank == 0  # computes alone what needs no other rank
+        if is_first:
+            self.truth = self.compute_truth()
+            checks += self.in_one_process()
+        if self.mesh.root:
+            checks += self.over_the_mesh()
+        if is_first:
+            checks += self.faults()
+            self.console.print("\nrelative differences from the truth\n" + table(checks))
+        num_failed = sum(not check.passed for check in checks)
+        self.console.print(f"\nFAIL: {num_failed} of {len(checks)}" if num_failed else f"\nPASS: {len(checks)} checks")
+        self.mesh.barrier()
+        self.mesh.close()
+        return int(num_failed > 0)
+
+    # ---------------------------------------------------------------------------------------------- in one process
+    def compute_truth(self) -> Step:
+        """Each document alone, through the model's own attention and head; no packing, no kernel, no loss of ours."""
+        lm, total = self.model("eager"), 0.0
+        num_label_tokens = int((self.sample.documents.labels != IGNORE_INDEX).sum())
+        for ids, labels in self.sample.each_document():
+            logits = lm(input_ids=ids[None].to(self.mesh.device), use_cache=False).logits[0].float()
+            loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum", ignore_index=IGNORE_INDEX)
+            (loss / num_label_tokens).backward()
+            total += float(loss.detach()) / num_label_tokens
+        return Step(total, take_gradients(lm.named_parameters()))
+
+    def in_one_process(self) -> Iterator[Check]:
+        """Packing, accumulation, layout, and the configured kernel in its precision."""
+        model = self.loss_model(ReferenceAttention())
+        check_packing_isolation(model.lm, self.mesh.device)
+        counts = names({"documents": self.sample.num_documents, "packs": len(self.batches)})
+        yield self.check(f"packed = each document alone ({counts})", self.step(model, self.batches))
+        whole = self.stream(self.sample.packs)
+        yield self.check("one micro-batch of all packs = one a pack", self.step(model, [whole]))
+        other = [self.stream([pack]) for pack in self.sample.packed_otherwise()]
+        yield self.check(f"packed otherwise ({names({'packs': len(other)})})", self.step(model, other))
+        yield from self.configured_kernel(model)
+
+    def configured_kernel(self, model: LossModel) -> Iterator[Check]:
+        """What training runs, against fp32: no further off than the reference kernel is in the same precision."""
+        kernel, _ = choose_attention(self.config, model.lm.config, self.mesh.device, self.dtype)
+        if kernel.name == ReferenceAttention.name and self.dtype == torch.float32:
+            return
+        noise = self.check("", self.step(model, self.batches, self.dtype)).difference.largest
+        install(model.lm, kernel)
+        limit = max(EXACT, NOISE_FACTOR * noise)
+        name = f"{kernel.name.removeprefix('thd_')} kernel, {str(self.dtype).removeprefix('torch.')}"
+        yield self.check(name, self.step(model, self.batches, self.dtype), limit)
+
+    def faults(self) -> Iterator[Check]:
+        """Three classical bugs, made on purpose where the sample allows it: checks that miss them prove nothing."""
+        model = self.loss_model(ReferenceAttention())
+        if self.sample.num_documents > len(self.batches):
+            leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
+            yield self.check("fault: documents of a pack see each other", self.step(model, leaking), is_fault=True)
+        shifted = [replace(batch, labels=F.pad(batch.labels, (0, 1), value=IGNORE_INDEX)[1:]) for batch in self.batches]
+        yield self.check("fault: labels shifted once more", self.step(model, shifted), is_fault=True)
+        if len({batch.num_label_tokens for batch in self.batches}) == 1:
+            return
+        means = [self.step(model, [batch], num_label_tokens=batch.num_label_tokens) for batch in self.batches]
+        yield self.check("fault: mean of the micro-batches' means", mean_of(means), is_fault=True)
+
+    # ------------------------------------------------------------------------------------------------ over the mesh
+    def over_the_mesh(self) -> list[Check]:
+        """All ranks compute; rank 0 compares."""
+        shape = self.mesh.shape
+        checks = []
+        if shape.cp > 1:
+            model = self.loss_model(ReferenceAttention())
+            exchange = "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
+            checks.append((f"context parallel over {shape.cp} ranks, {exchange}", self.cp_step(model, exchange)))
+        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}, {self.strategy}"
+        checks.append((f"the whole mesh: {axes}", self.mesh_step()))
+        return [self.check(name, step) for name, step in checks] if self.mesh.rank == 0 else []
+
+    def cp_step(self, model: LossModel, exchange: str) -> Step:
+        """The whole model on each rank, tokens shared by the context-parallel ranks; gradients summed over them."""
+        total = torch.zeros((), device=self.mesh.device)
+        for batch in self.batches:
+            loss = model(cp_shard(batch, self.mesh.cp, exchange).to(self.mesh.device)) / self.num_label_tokens
+            loss.backward()
+            total += loss.detach()
+        assert self.mesh.cp is not None
+        group = self.mesh.cp.get_group()
+        for tensor in (total, *(p.grad for p in model.parameters() if p.grad is not None)):
+            dist.all_reduce(tensor, group=group)
+        return Step(float(total), take_gradients(model.lm.named_parameters()))
+
+    def mesh_step(self) -> Step:
+        """The step of training: packs dealt to the data-parallel ranks, accumulation, sharding, reduction; in fp32."""
+        model = parallelize(self.loss_model(ReferenceAttention()), self.mesh, self.strategy, torch.float32)
+        mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
+        exchange = "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
+        total = torch.zeros((), device=self.mesh.device)
+        for number, batch in enumerate(mine, start=1):
+            with model.accumulate(is_last=number == len(mine)):
+                loss = model(cp_shard(batch, self.mesh.cp, exchange).to(self.mesh.device)) / self.num_label_tokens
+                (loss * model.mean_ranks).backward()
+            total += loss.detach()
+        return Step(float(self.mesh.sum(total)), take_gradients(model.loss_model.lm.named_parameters()))
+
+    # ---------------------------------------------------------------------------------------------------- the pieces
+    def model(self, attention: str | AttentionKernel) -> PreTrainedModel:
+        """The same weights each time, without dropout."""
+        seed_all(self.config.seed, "model")
+        lm, _ = load_and_adapt(self.config, self.source, self.sample.tokenizer, self.mesh.device, self.strategy)
+        if isinstance(attention, str):
+            lm.set_attn_implementation(attention)
+        else:
+            install(lm, attention)
+        return lm.to(self.mesh.device).eval()  # type: ignore[arg-type,no-any-return]
+
+    def loss_model(self, kernel: AttentionKernel) -> LossModel:
+        lm = self.model(kernel)
+        return LossModel(lm, choose_loss(self.config, lm, self.mesh.device)[0])
+
+    def stream(self, packs: list[dict[str, Tensor]]) -> ThdBatch:
+        return to_thd(packed_sequence_thd_collater(packs))
+
+    @property
+    def num_label_tokens(self) -> int:
+        return sum(batch.num_label_tokens for batch in self.batches)
+
+    def step(
+        self,
+        model: LossModel,
+        batches: list[ThdBatch],
+        dtype: torch.dtype = torch.float32,
+        num_label_tokens: int | None = None,
+    ) -> Step:
+        """Micro-batches one after the other in this process."""
+        device, total = self.mesh.device, 0.0
+        for batch in batches:
+            with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+                loss = model(batch.to(device)) / (num_label_tokens or self.num_label_tokens)
+            loss.backward()
+            total += float(loss.detach())
+        return Step(total, take_gradients(model.lm.named_parameters()))
+
+    def check(self, name: str, step: Step, limit: float = EXACT, is_fault: bool = False) -> Check:
+        return Check(name, difference(step, self.truth), limit, is_fault)
+
+    def say_what_is_checked(self) -> None:
+        """Settings that cannot work are errors here too."""
+        config = self.source.config(self.sample.tokenizer)
+        check_cp(self.config, config, self.mesh, self.dtype)
+        self.console.say("model", f"{config.model_type}, {self.part}")
+        self.console.say("sample", self.sample.description)
+        self.console.say("data", f"ids and labels of all {self.sample.num_documents} documents are those of the data")
+        alone = "one process: start it like the training run (torchrun --nproc-per-node ...) to check its mesh"
+        shape = self.mesh.shape
+        axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
+        self.console.say("mesh", axes if self.mesh.root and shape.world_size > 1 else alone)
+
+
+def one_segment(batch: ThdBatch) -> AttentionPlan:
+    """The fault of a lost boundary: the pack is one document."""
+    cu = torch.tensor([0, len(batch.input_ids)], dtype=torch.int32)
+    return AttentionPlan(cu, cu, len(batch.input_ids), len(batch.input_ids))
+
+
+def mean_of(steps: list[Step]) -> Step:
+    """The fault of averaging per micro-batch."""
+    gradients = {name: torch.stack([s.gradients[name] for s in steps]).mean(0) for name in steps[0].gradients}
+    return Step(sum(step.loss for step in steps) / len(steps), gradients)

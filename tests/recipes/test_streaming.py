@@ -1,0 +1,54 @@
+"""The recipe on a stream: equal on one and two processes, validated, and resumed where it stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_lite.errors import ConfigError
+from tests.recipes.runs import losses, train
+
+
+def stream_of(tmp_path: Path) -> list[str]:
+    rows = [{"prompt": f"What is {i}?", "completion": f"It is {i % 7}."} for i in range(90)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "dataset=streaming",
+        f"dataset.path={tmp_path / 'a.jsonl'}",
+        f"dataset.val_path={tmp_path / 'a.jsonl'}",
+        "dataset.num_shards=4",
+        "packed_sequence.packed_sequence_size=64",
+        "training.max_steps=8",
+        "training.global_batch_size=4",
+        "training.log_every_steps=1",
+        "evaluation=none",
+        "checkpoint.every_steps=3",
+    ]
+
+
+def test_a_stream_trains_alike_on_one_and_two_processes(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path)
+    whole = train("llama_packed", tmp_path / "whole", *stream)
+    pair = train("llama_packed", tmp_path / "pair", *stream, "dataloader.num_workers=0", world_size=2)
+    assert [row["num_tokens"] for row in pair if "loss" in row] == [row["num_tokens"] for row in whole if "loss" in row]
+    torch.testing.assert_close(torch.tensor(losses(pair)), torch.tensor(losses(whole)), rtol=1e-4, atol=0)
+    assert any("val_loss/val" in row for row in whole)
+
+
+def test_a_stopped_stream_continues_bit_for_bit(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path)
+    whole = losses(train("llama_packed", tmp_path / "whole", *stream))
+    folder = tmp_path / "stopped"
+    train("llama_packed", folder, *stream)
+    shutil.rmtree(folder / "checkpoints" / "step_00000008")
+    (folder / "STATUS.json").unlink()
+    assert losses(train("llama_packed", folder, *stream)) == whole
+
+
+def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training.max_steps=null: the length of a stream is not known"):
+        train("llama_packed", tmp_path / "run", *stream_of(tmp_path), "training.max_steps=null")

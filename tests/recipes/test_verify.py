@@ -1,0 +1,90 @@
+"""recipes/verify.py passes on a right program and fails on broken ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recipes.verify
+from automodel_lite.errors import ConfigError
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.thd import to_thd as right_to_thd
+from tests.attention.test_adapter import LeakingAttention
+from tests.ranks import run_ranks
+from tests.recipes.runs import config_of
+
+CAUSAL_LM = "automodel_lite.models.causal_lm.CausalLM"
+
+
+def verify(folder: Path, *overrides: str) -> int:
+    return recipes.verify.main(config_of("smoke", folder, *overrides))
+
+
+def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "PASS: 6 checks" in said
+    assert "packed = each document alone" in said
+    assert said.count("noticed") == 3
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("overrides", [["packed_sequence=none"], ["packed_sequence.strategy=wrapped"]], ids=str)
+def test_other_packings(tmp_path: Path, overrides: list[str]) -> None:
+    assert verify(tmp_path / "run", *overrides) == 0
+
+
+def verify_on_rank(rank: int, world_size: int, folder: Path, overrides: list[str]) -> int:
+    return verify(folder, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (2, ["mesh.cp=2"]),
+        pytest.param(4, ["mesh.cp=2", "mesh.strategy=ddp", "mesh.cp_exchange=all_to_all"], marks=pytest.mark.slow),
+        pytest.param(4, ["mesh.dp_replicate=2", "mesh.cp=2"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_on_a_mesh(tmp_path: Path, world_size: int, overrides: list[str]) -> None:
+    assert run_ranks(verify_on_rank, world_size, tmp_path / "run", overrides) == [0] * world_size
+
+
+def shifted_to_thd(batch: dict[str, Any]) -> ThdBatch:
+    """The classical bug: labels that are aligned already are shifted once more."""
+    thd = right_to_thd(batch)
+    return replace(thd, labels=torch.nn.functional.pad(thd.labels, (0, 1), value=IGNORE_INDEX)[1:])
+
+
+def test_shifted_labels_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipes.verify, "to_thd", shifted_to_thd)
+    assert verify(tmp_path / "run") == 1
+    assert "FAIL: 3 of" in capsys.readouterr().out
+
+
+def test_a_leaking_kernel_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes.verify, "ReferenceAttention", LeakingAttention)
+    with pytest.raises(ConfigError, match="documents of a pack see each other"):
+        verify(tmp_path / "run")
+
+
+def test_positions_that_run_on_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting on through the documents of a pack is invisible to rotary models, but not to learned positions."""
+
+    def counting_on(batch: dict[str, Any]) -> ThdBatch:
+        thd = right_to_thd(batch)
+        return replace(thd, position_ids=torch.arange(len(thd.input_ids)))
+
+    monkeypatch.setattr(recipes.verify, "to_thd", counting_on)
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2}
+    learned = replace(config_of("smoke", tmp_path / "run"), model={"_target_": CAUSAL_LM, "config": gpt2})
+    assert recipes.verify.main(learned) == 1
+    monkeypatch.setattr(recipes.verify, "to_thd", right_to_thd)
+    assert recipes.verify.main(learned) == 0

@@ -1,0 +1,134 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.probe import stream_of
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.config import Config, MeshConfig, TrainingConfig
+from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.models.flops import model_size
+from automodel_lite.training.failures import recorded
+from automodel_lite.training.memory import estimate_memory, out_of_memory_text, remedies
+from automodel_lite.training.run_folder import RunFolder
+from recipes.train_ft import main
+from tests.recipes.runs import config_of
+
+TOKENS = 64
+FUSED = {"_target_": "automodel_lite.training.loss.FusedLinearCrossEntropy", "chunk_tokens": 16}
+LLAMA = LlamaConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def config_with(**training: object) -> Config:
+    return Config(
+        name="x",
+        packed_sequence={"packed_sequence_size": TOKENS},
+        model={"pretrained": None},
+        loss=FUSED,
+        training=TrainingConfig(**training),  # type: ignore[arg-type]
+    )
+
+
+def saved_for_backward(model: LlamaForCausalLM) -> int:
+    """Bytes of all tensors that autograd keeps in a forward pass, each storage once, parameters left out."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    batch = stream_of(torch.arange(TOKENS)[None] % 64, "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(**batch.model_inputs())
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in known)
+
+
+def test_activations_agree_with_what_autograd_keeps():
+    model = LlamaForCausalLM(LLAMA).train()
+    install(model, ReferenceAttention())
+    alone = MeshShape(1, 1, 1)
+    estimate = estimate_memory(config_with(), alone, "none", LLAMA, model_size(LLAMA), None, torch.float32)
+    assert estimate.activations == pytest.approx(saved_for_backward(model), rel=0.1)
+
+
+def test_sharding_an_8b_model():
+    """fp32 masters, gradients and moments of 8.03 B parameters are 119.7 GiB: 15 on each of 8 ranks."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    size = model_size(config)
+    one = MeshShape(1, 1, 1), "none"
+    eight = MeshShape(1, 8, 1), "fsdp"
+    alone, sharded, lora = (
+        estimate_memory(config_with(), *layout, config, size, adapter, torch.bfloat16)
+        for layout, adapter in ((one, None), (eight, None), (eight, 40_000_000))
+    )
+    states = [(e.weights + e.gradients + e.optimizer) / 2**30 for e in (alone, sharded, lora)]
+    assert states == pytest.approx([119.66, 14.96, 1.94], abs=0.01)
+
+
+def test_fsdp_keeps_whole_gradients_over_micro_batches():
+    config = config_with(global_batch_size=4)
+    size = model_size(LLAMA)
+    estimate = estimate_memory(config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
+    assert estimate.gradients == 4 * size.parameters / 2 + 4 * size.parameters
+
+
+def test_remedies_come_in_order_and_fit_the_settings():
+    assert [text.split(" (")[0] for text in remedies(config_with(micro_batch_size=4))] == [
+        "training.micro_batch_size=2",
+        "training.activation_checkpointing=full",
+        "mesh.cp=2 on more processes",
+    ]
+    config = config_with(activation_checkpointing="full")
+    config.loss, config.mesh = {"_target_": "x"}, MeshConfig(strategy="ddp")
+    assert [text.split(" (")[0] for text in remedies(config)] == [
+        "loss=fused_linear_cross_entropy",
+        "mesh.strategy=fsdp",
+        "mesh.cp=2 on more processes",
+    ]
+
+
+def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
+    text = out_of_memory_text(config_with(), None)
+    with (
+        pytest.raises(RunStoppedError) as stopped,
+        recorded(RunFolder(tmp_path), 0, lambda: "in step 3", lambda: text),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    sentence = str(stopped.value)
+    assert sentence.startswith("out of memory on rank 0")
+    assert "in step 3: CUDA out of memory. Tried to allocate 2.00 GiB." in sentence
+    assert sentence.endswith(
+        "Try, in this order: 1. training.activation_checkpointing=full (about a third slower); 2. mesh.cp=2 on more "
+        "processes (each holds half of a pack's tokens); 3. packed_sequence.packed_sequence_size=32 (longer documents "
+        "are dropped or cut)."
+    )
+
+
+def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    assert main(config_of("smoke", run, "dry_run=true", "mesh.dp_shard=2", "mesh.cp=2")) == 0
+    said = capsys.readouterr().out
+    assert "4 process(es) (dp_replicate 1 x dp_shard 2 x cp 2, fsdp)" in said
+    assert "MiB a rank: weights" in said
+    assert said.endswith("the settings, the data and the model fit together; nothing was trained or written\n")
+    assert not run.exists()
+    with pytest.raises(ConfigError, match="attention=reference"):
+        main(config_of("smoke", run, "dry_run=true", "attention=varlen"))
