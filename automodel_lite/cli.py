@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.redact import ScrubbedStream, scrub
+from automodel_lite.sweep import expand, run_sweep
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -50,10 +51,12 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     SIGNALS.install()
     _hide_secrets()
     try:
-        args = get_args_parser().parse_args(argv)
+        args = get_args_parser().parse_intermixed_args(argv)
         if args.help:
             print(help_text())
             _exit(0)
+        if args.multirun:
+            _exit(_sweep(main, args.config_name, args.overrides, args.config_dir))
         raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
         if args.cfg:
             print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
@@ -72,6 +75,17 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     except Exception:
         _leave(traceback.format_exc(), 1)
     _exit(code or 0)
+
+
+def _sweep(main: str, preset: str | None, overrides: list[str], config_dir: str | None) -> int:
+    """The jobs of `--multirun`; the folder is where the preset alone would run."""
+    jobs = expand(overrides)
+    first = compose_config(preset, jobs[0].overrides, config_dir=config_dir)
+    settings = with_defaults(first)
+    if OmegaConf.is_missing(settings, "name"):
+        raise ConfigError("name has no value: set name=...")
+    chosen = ["--config-name", str(preset), *(["--config-dir", config_dir] if config_dir else [])]
+    return run_sweep(main, chosen, overrides, Path(settings.output_dir).resolve())
 
 
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
@@ -204,7 +218,7 @@ def _leave(message: str, code: int) -> NoReturn:
         print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)
         if error_file:
             Path(error_file).write_text(json.dumps({"message": scrub(message.rstrip()), "timestamp": int(time.time())}))
-    elif is_mistake:
+    elif error_file:
         time.sleep(_WAIT_FOR_RANK_0_S)
     _exit(code)
 
