@@ -49,11 +49,16 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
     chunk_tokens: int | None = None
 
     def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
-        chunk_tokens = self.chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_RC.shape[1])
-        return linear_cross_entropy(hidden_RC, weight_VC, labels_R, chunk_tokens, softcap)
+        rows = chunk_rows(self.chunk_tokens, hidden_RC.shape[1])
+        return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap)
 
 
 Loss = CrossEntropy | LinearCrossEntropy
+
+
+def chunk_rows(chunk_tokens: int | None, hidden_size: int) -> int:
+    """Rows of logits that exist at one time."""
+    return chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_size)
 
 
 def linear_cross_entropy(
