@@ -130,7 +130,7 @@ class StreamedData:
 
 def prepare_data(config: Config, shape: MeshShape) -> PreparedData | StreamedData:
     """documents -> tokenizer -> token rows (cached, once a node) -> pack plan -> packs read lazily."""
-    packer: Packer = build_with(config.packed_sequence, seed=config.seed, cp_size=shape.cp)  # first: it checks sizes
+    packer: Packer = build_with(config.packed_sequence, cp_size=shape.cp)  # first: it checks sizes
     documents: Documents | StreamingDataset = build(config.dataset)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     if isinstance(documents, StreamingDataset):
