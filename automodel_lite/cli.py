@@ -30,12 +30,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.sweep import expand, run_sweep
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
 _PACKAGE = Path(__file__).resolve().parent
 _IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
 CONF_DIR = (_PACKAGE if _IS_INSTALLED else _PACKAGE.parent) / "conf"
+COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
 _WAIT_FOR_RANK_0_S = 10.0
 
@@ -49,6 +51,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     again), 1 any other error.
     """
     SIGNALS.install()
+    _hide_secrets()
     try:
         args = get_args_parser().parse_intermixed_args(argv)
         if args.help:
@@ -90,6 +93,7 @@ def _sweep(main: str, preset: str | None, overrides: list[str], config_dir: str 
 
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
     """Runs a recipe that reads its own command line; exit codes and messages as those of `run_recipe`."""
+    _hide_secrets()
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except (ConfigError, DataError) as error:
@@ -116,13 +120,26 @@ def compose_config(config_name: str | None, overrides: list[str], config_dir: st
         near = did_you_mean(config_name, known) or "."
         raise ConfigError(f"--config-name {config_name}: no such preset{near} The presets are {', '.join(known)}.")
     GlobalHydra.instance().clear()
+    first, *others = _folders(config_dir)
+    if others and (others[0] / f"{config_name}.yaml").is_file():  # Hydra takes the preset itself from the first folder
+        first, others = others[0], [first]
     try:
-        first, *rest = sorted(_folders(config_dir)[::-1], key=lambda folder: not (folder / f"{config_name}.yaml").is_file())
-        with initialize_config_dir(str(first), version_base="1.3"):  # Hydra takes the preset itself from here alone
-            extra = [f"hydra.searchpath=[file://{folder}]" for folder in rest]
-            return compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
+        with initialize_config_dir(str(first.resolve()), version_base="1.3"):
+            extra = [f"hydra.searchpath=[file://{folder.resolve()}]" for folder in others]
+            raw = compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from None
+    _check_granted(raw, overrides)
+    return raw
+
+
+def _check_granted(raw: DictConfig, overrides: list[str]) -> None:
+    """Raises ConfigError for a permission that a file grants: those are the command line's to give."""
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
+    for key in COMMAND_LINE_ONLY:
+        value = OmegaConf.select(raw, key, throw_on_missing=False)
+        if value is not None and not any(name == key or name.startswith(f"{key}.") for name in typed):
+            raise ConfigError(f"{key} is set in a file: it is taken from the command line only, {key}=... .")
 
 
 def presets(config_dir: str | None = None) -> list[str]:
@@ -185,6 +202,10 @@ def _check_options(group: str, chosen: object, options: list[str]) -> None:
             raise ConfigError(f"{group}={option}: no such option{near} The options are {', '.join(options)}.")
 
 
+def _hide_secrets() -> None:
+    sys.stdout, sys.stderr = ScrubbedStream(sys.stdout), ScrubbedStream(sys.stderr)
+
+
 def _leave(message: str, code: int) -> NoReturn:
     """Ends the process with one message on the screen, from rank 0 alone.
 
@@ -199,7 +220,7 @@ def _leave(message: str, code: int) -> NoReturn:
         prefix = "" if rank == 0 else f"[rank {rank}] "
         print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)
         if error_file:
-            Path(error_file).write_text(json.dumps({"message": message.rstrip(), "timestamp": int(time.time())}))
+            Path(error_file).write_text(json.dumps({"message": scrub(message.rstrip()), "timestamp": int(time.time())}))
     elif error_file:
         time.sleep(_WAIT_FOR_RANK_0_S)
     _exit(code)

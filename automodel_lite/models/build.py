@@ -20,7 +20,7 @@ from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.causal_lm import CausalLM, embedding_rows
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.loss_model import LossModel, head_is_plain
-from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
+from automodel_lite.training.loss import CrossEntropy, Loss
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 
 
@@ -114,7 +114,7 @@ def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tu
     """The configured loss; heads that are not `hidden @ weight.T` take the model's own head, and it is said."""
     loss: Loss = build(config.loss)
     name = type(loss).__name__
-    if isinstance(loss, FusedLinearCrossEntropy) and not head_is_plain(lm, probe_inputs(lm, device)):
+    if loss.includes_head and not head_is_plain(lm, probe_inputs(lm, device)):
         return CrossEntropy(), f"CrossEntropy: the output head of {type(lm).__name__} is more than hidden @ weight.T"
     return loss, name
 

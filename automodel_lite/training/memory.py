@@ -21,6 +21,7 @@ from automodel_lite.attention.spec import config_value
 from automodel_lite.config import Config
 from automodel_lite.distributed.mesh import MeshShape
 from automodel_lite.models.flops import ModelSize
+from automodel_lite.training.loss import chunk_rows
 from automodel_lite.training.plan import batch_shape
 
 _MASTER = 4  # bytes of an fp32 value
@@ -115,7 +116,7 @@ def _logits(
 ) -> float:
     vocabulary = model.get_text_config().vocab_size
     if "chunk_tokens" in config.loss:
-        rows = min(local, config.loss["chunk_tokens"])
+        rows = min(local, chunk_rows(config.loss["chunk_tokens"], model.get_text_config().hidden_size))
         head_gradient = 0 if is_frozen else _MASTER * size.head_weights
         return rows * vocabulary * (compute + 2 * _MASTER) + head_gradient
     return local * vocabulary * (compute + 2 * _MASTER)

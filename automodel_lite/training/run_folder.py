@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from automodel_lite.config import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.redact import scrub_tree
 from automodel_lite.training.durable import write_atomically
 
 # settings that do not shape the numbers: free to change between the restarts of a run
@@ -50,6 +51,7 @@ FREE_SETTINGS = (
     "evaluation",
     "report",
     "logger",
+    "security",
 )
 
 
@@ -158,8 +160,9 @@ class RunFolder:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """The configuration as nested dicts of plain values."""
-    return asdict(config)
+    """The configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
+    values: dict[str, Any] = scrub_tree(asdict(config))
+    return values
 
 
 def config_yaml(config: Config) -> str:
