@@ -113,7 +113,9 @@ def print_table(rates: dict[str, list[float]]) -> None:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--data", required=True, help="JSON lines with question and answer")
-    found.add_argument("--peers", help="folder with the environments trl, litgpt, nemo; left out: our own and the loops")
+    found.add_argument(
+        "--peers", help="folder with the environments trl, litgpt, nemo; left out: our own and the loops"
+    )
     found.add_argument("--shape", default="small", choices=list(SHAPES))
     found.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     found.add_argument("--steps", type=int, default=12)

@@ -28,9 +28,9 @@ from automodel_lite.thd import (
     SEQ_LENS_PADDING,
     AttentionPlan,
     ThdBatch,
+    labelled_rows,
     split_batch_into_thd_chunks,
     stack_thd_chunks,
-    labelled_rows,
 )
 
 EXCHANGES = ("all_gather", "all_to_all", "te")

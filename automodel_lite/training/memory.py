@@ -106,9 +106,13 @@ def _activations(config: Config, shape: MeshShape, model: PretrainedConfig, toke
     layer = local * (norms + compute * (2 * heads * head_dim + kv + 4 * inner))
     if shape.cp > 1:
         layer += tokens * compute * kv  # gathered keys and values
-    if config.training.activation_checkpointing == "full":
-        return layer + text.num_hidden_layers * local * compute * text.hidden_size
-    return text.num_hidden_layers * layer
+    how = config.training.activation_checkpointing
+    num_recomputed = 0 if how == "none" else -(-text.num_hidden_layers // config.training.recompute_every_layers)
+    kept = compute * text.hidden_size  # the layer's input; selective: the results of matrix products and attention too
+    if how == "selective":
+        kept += compute * (2 * heads * head_dim + kv + 2 * inner + 2 * text.hidden_size)
+    at_work = layer if num_recomputed else 0.0
+    return (text.num_hidden_layers - num_recomputed) * layer + at_work + num_recomputed * local * kept
 
 
 def _logits(

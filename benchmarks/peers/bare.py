@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from automodel_lite.config import build
 from automodel_lite.distributed.mesh import Mesh, MeshShape
 from automodel_lite.models.build import build_model
-from automodel_lite.thd import to_thd
-from automodel_lite.config import build
-from automodel_lite.training.optim import adamw, clip_gradients
-from automodel_lite.training.pack_order import Cursor, BatchShape
-from automodel_lite.training.prepare import prepare_data
-from automodel_lite.training.loader import PackLoader
 from automodel_lite.models.cost import cost_model
+from automodel_lite.thd import to_thd
+from automodel_lite.training.loader import PackLoader
+from automodel_lite.training.optim import adamw, clip_gradients
+from automodel_lite.training.pack_order import BatchShape, Cursor
+from automodel_lite.training.prepare import prepare_data
 from benchmarks.peers.job import LR, Clock, Job, use_one_thread
 from benchmarks.peers.recipe import recipe_config
 
@@ -28,7 +28,9 @@ def main(job: Job) -> None:
     optimizer = adamw(model.loss_model, LR, betas=[0.9, 0.95])
     shape = BatchShape(1, 1, 1)
     costs = cost_model(source.config(data.tokenizer))
-    steps = PackLoader(lambda epoch: data.order_of(epoch, config, shape, costs), shape, 0, config.dataloader).steps(Cursor())
+    steps = PackLoader(lambda epoch: data.order_of(epoch, config, shape, costs), shape, 0, config.dataloader).steps(
+        Cursor()
+    )
     batches = [to_thd(next(steps).micro_batches[0]) for _ in range(job.all_steps)]
     clock = Clock()
     for batch in batches:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ class Job:
         stored = np.load(Path(self.folder) / "rows.npz")
         ids, aligned, offsets = stored["input_ids"], stored["labels"], stored["offsets"]
         rows = []
-        for start, stop in zip(offsets[:-1], offsets[1:]):
+        for start, stop in pairwise(offsets):
             labels = np.full(stop - start, -100, dtype=np.int64)
             labels[1:] = aligned[start : stop - 1]
             rows.append((ids[start:stop].astype(np.int64), labels))

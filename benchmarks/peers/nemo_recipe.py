@@ -62,7 +62,13 @@ def settings(job: Job) -> dict[str, Any]:
     LlamaConfig(**job.model_settings(), architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     AutoTokenizer.from_pretrained(Path(job.folder) / "tokenizer").save_pretrained(folder)
     return {
-        "step_scheduler": {"global_batch_size": job.documents_a_step(), "local_batch_size": job.documents_a_step(), "max_steps": job.all_steps, "num_epochs": 1, "ckpt_every_steps": 100000},
+        "step_scheduler": {
+            "global_batch_size": job.documents_a_step(),
+            "local_batch_size": job.documents_a_step(),
+            "max_steps": job.all_steps,
+            "num_epochs": 1,
+            "ckpt_every_steps": 100000,
+        },
         "dist_env": {"backend": "gloo", "timeout_minutes": 1},
         "rng": {"_target_": "nemo_automodel.components.training.rng.StatefulRNG", "seed": 0, "ranked": True},
         "model": {
@@ -76,7 +82,11 @@ def settings(job: Job) -> dict[str, Any]:
         "distributed": {"strategy": "ddp"},
         "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
         "dataset": {"_target_": "benchmarks.peers.nemo_recipe.Rows"},
-        "dataloader": {"_target_": "torchdata.stateful_dataloader.StatefulDataLoader", "collate_fn": "nemo_automodel.components.datasets.utils.default_collater", "shuffle": True},
+        "dataloader": {
+            "_target_": "torchdata.stateful_dataloader.StatefulDataLoader",
+            "collate_fn": "nemo_automodel.components.datasets.utils.default_collater",
+            "shuffle": True,
+        },
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": LR, "fused": True},
     }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from automodel_lite.cli import compose_config
 from automodel_lite.config import Config, check_config
 from automodel_lite.training.loader import StepBatches
 from automodel_lite.training.metrics import StepResult
-from automodel_lite.training.run_folder import RunFolder
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
-from recipes.train_ft import TrainFinetuneRecipe
+from recipes import train_ft
 
 
 def recipe_config(job: Job, *more: str) -> Config:
@@ -41,12 +42,11 @@ def recipe_config(job: Job, *more: str) -> Config:
     )
 
 
-class TimedRecipe(TrainFinetuneRecipe):
-    """Looks at the clock where a step ends and, before the next, its numbers have been logged."""
+class TimedRecipe(train_ft.TrainFinetuneRecipe):
+    """Looks at the clock where a step ends, which is before its numbers are logged."""
 
-    def setup(self) -> None:
-        self.clock, self.tokens_of_step = Clock(), []
-        super().setup()
+    clock = Clock()
+    tokens_of_step: ClassVar[list[int]] = []
 
     def step(self, batches: StepBatches) -> StepResult:
         result = super().step(batches)
@@ -57,8 +57,6 @@ class TimedRecipe(TrainFinetuneRecipe):
 
 if __name__ == "__main__":
     job = Job.from_argv()
-    config = recipe_config(job)
-    recipe = TimedRecipe(config, RunFolder(config.output_dir))
-    recipe.setup()
-    recipe.run()
-    recipe.clock.report(job, recipe.tokens_of_step)
+    train_ft.TrainFinetuneRecipe = TimedRecipe
+    assert train_ft.main(recipe_config(job)) == 0
+    TimedRecipe.clock.report(job, TimedRecipe.tokens_of_step)

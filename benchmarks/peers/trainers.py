@@ -1,6 +1,6 @@
 """TRL's SFTTrainer (packed or padded) and transformers' Trainer (padded) on token rows; runs in their environment.
 
-    python -m benchmarks.peers.trainers JOB trl_packed | trl_padded | hf_padded
+python -m benchmarks.peers.trainers JOB trl_packed | trl_padded | hf_padded
 """
 
 from __future__ import annotations
