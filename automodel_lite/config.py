@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.targets import check_origin, own_targets, target_problem
 
 Part = dict[str, Any]
 
@@ -70,7 +72,10 @@ class TrainingConfig:
     log_every_steps: int = 10
     val_every_steps: int = 0  # 0 = only at the end
     precision: str = "auto"  # fp32 | bf16 (bf16 compute, fp32 master weights) | auto (bf16 on a GPU, else fp32)
-    activation_checkpointing: str = "none"  # none | full (recompute each layer in the backward pass)
+    activation_checkpointing: str = "none"  # recompute in the backward pass: none | full layers | selective (cheap ops)
+    recompute_every_layers: int = 1  # activation_checkpointing of every n-th layer only
+    compile: bool = False  # torch.compile, decoder layer by decoder layer
+    fp8: str = "none"  # linear layers: none | tensorwise | rowwise scales (torchao, GPU with fp8)
     num_threads: int = 0  # CPU threads a process; 0 = the cores divided by the processes of this host
     max_bad_steps: int = 3  # steps in a row with a non-finite loss or gradient that are skipped; one more ends the run
     max_time: str | int | None = (
@@ -92,6 +97,13 @@ class CheckpointConfig:
     checksums: bool = True  # of every file, compared when it is loaded
     accept_changes: bool = False  # continue although settings that shape the numbers changed since the run began
     export_hf: bool = True  # write hf/, a folder that from_pretrained loads, at the end
+
+
+@dataclass
+class SecurityConfig:
+    """What a preset cannot grant: these keys are taken from the command line only."""
+
+    allow_targets: list[str] = field(default_factory=list)  # packages whose code a `_target_` may name
 
 
 @dataclass
@@ -127,7 +139,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: Part = field(default_factory=dict)
+    report: bool = True  # draw report.html and report.png at the end (needs matplotlib)
     logger: Part = field(default_factory=dict)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
 CHOICES = {
@@ -135,7 +149,8 @@ CHOICES = {
     "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
     "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
-    "training.activation_checkpointing": ("none", "full"),
+    "training.activation_checkpointing": ("none", "full", "selective"),
+    "training.fp8": ("none", "tensorwise", "rowwise"),
     "tokenize.train_on": ("assistant", "last_assistant", "completion", "all"),
     "tokenize.on_bad_row": ("error", "skip"),
 }
@@ -148,6 +163,7 @@ AT_LEAST = {
     "training.val_every_steps": 0,
     "training.max_grad_norm": 0,
     "training.num_threads": 0,
+    "training.recompute_every_layers": 1,
     "samples.max_new_tokens": 1,
     "checkpoint.every_steps": 0,
     "checkpoint.keep_last": 1,
@@ -246,9 +262,9 @@ def check_config(raw: DictConfig) -> Config:
     if problems:
         raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
-    problems = list(_schema_problems(plain, Config, ""))
+    problems = [*_schema_problems(plain, Config, ""), *_target_problems(plain)]
     if not problems:
-        problems = [*_choice_problems(plain), *_range_problems(plain)]
+        problems = [*_choice_problems(plain), *_range_problems(plain), *_name_problems(plain)]
         for key, part in _parts(plain):
             problems += _part_problems(key, part)
     if problems:
@@ -318,6 +334,27 @@ def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
         value = _lookup(plain, key)
         if value is not None and value < least:
             yield f"{key}={value} must be at least {least}."
+
+
+def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
+    name = str(plain["name"])
+    if not re.fullmatch(r"[\w][\w.,=+@ -]*", name):
+        yield f"name={name!r} must be a plain folder name (letters, digits, _ - . = + @): set output_dir=... for a path."
+
+
+def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
+    """Targets that are not allowed; nothing is imported before this is known."""
+    allowed = _lookup(plain, "security.allow_targets") or []
+    refused = False
+    for key, part in _parts(plain):
+        if problem := target_problem(part["_target_"], allowed):
+            refused = True
+            yield f"{key}.{problem}"
+    if refused:
+        return
+    for _, part in _parts(plain):
+        if part["_target_"] not in own_targets():
+            check_origin(part["_target_"], locate(part["_target_"]), allowed)
 
 
 def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:

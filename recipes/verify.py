@@ -39,7 +39,7 @@ from automodel_lite.models.build import check_cp, choose_attention, choose_loss,
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.part import first_layers
-from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, to_thd
+from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labelled_rows, to_thd
 from automodel_lite.training.equality import Check, Step, difference, names, table, take_gradients
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.verify_sample import Sample, draw_sample
@@ -134,7 +134,7 @@ class Verification:
         if self.sample.num_documents > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
             yield self.check("fault: documents of a pack see each other", self.step(model, leaking), is_fault=True)
-        shifted = [replace(batch, labels=F.pad(batch.labels, (0, 1), value=IGNORE_INDEX)[1:]) for batch in self.batches]
+        shifted = [shifted_once_more(batch) for batch in self.batches]
         yield self.check("fault: labels shifted once more", self.step(model, shifted), is_fault=True)
         if len({batch.num_label_tokens for batch in self.batches}) == 1:
             return
@@ -244,6 +244,12 @@ class Verification:
         shape = self.mesh.shape
         axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
         self.console.say("mesh", axes if self.mesh.root and shape.world_size > 1 else alone)
+
+
+def shifted_once_more(batch: ThdBatch) -> ThdBatch:
+    """The stream with each label one place too early: the classical mistake."""
+    labels = F.pad(batch.labels, (0, 1), value=IGNORE_INDEX)[1:]
+    return replace(batch, labels=labels, label_rows=labelled_rows(labels))
 
 
 def one_segment(batch: ThdBatch) -> AttentionPlan:
