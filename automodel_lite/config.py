@@ -362,7 +362,7 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
     try:
         target = locate(part["_target_"])
     except ConfigError as error:
-        yield f"{key}.{error}"
+        yield str(error) if str(error).startswith(key) else f"{key}.{error}"
         return
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
