@@ -352,9 +352,12 @@ def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
             yield f"{key}.{problem}"
     if refused:
         return
-    for _, part in _parts(plain):
+    for key, part in _parts(plain):
         if part["_target_"] not in own_targets():
-            check_origin(part["_target_"], locate(part["_target_"]), allowed)
+            try:
+                check_origin(part["_target_"], locate(part["_target_"]), allowed)
+            except ConfigError as error:
+                yield f"{key}.{error}"
 
 
 def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:

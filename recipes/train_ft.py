@@ -38,7 +38,7 @@ from automodel_lite.thd import ThdBatch
 from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.device_feed import DeviceFeed, ReadyStep
 from automodel_lite.training.dry_run import dry_run
-from automodel_lite.training.failures import log_of, recorded
+from automodel_lite.training.failures import has_failed, log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.metrics import Meter, StepResult, sum_counts
@@ -149,6 +149,7 @@ class TrainFinetuneRecipe:
             self.console.say(topic, text)
         self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
         SIGNALS.defer()
+        SIGNALS.watch(lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s)
         if self.owes_validation:
             self.validate()
         self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)

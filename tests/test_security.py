@@ -35,6 +35,7 @@ def check(*overrides: str) -> None:
         "automodel_lite.config.importlib.import_module",
         "automodel_lite.training.durable.write_file",
         "automodel_lite.training.optim.torch.load",
+        "torch.optimism",
         "automodel_lite.datasets.files.FilesDataset.__init__",
         "automodel_lite.datasets.files.os",
         "notes/evil.py",
@@ -50,6 +51,11 @@ def test_foreign_targets_are_refused_before_they_are_imported(target: str, monke
         check(f"optimizer._target_={target}")
 
 
+def test_an_allowed_module_does_not_lead_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="it is functools.partial, outside of torch.optim"):
+        check("optimizer._target_=torch.optim.optimizer.functools.partial")
+
+
 def test_a_nested_target_is_seen() -> None:
     with pytest.raises(ConfigError, match="_target_=os.system is not allowed"):
         check("model.config.x={_target_:os.system,command:date}")
@@ -62,7 +68,7 @@ def test_own_code_is_allowed_on_the_command_line(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"security.allow_targets=\[my_parts\]"):
         check(*mine)
     check(*mine, "security.allow_targets=[my_parts]")
-    with pytest.raises(ConfigError, match="outside of my_parts"):
+    with pytest.raises(ConfigError, match="outside of torch.optim, my_parts"):
         check(*mine[:2], "lr_scheduler._target_=my_parts.os.system", "security.allow_targets=[my_parts]")
 
 

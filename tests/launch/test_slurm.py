@@ -79,7 +79,8 @@ def wait_for_state(cluster: Cluster, job: str, folder: Path, *states: str) -> st
 
 
 def start_now(cluster: Cluster, job: str) -> None:
-    """A requeued job waits for two minutes by itself."""
+    """A requeued job waits for two minutes by itself; SLURM takes a start in its first second for the killed one."""
+    time.sleep(3)
     for _ in range(100):
         if cluster.state_of(job) == "PENDING":
             cluster.call("scontrol", "update", f"job={job}", "StartTime=now")
@@ -116,8 +117,8 @@ def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: 
 
 
 def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM_JOB_END_TIME alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
-    job = submit(cluster, "slurm.sbatch", tmp_path, "training.stop_margin_s=580", "training.max_steps=100000")
+    """The job's end time alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
+    job = submit(cluster, "slurm.sbatch", tmp_path, "training.stop_margin_s=585", "training.max_steps=100000")
     wait_for_steps(tmp_path, 0)
     wait_for_state(cluster, job, tmp_path, "PENDING")
     assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"] == "the time is nearly up"
