@@ -49,8 +49,8 @@ def _presets() -> Iterator[tuple[str, str]]:
 def _sections() -> Iterator[str]:
     """A table for the top level, then one for each group of keys."""
     hints = get_type_hints(schema.Config)
-    plain = [item for item in fields(schema.Config) if not is_dataclass(hints[item.name]) and hints[item.name] != schema.Part]
-    yield _schema_table(schema.Config, "", [item.name for item in plain])
+    plain = [name for name, hint in hints.items() if not is_dataclass(hint) and hint != schema.Part]
+    yield _schema_table(schema.Config, "", plain)
     for name, hint in hints.items():
         if is_dataclass(hint):
             yield f"\n### `{name}`\n\n{hint.__doc__}\n"

@@ -278,7 +278,7 @@ class TrainFinetuneRecipe:
             self.folder.write_status("finished", self.num_steps)
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
         self.close()
-        if self.config.report and self.mesh.rank == 0:
+        if self.config.report and rank() == 0:
             draw_at_end(self.folder.path, self.console.say)
         return 0
 

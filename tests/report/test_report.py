@@ -10,6 +10,7 @@ from automodel_lite.report import draw_at_end
 from automodel_lite.report.page import facts_of, page_of, write_report
 from automodel_lite.report.panels import PANELS
 from automodel_lite.report.record import differences, read_run
+from tests.recipes.runs import train
 
 
 def run_folder(path: Path, lr: float = 0.01, **more: object) -> Path:
@@ -92,3 +93,9 @@ def test_a_drawing_that_fails_does_not_fail_the_run(tmp_path: Path):
     draw_at_end(tmp_path, lambda topic, text: said.append((topic, text)))
     assert said[0][0] == "report"
     assert said[0][1].startswith("WARNING: not drawn: ConfigError")
+
+
+def test_a_run_of_two_ranks_ends_with_its_report(tmp_path: Path):
+    train("smoke", tmp_path / "run", "report=true", "training.max_steps=1", world_size=2)
+    assert "Mask of one pack" in (tmp_path / "run/report.html").read_text()
+    assert (tmp_path / "run/report.png").is_file()
