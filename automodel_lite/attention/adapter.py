@@ -20,7 +20,6 @@ from automodel_lite.attention.spec import UNPACKED, layer_window
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import Exchange
 
-
 ATTENTION_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cp_exchange")
 """What `ThdBatch.model_inputs` gives to attention alone."""
 
