@@ -23,7 +23,7 @@ from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.mesh import Mesh, MeshShape
 from automodel_lite.distributed.parallelize import parallelize
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.ranks import run_ranks
@@ -40,7 +40,8 @@ def micro_batch(number: int, cp: int) -> ThdBatch:
     batch = stream(docs, 2 * cp, 160)
     labels = batch.labels.clone()
     labels[torch.arange(len(labels)) % (number + 1) > 0] = IGNORE_INDEX
-    return replace(batch, labels=labels, num_label_tokens=int((labels != IGNORE_INDEX).sum()))
+    rows = labelled_rows(labels)
+    return replace(batch, labels=labels, label_rows=rows, num_label_tokens=len(rows))
 
 
 def loss_model(family: str) -> LossModel:
@@ -145,7 +146,8 @@ def spread_with_shifted_labels(rank: int, world: int) -> dict:
 
     def shifted(batch: ThdBatch, *rest: object) -> ThdBatch:
         mine = context_parallel.cp_shard(batch, *rest)  # type: ignore[arg-type]
-        return replace(mine, labels=torch.nn.functional.pad(mine.labels, (0, 1), value=IGNORE_INDEX)[1:])
+        labels = torch.nn.functional.pad(mine.labels, (0, 1), value=IGNORE_INDEX)[1:]
+        return replace(mine, labels=labels, label_rows=labelled_rows(labels))
 
     test_matrix.cp_shard = shifted  # type: ignore[assignment]
     return test_matrix.spread(rank, world, (1, 1, 2), "fsdp", "all_gather", ["llama"])
