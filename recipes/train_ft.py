@@ -147,7 +147,9 @@ class TrainFinetuneRecipe:
             self.console.say(topic, text)
         self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
         SIGNALS.defer()
-        SIGNALS.watch(lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s)
+        SIGNALS.watch(
+            lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s
+        )
         if self.owes_validation:
             self.validate()
         self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)

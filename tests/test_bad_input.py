@@ -103,7 +103,7 @@ def _tokenizer(folder: Path) -> list[str]:
 def test_too_many_bad_rows_are_an_error(model_folder: Path, tmp_path: Path) -> None:
     bad = "\n".join([*GOOD, *["not json"] * 10])
     options = rows(bad, "tokenize.on_bad_row=skip", *_tokenizer(model_folder))(tmp_path)
-    with pytest.raises(DataError, match="max_bad_frac"):
+    with pytest.raises(DataError, match=r"max_bad_frac"):
         train(tmp_path / "run", *options)
 
 
@@ -190,14 +190,14 @@ def test_a_tokenizer_without_a_pad_token_trains(model_folder: Path, tmp_path: Pa
 # ----------------------------------------------------------------------------------------------------------- the folder
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty and is no run's folder: choose another name="):
+    with pytest.raises(ConfigError, match=r"is not empty and is no run's folder: choose another name="):
         train(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match=r"is a file"):
         train(tmp_path / "run")
 
 
