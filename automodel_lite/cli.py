@@ -31,9 +31,12 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.redact import ScrubbedStream, scrub
+from automodel_lite.sweep import expand, run_sweep
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
-CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+_PACKAGE = Path(__file__).resolve().parent
+_IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
+CONF_DIR = (_PACKAGE if _IS_INSTALLED else _PACKAGE.parent) / "conf"
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
 _WAIT_FOR_RANK_0_S = 10.0
@@ -50,17 +53,20 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     SIGNALS.install()
     _hide_secrets()
     try:
-        args = get_args_parser().parse_args(argv)
+        args = get_args_parser().parse_intermixed_args(argv)
         if args.help:
             print(help_text())
             _exit(0)
+        if args.multirun:
+            _exit(_sweep(main, args.config_name, args.overrides, args.config_dir))
         raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
         if args.cfg:
             print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
             _exit(0)
         config = check_config(raw)
         module, function = main.split(":")
-        code = getattr(importlib.import_module(module), function)(config)
+        place = f"automodel_lite.{module}" if _IS_INSTALLED else module
+        code = getattr(importlib.import_module(place), function)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
     except RunStoppedError as error:
@@ -72,6 +78,17 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     except Exception:
         _leave(traceback.format_exc(), 1)
     _exit(code or 0)
+
+
+def _sweep(main: str, preset: str | None, overrides: list[str], config_dir: str | None) -> int:
+    """The jobs of `--multirun`; the folder is where the preset alone would run."""
+    jobs = expand(overrides)
+    first = compose_config(preset, jobs[0].overrides, config_dir=config_dir)
+    settings = with_defaults(first)
+    if OmegaConf.is_missing(settings, "name"):
+        raise ConfigError("name has no value: set name=...")
+    chosen = ["--config-name", str(preset), *(["--config-dir", config_dir] if config_dir else [])]
+    return run_sweep(main, chosen, overrides, Path(settings.output_dir).resolve())
 
 
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
@@ -161,7 +178,7 @@ def help_text() -> str:
 
 
 def _folders(config_dir: str | None) -> list[Path]:
-    return [CONF_DIR, *([Path(config_dir)] if config_dir else [])]
+    return [CONF_DIR, *([Path(config_dir).resolve()] if config_dir else [])]
 
 
 def _open(override: str, known_groups: dict[str, list[str]]) -> str:
@@ -204,7 +221,7 @@ def _leave(message: str, code: int) -> NoReturn:
         print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)
         if error_file:
             Path(error_file).write_text(json.dumps({"message": scrub(message.rstrip()), "timestamp": int(time.time())}))
-    elif is_mistake:
+    elif error_file:
         time.sleep(_WAIT_FOR_RANK_0_S)
     _exit(code)
 

@@ -72,7 +72,10 @@ class TrainingConfig:
     log_every_steps: int = 10
     val_every_steps: int = 0  # 0 = only at the end
     precision: str = "auto"  # fp32 | bf16 (bf16 compute, fp32 master weights) | auto (bf16 on a GPU, else fp32)
-    activation_checkpointing: str = "none"  # none | full (recompute each layer in the backward pass)
+    activation_checkpointing: str = "none"  # recompute in the backward pass: none | full layers | selective (cheap ops)
+    recompute_every_layers: int = 1  # activation_checkpointing of every n-th layer only
+    compile: bool = False  # torch.compile, decoder layer by decoder layer
+    fp8: str = "none"  # linear layers: none | tensorwise | rowwise scales (torchao, GPU with fp8)
     num_threads: int = 0  # CPU threads a process; 0 = the cores divided by the processes of this host
     max_bad_steps: int = 3  # steps in a row with a non-finite loss or gradient that are skipped; one more ends the run
     max_time: str | int | None = (
@@ -136,6 +139,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: Part = field(default_factory=dict)
+    report: bool = True  # draw report.html and report.png at the end (needs matplotlib)
     logger: Part = field(default_factory=dict)
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
@@ -145,7 +149,8 @@ CHOICES = {
     "mesh.strategy": ("auto", "fsdp", "ddp", "none"),
     "mesh.cp_exchange": ("all_gather", "all_to_all", "te"),
     "training.precision": ("auto", "fp32", "bf16"),
-    "training.activation_checkpointing": ("none", "full"),
+    "training.activation_checkpointing": ("none", "full", "selective"),
+    "training.fp8": ("none", "tensorwise", "rowwise"),
     "tokenize.train_on": ("assistant", "last_assistant", "completion", "all"),
     "tokenize.on_bad_row": ("error", "skip"),
 }
@@ -158,6 +163,7 @@ AT_LEAST = {
     "training.val_every_steps": 0,
     "training.max_grad_norm": 0,
     "training.num_threads": 0,
+    "training.recompute_every_layers": 1,
     "samples.max_new_tokens": 1,
     "checkpoint.every_steps": 0,
     "checkpoint.keep_last": 1,
@@ -359,7 +365,7 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
     try:
         target = locate(part["_target_"])
     except ConfigError as error:
-        yield f"{key}.{error}"
+        yield str(error) if str(error).startswith(key) else f"{key}.{error}"
         return
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -75,6 +75,8 @@ class ThdBatch:
 
     input_ids, labels, position_ids  int64 [T], this rank's tokens (T / cp of them after `cp_shard`); labels are
                        next-token aligned (`labels[i]` is the target of position i), IGNORE_INDEX carries no loss
+    label_rows         int64 [R], this rank's positions that carry a label; found on the host, because their number is
+                       a shape: a GPU would have to be waited for
     cu_seqlens         int32 [N + 1], running count of real tokens of the whole stream
     cu_seqlens_padded  int32 [N + 1], slot boundaries in the whole stream
     max_seqlen         widest slot of the whole stream, in tokens
@@ -86,6 +88,7 @@ class ThdBatch:
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
+    label_rows: Tensor
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
     max_seqlen: int
@@ -100,6 +103,7 @@ class ThdBatch:
             input_ids=move(self.input_ids),
             labels=move(self.labels),
             position_ids=move(self.position_ids),
+            label_rows=move(self.label_rows),
             cu_seqlens=move(self.cu_seqlens),
             cu_seqlens_padded=move(self.cu_seqlens_padded),
             attention=self.attention.moved(move),
@@ -152,17 +156,24 @@ def to_thd(batch: dict[str, Any]) -> ThdBatch:
     cu_padded = _cumulative(slots)
     max_seqlen = int(slots.max())
     labels = batch["labels"].reshape(-1)
+    label_rows = labelled_rows(labels)
     return ThdBatch(
         input_ids=batch["input_ids"].reshape(-1),
         labels=labels,
         position_ids=batch["position_ids"].reshape(-1),
+        label_rows=label_rows,
         cu_seqlens=_cumulative(lens),
         cu_seqlens_padded=cu_padded,
         max_seqlen=max_seqlen,
         num_tokens=int(lens.sum()),
-        num_label_tokens=int((labels != IGNORE_INDEX).sum()),
+        num_label_tokens=len(label_rows),
         attention=AttentionPlan(cu_padded, cu_padded, max_seqlen, max_seqlen),
     )
+
+
+def labelled_rows(labels: Tensor) -> Tensor:
+    """Positions that carry a label, int64 [R]; for tensors on the host."""
+    return (labels != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 def process_input_for_thd(

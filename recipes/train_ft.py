@@ -15,6 +15,7 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.train_ft:main")
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -32,6 +33,7 @@ from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export
+from automodel_lite.report import draw_at_end
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.device_feed import DeviceFeed, ReadyStep
@@ -132,6 +134,7 @@ class TrainFinetuneRecipe:
             self.folder.write_status("running", self.num_steps)
             if self.report:
                 self.report.to_json(self.folder.packing)
+                self.folder.lengths.write_text(json.dumps(self.data.lengths()))
             self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
         is_first = self.mesh.rank == 0
@@ -186,6 +189,7 @@ class TrainFinetuneRecipe:
             loss_sum += loss.detach()
         if self.num_steps + 1 < self.plan.max_steps:
             self.feed.stage()
+            self.meter.lap("data")
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
         if self.edge.agree(is_bad(loss_sum, grad_norm)):
@@ -277,6 +281,8 @@ class TrainFinetuneRecipe:
             self.folder.write_status("finished", self.num_steps)
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
         self.close()
+        if self.config.report and rank() == 0:
+            draw_at_end(self.folder.path, self.console.say)
         return 0
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ def test_remote_code_needs_a_pinned_commit(revision: str) -> None:
 
 def test_secrets_are_found_by_value() -> None:
     environment = {"HF_TOKEN": "hf_abcdef", "WANDB_API_KEY": "0123456789", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"SSL_KEY_FILE": str(ROOT / "pyproject.toml"), "HOME": "/root/abc"}
+    environment |= {"SSL_KEY_FILE": str(ROOT / "pyproject.toml"), "HOME": "/home/abc"}
     assert secrets(environment) == {"hf_abcdef": "HF_TOKEN", "0123456789": "WANDB_API_KEY"}
 
 

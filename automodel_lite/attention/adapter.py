@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -19,19 +20,41 @@ from automodel_lite.attention.spec import UNPACKED, layer_window
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import Exchange
 
+ATTENTION_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cp_exchange")
+"""What `ThdBatch.model_inputs` gives to attention alone."""
+
 
 def install(model: PreTrainedModel, kernel: AttentionKernel) -> None:
     """Makes all attention layers of `model` run on `kernel`.
 
     Raises ConfigError when the family does not go through AttentionInterface: transformers itself only warns.
     """
-    AttentionInterface.register(kernel.name, packed_attention(kernel))
+    AttentionInterface.register(kernel.name, outside_of_graphs(packed_attention(kernel)))
     model.set_attn_implementation(kernel.name)
     if model.config._attn_implementation != kernel.name:
         raise ConfigError(
             f"model_type={model.config.model_type} ({type(model).__name__}) does not take its attention from "
             f"transformers' AttentionInterface, so its documents cannot be kept apart: {UNPACKED}."
         )
+
+
+class Unseen:
+    """Arguments on their way through compiled layers to attention. A graph that saw the boundaries of the documents, or
+    the length of the longest, would be made anew for packs of other documents; of this object it sees the type.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+
+
+def outside_of_graphs(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """`attend`, where torch.compile does not look; takes arguments that came as `unseen=Unseen(...)`."""
+
+    def forward(*args: Any, unseen: Unseen | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        return attend(*args, **kwargs) if unseen is None else attend(*args, **kwargs, **unseen.arguments)
+
+    outside: Callable[..., tuple[Tensor, None]] = torch.compiler.disable(forward)
+    return outside
 
 
 def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, None]]:
@@ -64,7 +87,7 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
             )
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         _refuse_hidden_window(module, sliding_window)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
         attend: Callable[..., Tensor] = kernel
         if cp_exchange is not None:
             q, k, v, s_aux = cp_exchange.before(q, k, v, s_aux)
@@ -87,6 +110,15 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         return out[None], None
 
     return forward
+
+
+def _in_compute_dtype(x: Tensor) -> Tensor:
+    """Under autocast, rotary embeddings leave queries and keys in fp32 and values in bf16: all take autocast's dtype.
+
+    Kernels want one dtype (and FlashAttention no fp32), and context parallelism sends half the bytes.
+    """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _refuse_what_packing_cannot(

@@ -59,6 +59,7 @@ def stream_of(documents: Tensor, device: torch.device | str) -> ThdBatch:
         input_ids=documents.flatten(),
         labels=documents.flatten(),
         position_ids=torch.arange(length).repeat(num_documents),
+        label_rows=torch.arange(documents.numel()),
         cu_seqlens=cu,
         cu_seqlens_padded=cu,
         max_seqlen=length,

@@ -63,7 +63,7 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
         return CacheEntry(folder, True, "hit")
     _make_folder(parent)
     asked = time.time()
-    failure = folder.with_suffix(".failed")
+    failure = Path(f"{folder}.failed")
     with FileLock(f"{folder}.lock"):
         if (folder / KEY_FILE).exists():
             return CacheEntry(folder, True, "hit (another process made it)")

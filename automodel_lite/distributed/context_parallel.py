@@ -28,6 +28,7 @@ from automodel_lite.thd import (
     SEQ_LENS_PADDING,
     AttentionPlan,
     ThdBatch,
+    labelled_rows,
     split_batch_into_thd_chunks,
     stack_thd_chunks,
 )
@@ -48,11 +49,13 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         return batch
     group, cp_rank = cp_mesh.get_group(), cp_mesh.get_local_rank()
     mine = shard_indices(batch.cu_seqlens_padded, cp_mesh.size(), cp_rank)
+    labels = batch.labels[mine]
     return replace(
         batch,
         input_ids=batch.input_ids[mine],
-        labels=batch.labels[mine],
+        labels=labels,
         position_ids=batch.position_ids[mine],
+        label_rows=labelled_rows(labels),
         attention=attention_plan(batch, group, cp_mesh.size(), cp_rank, exchange),
     )
 

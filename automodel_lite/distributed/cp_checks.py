@@ -135,7 +135,8 @@ def _small_stream(vocab: int, cp_size: int) -> ThdBatch:
     total, longest = int(lens.sum()), int(lens.max())
     ids = torch.randint(min(3, vocab - 1), vocab, (total,), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in lens.tolist()])
-    return ThdBatch(ids, ids, positions, cu, cu, longest, total, total, AttentionPlan(cu, cu, longest, longest))
+    plan = AttentionPlan(cu, cu, longest, longest)
+    return ThdBatch(ids, ids, positions, torch.arange(total), cu, cu, longest, total, total, plan)
 
 
 def _hash(values: Tensor) -> Tensor:

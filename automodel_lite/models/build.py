@@ -12,15 +12,22 @@ from automodel_lite.attention.auto import auto_attention
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation, stream_of
 from automodel_lite.attention.spec import attention_spec
-from automodel_lite.config import Config, build
+from automodel_lite.config import Config, TrainingConfig, build, locate
 from automodel_lite.distributed.cp_checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.distributed.mesh import Mesh
-from automodel_lite.distributed.parallelize import ParallelModel, choose_precision, choose_strategy, parallelize
+from automodel_lite.distributed.parallelize import (
+    ParallelModel,
+    choose_precision,
+    choose_strategy,
+    decoder_layers,
+    parallelize,
+)
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.causal_lm import CausalLM, embedding_rows
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
+from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
 from automodel_lite.models.loss_model import LossModel, head_is_plain
-from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
+from automodel_lite.training.loss import CrossEntropy, Loss
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 
 
@@ -44,6 +51,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
 
     Raises ConfigError when the model, the kernel and the device do not fit together.
     """
+    check_layers(config.training.compile, config.training.activation_checkpointing)
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
     lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
@@ -60,8 +68,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
         check_packing_isolation(lm, mesh.device)
         check_context_parallel(lm, mesh.cp, config.mesh.cp_exchange, mesh.device)
         loss, loss_reason = choose_loss(config, lm, mesh.device)
-    if config.training.activation_checkpointing == "full":
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    speed_up_layers(config.training, lm)
     model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
     attention = f"{reason}\n{hint}" if hint else reason
     return BuiltModel(model, size.parameters, flops, memory, attention, loss_reason, strategy, source.dtype, adapter)
@@ -77,6 +84,16 @@ def load_and_adapt(
     peft.check(device, strategy, source.pretrained)
     lm = source.build(tokenizer, peft.load_arguments(device))
     return lm, peft.adapt(lm, str(source.pretrained))
+
+
+def speed_up_layers(training: TrainingConfig, lm: PreTrainedModel) -> None:
+    """fp8, compilation and recomputation, in this order: checkpoint(compile(layer)). Changes the model in place."""
+    layers = decoder_layers(lm)
+    if training.fp8 != "none":
+        locate("automodel_lite.models.fp8.use_fp8")(layers, training.fp8)
+    if training.compile:
+        compile_layers(layers)
+    recompute_layers(layers, training.activation_checkpointing, training.recompute_every_layers)
 
 
 def choose_attention(
@@ -114,7 +131,7 @@ def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tu
     """The configured loss; heads that are not `hidden @ weight.T` take the model's own head, and it is said."""
     loss: Loss = build(config.loss)
     name = type(loss).__name__
-    if isinstance(loss, FusedLinearCrossEntropy) and not head_is_plain(lm, probe_inputs(lm, device)):
+    if loss.includes_head and not head_is_plain(lm, probe_inputs(lm, device)):
         return CrossEntropy(), f"CrossEntropy: the output head of {type(lm).__name__} is more than hidden @ weight.T"
     return loss, name
 

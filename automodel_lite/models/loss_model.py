@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
-from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy
+from automodel_lite.thd import ThdBatch
+from automodel_lite.training.loss import Loss
 
 
 class LossModel(nn.Module):
     """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's label tokens."""
 
-    def __init__(self, lm: PreTrainedModel, loss: CrossEntropy | FusedLinearCrossEntropy) -> None:
+    def __init__(self, lm: PreTrainedModel, loss: Loss) -> None:
         super().__init__()
         self.lm = lm
         self.loss = loss
         self.softcap: float | None = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, batch: ThdBatch) -> Tensor:
-        rows = labelled_rows(batch.labels)
-        labels_R = batch.labels[rows]
-        if isinstance(self.loss, FusedLinearCrossEntropy):
+        labels_R = batch.labels.index_select(0, batch.label_rows)
+        if self.loss.includes_head:
             hidden_TC = self.lm.base_model(**batch.model_inputs()).last_hidden_state[0]
-            return self.loss(hidden_TC[rows], self.head_weight, labels_R, self.softcap)
-        logits_RV = self.lm(**batch.model_inputs(), logits_to_keep=rows).logits[0]
+            hidden_RC = hidden_TC.index_select(0, batch.label_rows)
+            return self.loss(hidden_RC, self.head_weight, labels_R, self.softcap)
+        logits_RV = self.lm(**batch.model_inputs(), logits_to_keep=batch.label_rows).logits[0]
         return self.loss(logits_RV, labels_R)
 
     def next_token(self, batch: ThdBatch) -> Tensor:
@@ -43,11 +43,6 @@ class LossModel(nn.Module):
         """The output head's weight [V, C]."""
         weight: Tensor = self.lm.get_output_embeddings().weight
         return weight
-
-
-def labelled_rows(labels: Tensor) -> Tensor:
-    """Positions with a label, int64 [R]."""
-    return (labels != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from automodel_lite.attention.spec import config_value
 from automodel_lite.config import Config
 from automodel_lite.distributed.mesh import MeshShape
 from automodel_lite.models.flops import ModelSize
+from automodel_lite.training.loss import chunk_rows
 from automodel_lite.training.plan import batch_shape
 
 _MASTER = 4  # bytes of an fp32 value
@@ -105,9 +106,13 @@ def _activations(config: Config, shape: MeshShape, model: PretrainedConfig, toke
     layer = local * (norms + compute * (2 * heads * head_dim + kv + 4 * inner))
     if shape.cp > 1:
         layer += tokens * compute * kv  # gathered keys and values
-    if config.training.activation_checkpointing == "full":
-        return layer + text.num_hidden_layers * local * compute * text.hidden_size
-    return text.num_hidden_layers * layer
+    how = config.training.activation_checkpointing
+    num_recomputed = 0 if how == "none" else -(-text.num_hidden_layers // config.training.recompute_every_layers)
+    kept = compute * text.hidden_size  # the layer's input; selective: the results of matrix products and attention too
+    if how == "selective":
+        kept += compute * (2 * heads * head_dim + kv + 2 * inner + 2 * text.hidden_size)
+    at_work = layer if num_recomputed else 0.0
+    return (text.num_hidden_layers - num_recomputed) * layer + at_work + num_recomputed * local * kept
 
 
 def _logits(
@@ -115,7 +120,7 @@ def _logits(
 ) -> float:
     vocabulary = model.get_text_config().vocab_size
     if "chunk_tokens" in config.loss:
-        rows = min(local, config.loss["chunk_tokens"])
+        rows = min(local, chunk_rows(config.loss["chunk_tokens"], model.get_text_config().hidden_size))
         head_gradient = 0 if is_frozen else _MASTER * size.head_weights
         return rows * vocabulary * (compute + 2 * _MASTER) + head_gradient
     return local * vocabulary * (compute + 2 * _MASTER)

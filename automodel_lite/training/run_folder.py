@@ -3,7 +3,8 @@
 runs/<name>/
     config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
     checkpoints/      step_00000100/ ...              hf/               the exported model
-    packing.json      what the packs cost and gain
+    packing.json      what the packs cost and gain    lengths.json      documents by length, and one pack
+    report.html       the run on one screen           report.png
     STATUS.json       running, preempted, finished or failed: how the last process of this run ended
     logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
     run.lock          who is at work here
@@ -48,6 +49,7 @@ FREE_SETTINGS = (
     "checkpoint",
     "samples",
     "evaluation",
+    "report",
     "logger",
     "security",
 )
@@ -66,6 +68,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.packing = self.path / "packing.json"
+        self.lengths = self.path / "lengths.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
         self.status = self.path / "STATUS.json"

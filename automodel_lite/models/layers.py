@@ -1,0 +1,95 @@
+"""What is done to each decoder layer: activations recomputed in the backward pass, forwards compiled.
+
+A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints and exports, and
+FSDP's hooks stay outside. The order is checkpoint(compile(layer)): the other way round, dynamo meets the graph break
+of attention inside of a checkpoint, gives the frame up and runs it eager without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from automodel_lite.attention.adapter import ATTENTION_ARGUMENTS, Unseen
+from automodel_lite.errors import ConfigError
+
+_aten = torch.ops.aten
+KEPT_OPS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Selective checkpointing keeps the results of these; norms, rotations and activations are cheap to repeat."""
+_KEPT_NAMESPACES = frozenset({"torch_attn", "flash_attn"})  # of torch's varlen_attn and the flash-attn package
+
+
+def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> None:
+    """Replaces the forward of every n-th layer.
+
+    how   none | full (only the layer's input is kept) | selective (results of matrix products and attention are kept)
+    """
+    if how == "none":
+        return
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for layer in layers[::every_layers]:
+        layer.forward = _checkpointed(layer.forward, contexts)  # type: ignore[method-assign]
+
+
+def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
+    """Compiles each layer's forward; attention is left out of the graphs, with the boundaries of the documents, so that
+    packs of other documents need no new graph. A graph too many is an error, never a silent return to eager.
+    """
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for layer in layers:
+        layer.forward = _hiding_boundaries(torch.compile(layer.forward, backend=backend))  # type: ignore[method-assign]
+
+
+def check_layers(is_compiled: bool, how: str) -> None:
+    """Raises ConfigError for a pair that does not work."""
+    if is_compiled and how == "selective":
+        raise ConfigError(
+            "training.activation_checkpointing=selective watches single operations, which training.compile=true fuses "
+            "away: take training.activation_checkpointing=full with training.recompute_every_layers=2, or do not "
+            "compile."
+        )
+
+
+def compiled_graphs() -> int:
+    """Graphs compiled so far by this process: must stay the same once each shape has been seen."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _hiding_boundaries(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        boundaries = {name: kwargs.pop(name) for name in ATTENTION_ARGUMENTS if name in kwargs}
+        return compiled(*args, **kwargs, unseen=Unseen(boundaries))
+
+    return forward
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return recomputed
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = op in KEPT_OPS or op.namespace in _KEPT_NAMESPACES
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

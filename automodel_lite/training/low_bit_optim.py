@@ -1,0 +1,22 @@
+"""AdamW whose two moments are kept in 8 bits (torchao): 2 bytes a weight instead of 8."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchao.optim import AdamW8bit
+
+from automodel_lite.training.optim import param_groups
+
+
+def adamw_8bit(
+    model: nn.Module,
+    lr: float,
+    betas: list[float] | None = None,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    block_size: int = 256,
+) -> AdamW8bit:
+    """Dettmers et al., 2022 (arXiv:2110.02861); `block_size` values share one scale. Small tensors stay in fp32."""
+    beta1, beta2 = betas or (0.9, 0.999)
+    groups = param_groups(model, weight_decay)
+    return AdamW8bit(groups, lr=lr, betas=(beta1, beta2), eps=eps, block_size=block_size)

@@ -1,0 +1,47 @@
+"""Our own parts in a bare loop: batches made beforehand, no recipe, no loader, no logs. What the framework may cost."""
+
+from __future__ import annotations
+
+import torch
+
+from automodel_lite.config import build
+from automodel_lite.distributed.mesh import Mesh, MeshShape
+from automodel_lite.models.build import build_model
+from automodel_lite.models.cost import cost_model
+from automodel_lite.thd import to_thd
+from automodel_lite.training.loader import PackLoader
+from automodel_lite.training.optim import adamw, clip_gradients
+from automodel_lite.training.pack_order import BatchShape, Cursor
+from automodel_lite.training.prepare import prepare_data
+from benchmarks.peers.job import LR, Clock, Job, use_one_thread
+from benchmarks.peers.recipe import recipe_config
+
+
+def main(job: Job) -> None:
+    use_one_thread()
+    config = recipe_config(job)
+    mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
+    data = prepare_data(config, mesh.shape)
+    source = build(config.model)
+    torch.manual_seed(0)
+    model = build_model(config, source, data.tokenizer, mesh).model
+    optimizer = adamw(model.loss_model, LR, betas=[0.9, 0.95])
+    shape = BatchShape(1, 1, 1)
+    costs = cost_model(source.config(data.tokenizer))
+    steps = PackLoader(lambda epoch: data.order_of(epoch, config, shape, costs), shape, 0, config.dataloader).steps(
+        Cursor()
+    )
+    batches = [to_thd(next(steps).micro_batches[0]) for _ in range(job.all_steps)]
+    clock = Clock()
+    for batch in batches:
+        loss = model(batch)
+        (loss / batch.num_label_tokens).backward()
+        clip_gradients(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.step_done()
+    clock.report(job, [batch.num_tokens for batch in batches])
+
+
+if __name__ == "__main__":
+    main(Job.from_argv())

@@ -1,0 +1,107 @@
+"""What every contestant of `benchmarks/peers_cpu.py` trains: the same rows, model shape, steps and clock.
+
+Runs in each peer's own environment: torch, transformers and numpy are all it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+SHAPES = {
+    "small": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "32m": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+PACK_TOKENS = 2048
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One contestant's run."""
+
+    folder: str  # tokenizer/ and rows.npz, written by benchmarks.peers.prepare
+    shape: str
+    precision: str  # fp32 | bf16 (autocast over fp32 weights)
+    steps: int  # optimizer steps that are timed
+    warmup_steps: int
+    data: str  # the raw JSON lines
+    scratch: str  # an empty folder of this run
+
+    @staticmethod
+    def from_argv() -> Job:
+        return Job(**json.loads(sys.argv[1]))
+
+    def to_argv(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def all_steps(self) -> int:
+        return self.warmup_steps + self.steps
+
+    def model_settings(self) -> dict[str, int | bool]:
+        """Settings of a Llama; 8,192 tokens, feed-forward 8/3 of the hidden size."""
+        shape = SHAPES[self.shape]
+        return shape | {
+            "vocab_size": 8192,
+            "intermediate_size": -(-shape["hidden_size"] * 8 // 3 // 64) * 64,
+            "max_position_embeddings": PACK_TOKENS,
+            "tie_word_embeddings": True,
+        }
+
+    def rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(input_ids, labels) of each document as Hugging Face models take them: labels[i] belongs to input_ids[i]."""
+        stored = np.load(Path(self.folder) / "rows.npz")
+        ids, aligned, offsets = stored["input_ids"], stored["labels"], stored["offsets"]
+        rows = []
+        for start, stop in pairwise(offsets):
+            labels = np.full(stop - start, -100, dtype=np.int64)
+            labels[1:] = aligned[start : stop - 1]
+            rows.append((ids[start:stop].astype(np.int64), labels))
+        return rows
+
+    def documents_a_step(self) -> int:
+        """Of a padded contestant: as many documents as a pack holds on average."""
+        offsets = np.load(Path(self.folder) / "rows.npz")["offsets"]
+        return round(PACK_TOKENS / np.diff(offsets).mean())
+
+
+class Clock:
+    """CPU seconds of this process (children included) at the end of every step."""
+
+    def __init__(self) -> None:
+        self.edges: list[float] = []
+
+    def step_done(self) -> None:
+        self.edges.append(cpu_seconds())
+
+    def report(self, job: Job, tokens_of_step: list[int], **more: object) -> None:
+        """Prints the rate over the timed steps as one JSON line."""
+        assert len(self.edges) >= job.all_steps, f"{len(self.edges)} steps were timed, not {job.all_steps}"
+        cpu_s = self.edges[job.all_steps - 1] - self.edges[job.warmup_steps - 1]
+        tokens = sum(tokens_of_step[job.warmup_steps : job.all_steps])
+        print("RESULT " + json.dumps({"tokens": tokens, "cpu_s": cpu_s, "tokens_per_cpu_s": tokens / cpu_s, **more}))
+        sys.stdout.flush()
+
+
+def cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def monotonic() -> float:
+    return time.monotonic()

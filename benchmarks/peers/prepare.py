@@ -1,0 +1,29 @@
+"""Tokenises the raw JSON lines once, with our own tokenizer, for contestants that are given token rows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from automodel_lite.config import build, build_with
+from automodel_lite.datasets.tokenize import tokenize_documents
+from benchmarks.peers.job import Job
+from benchmarks.peers.recipe import recipe_config
+
+
+def main(job: Job) -> None:
+    config = recipe_config(job)
+    documents = build(config.dataset)
+    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
+    rows = tokenize_documents(documents, tokenizer, cache_dir=config.cache_dir, **asdict(config.tokenize)).train
+    folder = Path(job.folder)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    np.savez(folder / "rows.npz", input_ids=rows.input_ids, labels=rows.labels, offsets=rows.offsets)
+    share = (np.asarray(rows.labels) != -100).mean()
+    print(f"{len(rows)} documents, {len(rows.input_ids)} tokens, {share:.1%} of the positions carry a label")
+
+
+if __name__ == "__main__":
+    main(Job.from_argv())

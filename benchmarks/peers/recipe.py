@@ -1,0 +1,62 @@
+"""Our recipe as shipped: raw JSON lines in, a run folder with metrics out; the clock only looks on."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config import Config, check_config
+from automodel_lite.training.loader import StepBatches
+from automodel_lite.training.metrics import StepResult
+from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
+from recipes import train_ft
+
+
+def recipe_config(job: Job, *more: str) -> Config:
+    """The preset `finetune` on the job's data; what is timed is what a user gets."""
+    model = [f"model.config.{key}={value}" for key, value in job.model_settings().items() if key != "vocab_size"]
+    return check_config(
+        compose_config(
+            "finetune",
+            [
+                "name=peers",
+                f"output_dir={job.scratch}/run",
+                f"cache_dir={job.folder}/cache",
+                f"dataset.path={job.data}",
+                "tokenizer=bpe",
+                "tokenizer.vocab_size=8192",
+                "model=llama_smoke",
+                *model,
+                f"packed_sequence.packed_sequence_size={PACK_TOKENS}",
+                f"training.precision={job.precision}",
+                "training.num_epochs=null",
+                f"training.max_steps={job.all_steps}",
+                "training.global_batch_size=1",
+                "training.num_threads=1",
+                f"optimizer.lr={LR}",
+                "lr_scheduler.warmup_steps=1",
+                "checkpoint.export_hf=false",
+                *more,
+            ],
+        )
+    )
+
+
+class TimedRecipe(train_ft.TrainFinetuneRecipe):
+    """Looks at the clock where a step ends, which is before its numbers are logged."""
+
+    clock = Clock()
+    tokens_of_step: ClassVar[list[int]] = []
+
+    def step(self, batches: StepBatches) -> StepResult:
+        result = super().step(batches)
+        self.clock.step_done()
+        self.tokens_of_step.append(result.counts.num_tokens)
+        return result
+
+
+if __name__ == "__main__":
+    job = Job.from_argv()
+    train_ft.TrainFinetuneRecipe = TimedRecipe
+    assert train_ft.main(recipe_config(job)) == 0
+    TimedRecipe.clock.report(job, TimedRecipe.tokens_of_step)

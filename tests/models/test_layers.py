@@ -1,0 +1,134 @@
+"""Recomputed and compiled layers: the same gradients, and no new graph for packs of other documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.layers import check_layers, compile_layers, compiled_graphs, recompute_layers
+from automodel_lite.models.loss_model import LossModel
+from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.training.loss import FusedLinearCrossEntropy
+
+NUM_TOKENS = 48
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def small_model() -> LossModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    lm = LlamaForCausalLM(config)
+    install(lm, ReferenceAttention())
+    return LossModel(lm, FusedLinearCrossEntropy())
+
+
+def pack_of(*lengths: int) -> ThdBatch:
+    """One full pack of random tokens."""
+    assert sum(lengths) == NUM_TOKENS
+    ids = torch.randint(0, 64, (1, NUM_TOKENS))
+    lens = torch.tensor([lengths])
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return to_thd(
+        {"input_ids": ids, "labels": ids, "position_ids": positions, "seq_lens": lens, "seq_lens_padded": lens}
+    )
+
+
+def gradients(model: LossModel, batch: ThdBatch) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(batch).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("how", "every_layers", "is_compiled"),
+    [("full", 1, False), ("full", 2, False), ("selective", 1, False), ("none", 1, True), ("full", 1, True)],
+    ids=["full", "every second", "selective", "compiled", "compiled and full"],
+)
+def test_same_gradients(how: str, every_layers: int, is_compiled: bool) -> None:
+    batch = pack_of(20, 17, 11)
+    expected = gradients(small_model(), batch)
+    model = small_model()
+    names = [name for name, _ in model.named_parameters()]
+    layers = list(model.lm.model.layers)
+    if is_compiled:
+        compile_layers(layers, backend="aot_eager")
+    recompute_layers(layers, how, every_layers)
+    torch.testing.assert_close(gradients(model, batch), expected)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_packs_of_other_documents_need_no_new_graph(how: str) -> None:
+    model = small_model()
+    layers = list(model.lm.model.layers)
+    compile_layers(layers, backend="aot_eager")
+    recompute_layers(layers, how, 1)
+    gradients(model, pack_of(20, 17, 11))
+    after_warm_up = compiled_graphs()
+    assert after_warm_up > 0  # a checkpointed layer is compiled too
+    for lengths in [(48,), (1, 47), (16, 16, 16), (5, 6, 7, 8, 9, 13), (1,) * 48]:
+        gradients(model, pack_of(*lengths))
+    assert compiled_graphs() == after_warm_up
+
+
+def test_recomputing_keeps_less() -> None:
+    kept = {how: bytes_kept(how) for how in ("none", "selective", "full")}
+    assert kept["full"] < kept["selective"] < kept["none"]
+    assert kept["full"] < bytes_kept("full", every_layers=2) < kept["none"]
+
+
+def bytes_kept(how: str, every_layers: int = 1) -> int:
+    """Of tensors that autograd saved, and of what selective checkpointing holds beside it."""
+    model = small_model()
+    recompute_layers(list(model.lm.model.layers), how, every_layers)
+    alive = MemoryOfResults()
+    with alive:
+        loss = model(pack_of(20, 17, 11))
+    kept = alive.bytes()
+    del loss
+    return kept
+
+
+class MemoryOfResults(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the storages that are still alive of all that operations returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.multiprocessing.reductions.StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                ref = torch.multiprocessing.reductions.StorageWeakRef(storage)
+                self.storages[ref.cdata] = (ref, storage.nbytes())
+        return out
+
+    def bytes(self) -> int:
+        return sum(size for ref, size in self.storages.values() if not ref.expired())
+
+
+def test_compiling_and_selective_recomputing_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="recompute_every_layers=2"):
+        check_layers(is_compiled=True, how="selective")
