@@ -30,9 +30,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.redact import ScrubbedStream, scrub
+from automodel_lite.sweep import expand, run_sweep
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
-CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+_PACKAGE = Path(__file__).resolve().parent
+_IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
+CONF_DIR = (_PACKAGE if _IS_INSTALLED else _PACKAGE.parent) / "conf"
+COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
 _WAIT_FOR_RANK_0_S = 10.0
 
@@ -46,18 +51,22 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     again), 1 any other error.
     """
     SIGNALS.install()
+    _hide_secrets()
     try:
-        args = get_args_parser().parse_args(argv)
+        args = get_args_parser().parse_intermixed_args(argv)
         if args.help:
             print(help_text())
             _exit(0)
+        if args.multirun:
+            _exit(_sweep(main, args.config_name, args.overrides, args.config_dir))
         raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
         if args.cfg:
             print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
             _exit(0)
         config = check_config(raw)
         module, function = main.split(":")
-        code = getattr(importlib.import_module(module), function)(config)
+        place = f"automodel_lite.{module}" if _IS_INSTALLED else module
+        code = getattr(importlib.import_module(place), function)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
     except RunStoppedError as error:
@@ -71,8 +80,20 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     _exit(code or 0)
 
 
+def _sweep(main: str, preset: str | None, overrides: list[str], config_dir: str | None) -> int:
+    """The jobs of `--multirun`; the folder is where the preset alone would run."""
+    jobs = expand(overrides)
+    first = compose_config(preset, jobs[0].overrides, config_dir=config_dir)
+    settings = with_defaults(first)
+    if OmegaConf.is_missing(settings, "name"):
+        raise ConfigError("name has no value: set name=...")
+    chosen = ["--config-name", str(preset), *(["--config-dir", config_dir] if config_dir else [])]
+    return run_sweep(main, chosen, overrides, Path(settings.output_dir).resolve())
+
+
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
     """Runs a recipe that reads its own command line; exit codes and messages as those of `run_recipe`."""
+    _hide_secrets()
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except (ConfigError, DataError) as error:
@@ -99,12 +120,26 @@ def compose_config(config_name: str | None, overrides: list[str], config_dir: st
         near = did_you_mean(config_name, known) or "."
         raise ConfigError(f"--config-name {config_name}: no such preset{near} The presets are {', '.join(known)}.")
     GlobalHydra.instance().clear()
+    first, *others = _folders(config_dir)
+    if others and (others[0] / f"{config_name}.yaml").is_file():  # Hydra takes the preset itself from the first folder
+        first, others = others[0], [first]
     try:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-            return compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
+        with initialize_config_dir(str(first.resolve()), version_base="1.3"):
+            extra = [f"hydra.searchpath=[file://{folder.resolve()}]" for folder in others]
+            raw = compose(config_name, [*extra, *(_open(o, groups(config_dir)) for o in overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from None
+    _check_granted(raw, overrides)
+    return raw
+
+
+def _check_granted(raw: DictConfig, overrides: list[str]) -> None:
+    """Raises ConfigError for a permission that a file grants: those are the command line's to give."""
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
+    for key in COMMAND_LINE_ONLY:
+        value = OmegaConf.select(raw, key, throw_on_missing=False)
+        if value is not None and not any(name == key or name.startswith(f"{key}.") for name in typed):
+            raise ConfigError(f"{key} is set in a file: it is taken from the command line only, {key}=... .")
 
 
 def presets(config_dir: str | None = None) -> list[str]:
@@ -143,7 +178,7 @@ def help_text() -> str:
 
 
 def _folders(config_dir: str | None) -> list[Path]:
-    return [CONF_DIR, *([Path(config_dir)] if config_dir else [])]
+    return [CONF_DIR, *([Path(config_dir).resolve()] if config_dir else [])]
 
 
 def _open(override: str, known_groups: dict[str, list[str]]) -> str:
@@ -167,6 +202,10 @@ def _check_options(group: str, chosen: object, options: list[str]) -> None:
             raise ConfigError(f"{group}={option}: no such option{near} The options are {', '.join(options)}.")
 
 
+def _hide_secrets() -> None:
+    sys.stdout, sys.stderr = ScrubbedStream(sys.stdout), ScrubbedStream(sys.stderr)
+
+
 def _leave(message: str, code: int) -> NoReturn:
     """Ends the process with one message on the screen, from rank 0 alone.
 
@@ -181,8 +220,8 @@ def _leave(message: str, code: int) -> NoReturn:
         prefix = "" if rank == 0 else f"[rank {rank}] "
         print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)
         if error_file:
-            Path(error_file).write_text(json.dumps({"message": message.rstrip(), "timestamp": int(time.time())}))
-    elif is_mistake:
+            Path(error_file).write_text(json.dumps({"message": scrub(message.rstrip()), "timestamp": int(time.time())}))
+    elif error_file:
         time.sleep(_WAIT_FOR_RANK_0_S)
     _exit(code)
 

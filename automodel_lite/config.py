@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.targets import check_origin, own_targets, target_problem
 
 Part = dict[str, Any]
 
@@ -98,6 +100,13 @@ class CheckpointConfig:
 
 
 @dataclass
+class SecurityConfig:
+    """What a preset cannot grant: these keys are taken from the command line only."""
+
+    allow_targets: list[str] = field(default_factory=list)  # packages whose code a `_target_` may name
+
+
+@dataclass
 class SamplesConfig:
     """What the model in training is asked at each validation."""
 
@@ -130,7 +139,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: Part = field(default_factory=dict)
+    report: bool = True  # draw report.html and report.png at the end (needs matplotlib)
     logger: Part = field(default_factory=dict)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
 CHOICES = {
@@ -251,9 +262,9 @@ def check_config(raw: DictConfig) -> Config:
     if problems:
         raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
-    problems = list(_schema_problems(plain, Config, ""))
+    problems = [*_schema_problems(plain, Config, ""), *_target_problems(plain)]
     if not problems:
-        problems = [*_choice_problems(plain), *_range_problems(plain)]
+        problems = [*_choice_problems(plain), *_range_problems(plain), *_name_problems(plain)]
         for key, part in _parts(plain):
             problems += _part_problems(key, part)
     if problems:
@@ -325,12 +336,36 @@ def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={value} must be at least {least}."
 
 
+def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
+    name = str(plain["name"])
+    if not re.fullmatch(r"[\w][\w.,=+@ -]*", name):
+        yield f"name={name!r} must be a plain folder name (letters, digits, _ - . = + @): set output_dir=... for a path."
+
+
+def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
+    """Targets that are not allowed; nothing is imported before this is known."""
+    allowed = _lookup(plain, "security.allow_targets") or []
+    refused = False
+    for key, part in _parts(plain):
+        if problem := target_problem(part["_target_"], allowed):
+            refused = True
+            yield f"{key}.{problem}"
+    if refused:
+        return
+    for key, part in _parts(plain):
+        if part["_target_"] not in own_targets():
+            try:
+                check_origin(part["_target_"], locate(part["_target_"]), allowed)
+            except ConfigError as error:
+                yield f"{key}.{error}"
+
+
 def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
     """Arguments that the part's target does not take, or takes as another type."""
     try:
         target = locate(part["_target_"])
     except ConfigError as error:
-        yield f"{key}.{error}"
+        yield str(error) if str(error).startswith(key) else f"{key}.{error}"
         return
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -13,7 +13,10 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from automodel_lite.datasets.files import FilesDataset
 from automodel_lite.datasets.render import SampleRenderer
@@ -35,21 +38,35 @@ def main() -> None:
         renderer = SampleRenderer(tokenizer, "assistant", {})
         rows = documents.train
         texts = [sample.text for index in range(len(rows)) for sample in renderer.samples(rows[index])]
-        alone_s, ours_s = [], []
+        alone, ours = [], []
         for repeat in range(args.repeats):
-            start = time.perf_counter()
-            ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            alone_s.append(time.perf_counter() - start)
-            start = time.perf_counter()
-            data = tokenize_documents(documents, tokenizer, cache_dir=Path(cache_dir) / str(repeat))
-            ours_s.append(time.perf_counter() - start)
+            ids, used = timed(lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
+            alone.append(used)
+            folder = Path(cache_dir) / str(repeat)
+            data, used = timed(partial(tokenize_documents, documents, tokenizer, cache_dir=folder))
+            ours.append(used)
         num_tokens = sum(map(len, ids))
         assert num_tokens == data.train.num_tokens
-    alone, ours = statistics.median(alone_s), statistics.median(ours_s)
-    print(f"{len(texts):,} documents, {num_tokens:,} tokens, {num_cores()} cores")
-    print(f"tokenizer alone {num_tokens / alone:,.0f} tokens/s   (spread {min(alone_s):.2f} to {max(alone_s):.2f} s)")
-    print(f"ours            {num_tokens / ours:,.0f} tokens/s   (spread {min(ours_s):.2f} to {max(ours_s):.2f} s)")
-    print(f"ratio           {alone / ours:.2f}")
+    print(f"{len(texts):,} documents, {num_tokens:,} tokens, {num_cores()} cores, {args.repeats} repeats each")
+    print("                      wall s: tokens/s  (spread)            CPU s: tokens/s")
+    for name, runs in (("tokenizer alone", alone), ("ours", ours)):
+        wall, cpu = (sorted(run[kind] for run in runs) for kind in (0, 1))
+        middle, cpu_middle = statistics.median(wall), statistics.median(cpu)
+        print(
+            f"{name:<18} {middle:9.2f}: {num_tokens / middle:>9,.0f} ({wall[0]:.2f} to {wall[-1]:.2f} s)"
+            f"   {cpu_middle:9.2f}: {num_tokens / cpu_middle:>9,.0f}"
+        )
+    ratios = [
+        statistics.median(run[kind] for run in alone) / statistics.median(run[kind] for run in ours) for kind in (0, 1)
+    ]
+    print(f"ratio              {ratios[0]:9.2f} {' ':32} {ratios[1]:9.2f}")
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    """The result of a call, its wall seconds and CPU seconds (all threads)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return result, (time.perf_counter() - wall, time.process_time() - cpu)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Ask a trained model; the answer streams to the screen.
 
-    python recipes/generate.py runs/llama_packed "What is the capital of France?"
-    python recipes/generate.py runs/llama_packed                     (a chat; an empty line ends it)
-    python recipes/generate.py meta-llama/Llama-3.2-1B-Instruct "Hello" --temperature 0.7
+python recipes/generate.py runs/llama_packed "What is the capital of France?"
+python recipes/generate.py runs/llama_packed                     (a chat; an empty line ends it)
+python recipes/generate.py meta-llama/Llama-3.2-1B-Instruct "Hello" --temperature 0.7
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from automodel_lite.config import Config
 from automodel_lite.datasets.show import mark_trained
@@ -68,17 +69,22 @@ def lengths(data: PreparedData, packs: PackedDataset) -> Iterator[str]:
 
 def drawn_packs(packs: PackedDataset) -> Iterator[str]:
     """The first packs, a line each, and the attention mask of one."""
-    rows = [packs[index] for index in range(min(NUM_PACKS, len(packs)))]
     if packs.plan.ragged:
         yield "\nPACKS: none, every document is a row of its own"
         return
+    rows = [layout_of(packs[index]) for index in range(min(NUM_PACKS, len(packs)))]
     yield f"\nPACKS (a letter a document, . padding; {packs.plan.packed_sequence_size} tokens a line)"
-    for number, row in enumerate(rows):
-        num_documents = sum(length > 0 for length in row["seq_lens"])
-        yield f"  {number:>3} |{draw_pack(row['seq_lens'], row['seq_lens_padded'])}| {num_documents} documents"
-    shown = next((n for n, row in enumerate(rows) if len(row["seq_lens"]) > 1), 0)
+    for number, (seq_lens, slots) in enumerate(rows):
+        num_documents = sum(length > 0 for length in seq_lens)
+        yield f"  {number:>3} |{draw_pack(seq_lens, slots)}| {num_documents} documents"
+    shown = next((n for n, (seq_lens, _) in enumerate(rows) if len(seq_lens) > 1), 0)
     yield f"\nATTENTION MASK of pack {shown} (rows see columns)"
-    yield from (f"  {line}" for line in draw_mask(rows[shown]["seq_lens"], rows[shown]["seq_lens_padded"]))
+    yield from (f"  {line}" for line in draw_mask(*rows[shown]))
+
+
+def layout_of(pack: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Real tokens and slots of each document of a pack."""
+    return [int(n) for n in pack["seq_lens"]], [int(n) for n in pack["seq_lens_padded"]]
 
 
 def samples(data: PreparedData, in_colour: bool) -> Iterator[str]:

@@ -15,6 +15,7 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.train_ft:main")
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -32,11 +33,12 @@ from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export
+from automodel_lite.report import draw_at_end
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.device_feed import DeviceFeed, ReadyStep
 from automodel_lite.training.dry_run import dry_run
-from automodel_lite.training.failures import log_of, recorded
+from automodel_lite.training.failures import has_failed, log_of, recorded
 from automodel_lite.training.guard import BadSteps, is_bad
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.metrics import Meter, StepResult, sum_counts
@@ -45,7 +47,7 @@ from automodel_lite.training.pack_order import Cursor
 from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
-from automodel_lite.training.run_lock import locked
+from automodel_lite.training.run_lock import RunLock
 from automodel_lite.training.samples import sample_answers
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
@@ -66,10 +68,7 @@ def main(config: Config) -> int:
         Console(is_silent=rank() != 0).print(message)
         return 0
     recipe = TrainFinetuneRecipe(config)
-    with (
-        recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text),
-        locked(folder.lock, is_first=rank() == 0),
-    ):
+    with recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text), recipe.lock:
         recipe.setup()
         return recipe.run()
 
@@ -80,6 +79,7 @@ class TrainFinetuneRecipe:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = folder = RunFolder(config.output_dir)
+        self.lock = RunLock(folder.lock)
         self.memory_text = out_of_memory_text(config, None)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
 
@@ -87,6 +87,7 @@ class TrainFinetuneRecipe:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
         self.console = Console(is_silent=rank() != 0)
+        self.lock.check()
         shape = mesh_shape(config.mesh, world_size())
         batches = batch_shape(config.training, shape.dp)
         self.source: CausalLM = build(config.model)
@@ -104,8 +105,8 @@ class TrainFinetuneRecipe:
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
-        self.control, saver = open_control(config.mesh), open_control(config.mesh)
-        self.checkpointer = Checkpointer(self.folder, config, self.control, saver, self.console.print)
+        self.control, self.patient = open_control(config.mesh), open_control(config.mesh, is_patient=True)
+        self.checkpointer = Checkpointer(self.folder, config, self.control, self.patient, self.console.print)
         deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
         self.edge = StepEdge(self.control, deadline, self.checkpointer, SIGNALS)
         self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
@@ -117,6 +118,7 @@ class TrainFinetuneRecipe:
         self.owes_validation, self.val_loss = False, None  # of this step
         self.extra: dict[str, Any] = {}  # what loggers keep over restarts, small and JSON
         self.origin = None
+        self.control.on_first(self.lock.acquire)
         state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
         fingerprint = self.data.fingerprint(self.loader.shape)
         if state:
@@ -131,6 +133,7 @@ class TrainFinetuneRecipe:
             self.folder.write_status("running", self.num_steps)
             if self.report:
                 self.report.to_json(self.folder.packing)
+                self.folder.lengths.write_text(json.dumps(self.data.lengths()))
             self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
         is_first = self.mesh.rank == 0
@@ -146,6 +149,7 @@ class TrainFinetuneRecipe:
             self.console.say(topic, text)
         self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
         SIGNALS.defer()
+        SIGNALS.watch(lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s)
         if self.owes_validation:
             self.validate()
         self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)
@@ -182,6 +186,7 @@ class TrainFinetuneRecipe:
             loss_sum += loss.detach()
         if self.num_steps + 1 < self.plan.max_steps:
             self.feed.stage()
+            self.meter.lap("data")
         grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
         lr = self.scheduler.get_last_lr()[0]
         if self.edge.agree(is_bad(loss_sum, grad_norm)):
@@ -273,10 +278,13 @@ class TrainFinetuneRecipe:
             self.folder.write_status("finished", self.num_steps)
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
         self.close()
+        if self.config.report and rank() == 0:
+            draw_at_end(self.folder.path, self.console.say)
         return 0
 
     def close(self) -> None:
         self.metrics.log({"step": self.num_steps, **self.meter.rest()})
+        self.patient.barrier()  # launchers end the job soon after its first process
         self.watchdog.stop()
         self.metrics.close()
         self.mesh.close()

@@ -39,7 +39,7 @@ from automodel_lite.models.build import check_cp, choose_attention, choose_loss,
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.part import first_layers
-from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, to_thd
+from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labelled_rows, to_thd
 from automodel_lite.training.equality import Check, Step, difference, names, table, take_gradients
 from automodel_lite.training.seed import seed_all
 from automodel_lite.training.verify_sample import Sample, draw_sample
@@ -71,6 +71,11 @@ class Verification:
         self.strategy = choose_strategy(config.mesh.strategy, shape, self.mesh.device)
         self.source, self.part = first_layers(self.source, self.sample.tokenizer, self.mesh.device)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
+        model_config = self.source.config(self.sample.tokenizer)
+        check_cp(config, model_config, self.mesh, self.dtype)
+        self.kernel, _ = choose_attention(config, model_config, self.mesh.device, self.dtype)
+        self.kernel_name = f"{self.kernel.name.removeprefix('thd_')} kernel, {str(self.dtype).removeprefix('torch.')}"
+        self.noise_limit = EXACT
 
     def run(self) -> int:
         self.say_what_is_checked()
@@ -116,14 +121,12 @@ class Verification:
 
     def configured_kernel(self, model: LossModel) -> Iterator[Check]:
         """What training runs, against fp32: no further off than the reference kernel is in the same precision."""
-        kernel, _ = choose_attention(self.config, model.lm.config, self.mesh.device, self.dtype)
-        if kernel.name == ReferenceAttention.name and self.dtype == torch.float32:
+        if self.trains_like_the_exact_checks():
             return
         noise = self.check("", self.step(model, self.batches, self.dtype)).difference.largest
-        install(model.lm, kernel)
-        limit = max(EXACT, NOISE_FACTOR * noise)
-        name = f"{kernel.name.removeprefix('thd_')} kernel, {str(self.dtype).removeprefix('torch.')}"
-        yield self.check(name, self.step(model, self.batches, self.dtype), limit)
+        self.noise_limit = max(EXACT, NOISE_FACTOR * noise)
+        install(model.lm, self.kernel)
+        yield self.check(self.kernel_name, self.step(model, self.batches, self.dtype), self.noise_limit)
 
     def faults(self) -> Iterator[Check]:
         """Three classical bugs, made on purpose where the sample allows it: checks that miss them prove nothing."""
@@ -131,7 +134,7 @@ class Verification:
         if self.sample.num_documents > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
             yield self.check("fault: documents of a pack see each other", self.step(model, leaking), is_fault=True)
-        shifted = [replace(batch, labels=F.pad(batch.labels, (0, 1), value=IGNORE_INDEX)[1:]) for batch in self.batches]
+        shifted = [shifted_once_more(batch) for batch in self.batches]
         yield self.check("fault: labels shifted once more", self.step(model, shifted), is_fault=True)
         if len({batch.num_label_tokens for batch in self.batches}) == 1:
             return
@@ -145,17 +148,28 @@ class Verification:
         checks = []
         if shape.cp > 1:
             model = self.loss_model(ReferenceAttention())
-            exchange = "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
-            checks.append((f"context parallel over {shape.cp} ranks, {exchange}", self.cp_step(model, exchange)))
+            name = f"context parallel over {shape.cp} ranks, {self.exact_exchange}"
+            checks.append((name, self.cp_step(model, self.exact_exchange, torch.float32), EXACT))
+            if not self.trains_like_the_exact_checks():
+                install(model.lm, self.kernel)
+                exchange = self.config.mesh.cp_exchange
+                name = f"{self.kernel_name}, cp {shape.cp}, {exchange}"
+                checks.append((name, self.cp_step(model, exchange, self.dtype), self.noise_limit))
         axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}, {self.strategy}"
-        checks.append((f"the whole mesh: {axes}", self.mesh_step()))
-        return [self.check(name, step) for name, step in checks] if self.mesh.rank == 0 else []
+        checks.append((f"the whole mesh: {axes}", self.mesh_step(), EXACT))
+        return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
 
-    def cp_step(self, model: LossModel, exchange: str) -> Step:
+    @property
+    def exact_exchange(self) -> str:
+        """Transformer Engine does not compute in fp32: its own exchange is checked with its kernel and precision."""
+        return "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
+
+    def cp_step(self, model: LossModel, exchange: str, dtype: torch.dtype) -> Step:
         """The whole model on each rank, tokens shared by the context-parallel ranks; gradients summed over them."""
-        total = torch.zeros((), device=self.mesh.device)
+        device, total = self.mesh.device, torch.zeros((), device=self.mesh.device)
         for batch in self.batches:
-            loss = model(cp_shard(batch, self.mesh.cp, exchange).to(self.mesh.device)) / self.num_label_tokens
+            with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+                loss = model(cp_shard(batch, self.mesh.cp, exchange).to(device)) / self.num_label_tokens
             loss.backward()
             total += loss.detach()
         assert self.mesh.cp is not None
@@ -168,11 +182,11 @@ class Verification:
         """The step of training: packs dealt to the data-parallel ranks, accumulation, sharding, reduction; in fp32."""
         model = parallelize(self.loss_model(ReferenceAttention()), self.mesh, self.strategy, torch.float32)
         mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
-        exchange = "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(mine, start=1):
             with model.accumulate(is_last=number == len(mine)):
-                loss = model(cp_shard(batch, self.mesh.cp, exchange).to(self.mesh.device)) / self.num_label_tokens
+                part = cp_shard(batch, self.mesh.cp, self.exact_exchange).to(self.mesh.device)
+                loss = model(part) / self.num_label_tokens
                 (loss * model.mean_ranks).backward()
             total += loss.detach()
         return Step(float(self.mesh.sum(total)), take_gradients(model.loss_model.lm.named_parameters()))
@@ -218,17 +232,24 @@ class Verification:
     def check(self, name: str, step: Step, limit: float = EXACT, is_fault: bool = False) -> Check:
         return Check(name, difference(step, self.truth), limit, is_fault)
 
+    def trains_like_the_exact_checks(self) -> bool:
+        """Then there is no other kernel or precision to check."""
+        return self.kernel.name == ReferenceAttention.name and self.dtype == torch.float32
+
     def say_what_is_checked(self) -> None:
-        """Settings that cannot work are errors here too."""
-        config = self.source.config(self.sample.tokenizer)
-        check_cp(self.config, config, self.mesh, self.dtype)
-        self.console.say("model", f"{config.model_type}, {self.part}")
+        self.console.say("model", f"{self.source.config(self.sample.tokenizer).model_type}, {self.part}")
         self.console.say("sample", self.sample.description)
         self.console.say("data", f"ids and labels of all {self.sample.num_documents} documents are those of the data")
         alone = "one process: start it like the training run (torchrun --nproc-per-node ...) to check its mesh"
         shape = self.mesh.shape
         axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
         self.console.say("mesh", axes if self.mesh.root and shape.world_size > 1 else alone)
+
+
+def shifted_once_more(batch: ThdBatch) -> ThdBatch:
+    """The stream with each label one place too early: the classical mistake."""
+    labels = F.pad(batch.labels, (0, 1), value=IGNORE_INDEX)[1:]
+    return replace(batch, labels=labels, label_rows=labelled_rows(labels))
 
 
 def one_segment(batch: ThdBatch) -> AttentionPlan:

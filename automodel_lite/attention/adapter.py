@@ -87,7 +87,7 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
             )
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         _refuse_hidden_window(module, sliding_window)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
         attend: Callable[..., Tensor] = kernel
         if cp_exchange is not None:
             q, k, v, s_aux = cp_exchange.before(q, k, v, s_aux)
@@ -110,6 +110,15 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         return out[None], None
 
     return forward
+
+
+def _in_compute_dtype(x: Tensor) -> Tensor:
+    """Under autocast, rotary embeddings leave queries and keys in fp32 and values in bf16: all take autocast's dtype.
+
+    Kernels want one dtype (and FlashAttention no fp32), and context parallelism sends half the bytes.
+    """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _refuse_what_packing_cannot(

@@ -77,7 +77,8 @@ def _segment(
         if softcap is None and sinks is None:
             out = F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, scale=scale, enable_gqa=grouped)
         else:
-            out = _softmax_attention(qb, kb, vb, mask, scale, softcap, sinks)
+            with torch.autocast(q.device.type, enabled=False):  # which would take the fp32 products to bf16
+                out = _softmax_attention(qb, kb, vb, mask, scale, softcap, sinks)
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.redact import scrub
 
 KEY_FILE = "key.json"
 Key = dict[str, str]
@@ -62,7 +63,7 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
         return CacheEntry(folder, True, "hit")
     _make_folder(parent)
     asked = time.time()
-    failure = folder.with_suffix(".failed")
+    failure = Path(f"{folder}.failed")
     with FileLock(f"{folder}.lock"):
         if (folder / KEY_FILE).exists():
             return CacheEntry(folder, True, "hit (another process made it)")
@@ -80,7 +81,7 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        (temporary / KEY_FILE).write_text(json.dumps({"name": name, "key": key}, indent=1))
+        (temporary / KEY_FILE).write_text(scrub(json.dumps({"name": name, "key": key}, indent=1)))
         _sync(temporary)
         os.replace(temporary, folder)
         failure.unlink(missing_ok=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from automodel_lite.errors import DataError
+
 Document = dict[str, Any]
 """A normalised document; its keys say what it is:
 
@@ -79,10 +81,17 @@ class DocumentList:
 
 
 def document_texts(rows: DocumentRows, max_chars: int) -> Iterator[str]:
-    """Yields the texts of the documents, for training a tokenizer, until `max_chars` characters were given."""
+    """Yields the texts of the documents, for training a tokenizer, until `max_chars` characters were given.
+
+    Bad rows are passed over here: they are reported, or counted, when the documents are tokenised.
+    """
     num_chars = 0
     for index in range(len(rows)):
-        for text in _texts(rows[index]):
+        try:
+            document = rows[index]
+        except DataError:
+            continue
+        for text in _texts(document):
             yield text
             num_chars += len(text)
         if num_chars >= max_chars:

@@ -44,11 +44,11 @@ class MemmapRows(IndexedRows):
         self._bos_id, self._eos_id = bos_id, eos_id
         self.tokens = _map_tokens(path, dtype)
         self._offsets = offsets
-        num_tokens = np.diff(offsets)
-        filled = num_tokens > 0
-        adds_bos = filled & (bos_id is not None) & (self.tokens[offsets[:-1] * filled] != (bos_id or 0))
-        adds_eos = filled & (eos_id is not None) & (self.tokens[(offsets[1:] - 1) * filled] != (eos_id or 0))
-        self._lengths = num_tokens + adds_bos + adds_eos
+        self._lengths = np.diff(offsets)
+        if bos_id is not None:
+            self._lengths = self._lengths + self._lacks(bos_id, offsets[:-1])
+        if eos_id is not None:
+            self._lengths = self._lengths + self._lacks(eos_id, offsets[1:] - 1)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -65,6 +65,13 @@ class MemmapRows(IndexedRows):
 
     def __reduce__(self) -> tuple:
         return MemmapRows, self._arguments
+
+    def _lacks(self, token: int, places: np.ndarray) -> np.ndarray:
+        """Which documents, empty ones left out, have another token at their place; looks into every document."""
+        filled = np.diff(self._offsets) > 0
+        lacks = np.zeros(len(places), bool)
+        lacks[filled] = self.tokens[places[filled]] != token
+        return lacks
 
     def _framed(self, tokens: np.ndarray) -> np.ndarray:
         bos = [self._bos_id] if self._bos_id is not None and tokens[0] != self._bos_id else []

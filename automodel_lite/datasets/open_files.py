@@ -84,6 +84,8 @@ def _stamp(path: Path) -> str:
 def _open_file(path: Path, split: str) -> RawRows:
     if path.is_dir():
         return open_arrow(path, path.name, "", split)
+    if split != "train":
+        raise ConfigError(f"dataset.split={split}: {path} has no splits; name the files of it in path or val_path.")
     kind = _kind(path)
     if kind not in KINDS:
         raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")

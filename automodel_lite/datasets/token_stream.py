@@ -9,11 +9,10 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from automodel_lite.datasets.chat import Sample
 from automodel_lite.datasets.documents import Document
-from automodel_lite.datasets.encode import bare_backend, encode
+from automodel_lite.datasets.encode import Encoder
 from automodel_lite.datasets.render import SampleRenderer
 from automodel_lite.datasets.streaming import StreamingDataset
 from automodel_lite.datasets.token_rows import next_token_labels
@@ -58,8 +57,8 @@ class TokenStream:
         return SampleRenderer(self.job.tokenizer, self.job.train_on, dict(self.job.template_kwargs))
 
     @cached_property
-    def _backend(self) -> Tokenizer:
-        return bare_backend(self.job.tokenizer)
+    def _encoder(self) -> Encoder:
+        return Encoder(self.job.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset": self.dataset, "job": self.job}
@@ -75,7 +74,7 @@ class TokenStream:
             return []
 
     def _rows(self, samples: list[list[Sample]]) -> Iterator[list[Row]]:
-        encoded = encode(self._backend, [sample for of_document in samples for sample in of_document])
+        encoded = self._encoder.encode([sample for of_document in samples for sample in of_document])
         offsets = np.concatenate([[0], np.cumsum(encoded.lengths)])
         labels = next_token_labels(encoded.input_ids, encoded.trained, offsets)
         row = 0

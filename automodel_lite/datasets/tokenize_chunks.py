@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.datasets.chat import Sample, TrainOn
 from automodel_lite.datasets.documents import Document, DocumentRows
-from automodel_lite.datasets.encode import bare_backend, encode
+from automodel_lite.datasets.encode import Encoder
 from automodel_lite.datasets.render import SampleRenderer
 from automodel_lite.datasets.row_checks import Chunk, check_rows
 from automodel_lite.datasets.token_rows import next_token_labels
@@ -102,7 +102,7 @@ class ChunkTokenizer:
         self._rows = rows
         self._job = job
         self._renderer = SampleRenderer(job.tokenizer, job.train_on, dict(job.template_kwargs))
-        self._backend = bare_backend(job.tokenizer)
+        self._encoder = Encoder(job.tokenizer)
         self._vocab_size = len(job.tokenizer)
 
     def chunk(self, wanted: range) -> Chunk:
@@ -138,7 +138,7 @@ class ChunkTokenizer:
             raise DataError(f"{self._rows.where(index)}: {error}") from error
 
     def encode(self, rendered: Rendered) -> Chunk:
-        rows = _token_rows(rendered.tokens) if rendered.tokens else _sample_rows(self._backend, rendered.samples)
+        rows = _token_rows(rendered.tokens) if rendered.tokens else _sample_rows(self._encoder, rendered.samples)
         return check_rows(
             *rows,
             stop_ids=self._renderer.stop_ids,
@@ -149,8 +149,8 @@ class ChunkTokenizer:
         )
 
 
-def _sample_rows(backend: Any, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    encoded = encode(backend, samples)
+def _sample_rows(encoder: Encoder, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    encoded = encoder.encode(samples)
     offsets = np.concatenate([[0], np.cumsum(encoded.lengths)])
     return encoded.input_ids, next_token_labels(encoded.input_ids, encoded.trained, offsets), encoded.lengths
 

@@ -90,11 +90,18 @@ class Control:
         return json.loads(data.numpy().tobytes())
 
 
-def open_control(config: MeshConfig) -> Control:
-    """A new control group over all ranks (every rank calls it), or none without a launcher."""
+PATIENT_S = 3600  # a slow disk is no dead rank
+
+
+def open_control(config: MeshConfig, is_patient: bool = False) -> Control:
+    """A new control group over all ranks (every rank calls it), or none without a launcher.
+
+    A patient one waits an hour for a rank that is busy: with writing a checkpoint, or with the end of the run.
+    """
     if not dist.is_initialized():
         return Control(None)
-    return Control(dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s)))
+    timeout_s = max(config.timeout_s, PATIENT_S) if is_patient else config.timeout_s
+    return Control(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
 
 def _text(error: Exception) -> str:

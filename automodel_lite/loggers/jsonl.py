@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.redact import scrub
+
 
 class JsonlLogger:
     """Appends rows to a file. NaN and infinities are written as text, so that every line is valid JSON."""
@@ -15,7 +17,7 @@ class JsonlLogger:
 
     def log(self, row: dict[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps({key: _json_value(value) for key, value in row.items()}) + "\n")
+            self._file.write(scrub(json.dumps({key: _json_value(value) for key, value in row.items()})) + "\n")
 
     def close(self) -> None:
         if self._file:

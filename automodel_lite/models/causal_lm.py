@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,22 @@ class CausalLM:
     pretrained  a folder or hub name: config and weights are loaded (the tokenizer too, by the tokenizer node)
     config      overrides of the loaded config; without `pretrained` the whole config of a model from scratch, which
                 then needs `model_type` (llama, qwen3 ...); the vocabulary size and special tokens are the tokenizer's
+    revision    of a hub model: a branch, a tag or a commit
+    trust_remote_code   run the Python code of the model's repository; given on the command line only, with a commit as
+                the revision
     """
 
-    def __init__(self, pretrained: str | None = None, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        config: dict[str, Any] | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
         self.pretrained = pretrained
+        self.source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+        if trust_remote_code and not (pretrained and Path(pretrained).is_dir()):
+            check_pinned(revision)
         self.overrides = dict(config or {})
         if pretrained and "model_type" in self.overrides:
             raise ConfigError(
@@ -40,7 +53,7 @@ class CausalLM:
     def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         """The model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
         if self.pretrained:
-            config = AutoConfig.from_pretrained(self.pretrained)
+            config = AutoConfig.from_pretrained(self.pretrained, **self.source)
             _check_settings(self.overrides, config)
             for key, value in self.overrides.items():
                 setattr(config, key, value)
@@ -64,7 +77,7 @@ class CausalLM:
         source_dtype = config.dtype if self.pretrained else None
         self.dtype = source_dtype if isinstance(source_dtype, torch.dtype) else torch.float32
         if self.pretrained:
-            model = _load(self.pretrained, config, load_arguments or {})
+            model = _load(self.pretrained, config, {**self.source, **(load_arguments or {})})
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         rows = embedding_rows(model)
@@ -74,6 +87,15 @@ class CausalLM:
                 f"tokenizer, or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
             )
         return model.train()
+
+
+def check_pinned(revision: str | None) -> None:
+    """Raises ConfigError unless the revision is a commit: a branch can be moved onto other code."""
+    if not revision or not re.fullmatch(r"[0-9a-f]{40}", revision):
+        raise ConfigError(
+            f"model.trust_remote_code=true runs code of the model's repository: pin what you have read by "
+            f"model.revision=<commit, 40 hex digits>, not {revision}."
+        )
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -10,13 +10,15 @@ import shutil
 import zlib
 from pathlib import Path
 
+from automodel_lite.redact import scrub
+
 _CHUNK_BYTES = 1 << 22
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes and fsyncs a new file."""
+    """Writes and fsyncs a new file; secrets are left out."""
     with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(scrub(text))
         file.flush()
         os.fsync(file.fileno())
 

@@ -37,6 +37,11 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.log"
 
 
+def has_failed(folder: Path) -> bool:
+    """Has a rank left an error?"""
+    return any(folder.glob("failure_rank_*.json"))
+
+
 @contextmanager
 def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callable[[], str]) -> Iterator[None]:
     """Leaves the error that passes in the run's logs and STATUS.json; replaces a consequence by its cause, as
@@ -58,7 +63,7 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callab
             run.write_status("preempted", None, str(stopped))
         raise
     except Exception as error:
-        is_consequence = is_lost_peer(error)
+        is_consequence = is_lost_peer(error) and not isinstance(error, torch.OutOfMemoryError)
         _leave_record(folder, record, rank, error, is_consequence, doing())
         if not is_consequence:
             run.try_write_status("failed", None, f"rank {rank}, {doing()}: {type(error).__name__}: {error}"[:1000])

@@ -85,6 +85,15 @@ class PreparedData:
             micro_batch_size=shape.micro_batch_size,
         )
 
+    def lengths(self) -> dict[str, list[float]]:
+        """For drawing: documents in equal bins of length, and the lengths in one pack of the first epoch."""
+        lengths = self.tokens.train.lengths
+        longest = max(1, int(lengths.max()))
+        counts, edges = np.histogram(lengths, bins=min(40, longest), range=(0, longest))
+        plan = self.packs_of(0).plan
+        pieces = plan.piece_lengths(lengths)[plan.offsets[0] : plan.offsets[1]]
+        return {"edges": edges.round(1).tolist(), "documents": counts.tolist(), "pack": pieces.tolist()}
+
     def fingerprint(self, shape: BatchShape) -> dict[str, Any]:
         """What the order of the data follows from, for checkpoints: other values are other data."""
         by_window = f"window, {shape.dp_size} data-parallel ranks x {shape.micro_batch_size}"

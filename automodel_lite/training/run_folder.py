@@ -3,7 +3,8 @@
 runs/<name>/
     config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
     checkpoints/      step_00000100/ ...              hf/               the exported model
-    packing.json      what the packs cost and gain
+    packing.json      what the packs cost and gain    lengths.json      documents by length, and one pack
+    report.html       the run on one screen           report.png
     STATUS.json       running, preempted, finished or failed: how the last process of this run ended
     logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
     run.lock          who is at work here
@@ -22,6 +23,7 @@ from omegaconf import OmegaConf
 
 from automodel_lite.config import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.redact import scrub_tree
 from automodel_lite.training.durable import write_atomically
 
 # settings that do not shape the numbers: free to change between the restarts of a run
@@ -47,7 +49,9 @@ FREE_SETTINGS = (
     "checkpoint",
     "samples",
     "evaluation",
+    "report",
     "logger",
+    "security",
 )
 
 
@@ -64,6 +68,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.packing = self.path / "packing.json"
+        self.lengths = self.path / "lengths.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
         self.status = self.path / "STATUS.json"
@@ -155,8 +160,9 @@ class RunFolder:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """The configuration as nested dicts of plain values."""
-    return asdict(config)
+    """The configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
+    values: dict[str, Any] = scrub_tree(asdict(config))
+    return values
 
 
 def config_yaml(config: Config) -> str:

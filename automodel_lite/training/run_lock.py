@@ -14,8 +14,6 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,48 +37,51 @@ class Holder:
     pulse: int = 0
 
 
-@contextmanager
-def locked(path: Path, is_first: bool) -> Iterator[None]:
-    """Holds the run's lock on rank 0."""
-    if not is_first:
-        yield
-        return
-    lock = RunLock(path)
-    try:
-        lock.acquire()
-    except OSError as error:
-        raise ConfigError(f"output_dir={path.parent} cannot be written: {error.strerror}.") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 class RunLock:
-    """Held by rank 0 of a run until `release`, or until the process ends in whatever way."""
+    """Held by rank 0 from `acquire` to the end of the `with` block, or until the process ends in whatever way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._is_held = False
         self._stop = threading.Event()
         self._mine = _this_process()
 
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def check(self, pulse_s: float = PULSE_S) -> Holder | None:
+        """Raises ConfigError when another live job holds the lock; watches for some 20 s when that is not clear.
+
+        The dead holder of a lock that may be taken over. Makes nothing: a run that is refused for another reason leaves no folder.
+        """
+        holder = _read(self.path)
+        if holder is not None and not _is_gone(holder, self._mine) and self._has_pulse(holder, pulse_s):
+            job = f", SLURM job {holder.job.split('.')[0]}" if holder.job else ""
+            raise ConfigError(
+                f"output_dir={self.path.parent} is in use by process {holder.pid} on {holder.host}{job}: wait for "
+                f"it, stop it, or start another run with name=... ; if it is surely dead, delete {self.path}."
+            )
+        return holder
+
     def acquire(self, pulse_s: float = PULSE_S) -> None:
-        """Raises ConfigError when another live job holds the lock; watches for some 20 s when that is not clear."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        while not self._create():
-            holder = _read(self.path)
-            if holder is not None and not _is_gone(holder, self._mine) and self._has_pulse(holder, pulse_s):
-                job = f", SLURM job {holder.job.split('.')[0]}" if holder.job else ""
-                raise ConfigError(
-                    f"output_dir={self.path.parent} is in use by process {holder.pid} on {holder.host}{job}: wait for "
-                    f"it, stop it, or start another run with name=... ; if it is surely dead, delete {self.path}."
-                )
-            self._remove(holder)
+        """Takes the lock; raises ConfigError when another live job holds it, or the folder cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                self._remove(self.check(pulse_s))
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.path.parent} cannot be written: {error.strerror}.") from None
+        self._is_held = True
         threading.Thread(target=self._beat, args=(pulse_s,), daemon=True).start()
 
     def release(self) -> None:
         self._stop.set()
-        self._remove(self._mine)
+        if self._is_held:
+            self._remove(self._mine)
+            self._is_held = False
 
     def _create(self) -> bool:
         try:

@@ -2,14 +2,19 @@
 
 TERM and USR1 are what schedulers send. Before the first step there is nothing to save: the process leaves at once.
 From then on a signal is a wish; the ranks agree on it at the edge of a step, save, and leave with code 75.
+
+A rank whose peers are gone never reaches that edge: it waits in a collective, where no Python handler runs. A thread
+notices, and ends it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
@@ -18,6 +23,8 @@ from automodel_lite.errors import ConfigError
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
+_GIVE_UP_S = 10.0
+_LOOK_EVERY_S = 0.5
 _TIME_IS_UP = 1  # number of a signal that nobody sends us
 
 
@@ -30,6 +37,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0  # the number of the last signal
+        self.edge_reached = threading.Event()  # the ranks have agreed on the last signal
         self._is_deferred = False
 
     def install(self) -> None:
@@ -42,6 +50,27 @@ class StopSignals:
         self._is_deferred = True
         if self.received:
             raise StoppedEarly(reason_of(self.received))
+
+    def watch(self, in_step: Callable[[], bool], are_peers_lost: Callable[[], bool], step_s: Callable[[], float]) -> None:
+        """Starts the thread that ends this process when it was told to stop and hangs: at once when another rank has
+        failed, else when its step (`in_step`) goes on for 10 s or three of the longest steps (`step_s`) more.
+        """
+        ours, theirs = os.pipe()
+        os.set_blocking(theirs, False)
+        signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+
+        def wait() -> None:
+            while os.read(ours, 1)[0] not in (signal.SIGTERM, signal.SIGUSR1):
+                pass
+            waited_s = 0.0
+            while not self.edge_reached.wait(_LOOK_EVERY_S):
+                waited_s = waited_s + _LOOK_EVERY_S if in_step() else 0.0
+                if are_peers_lost() or waited_s > max(_GIVE_UP_S, 3 * step_s()):
+                    print("told to stop, but the other ranks are gone: leaving without a save", file=sys.stderr)
+                    sys.stderr.flush()
+                    os._exit(1)
+
+        threading.Thread(target=wait, daemon=True).start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = number
@@ -135,6 +164,7 @@ class StepEdge:
         any_bad, number, any_busy = self.ranks.max([int(is_bad), wish, int(self.saves.is_busy())])
         if number and self.stop_reason is None:
             self.stop_reason = reason_of(number)
+            self.signals.edge_reached.set()
         if not any_busy:
             self.saves.finish()
         return bool(any_bad)

@@ -33,6 +33,10 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._after_s, repeat=True, file=self._file)
         self.doing, self._last = doing, now
 
+    @property
+    def is_in_step(self) -> bool:
+        return self.doing.startswith("in step")
+
     def stop(self) -> None:
         if self._after_s:
             faulthandler.cancel_dump_traceback_later()

@@ -92,6 +92,29 @@ def test_without_boundaries_it_is_refused() -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
+class RecordsDtypes(ReferenceAttention):
+    """Writes down the dtypes that reach the kernel."""
+
+    name = "thd_records"
+
+    def __init__(self) -> None:
+        self.seen: set[torch.dtype] = set()
+
+    def __call__(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        self.seen |= {q.dtype, k.dtype, v.dtype}
+        return super().__call__(q, k, v, *rest, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2_softcap_window", "deepseek_v3_latent"])
+def test_autocast_reaches_the_kernel_in_one_dtype(family: str) -> None:
+    """Rotary embeddings promote queries and keys to fp32 there, which FlashAttention does not take."""
+    model, kernel = build(family), RecordsDtypes()
+    install(model, kernel)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**stream(documents([5, 9])).model_inputs()).logits.sum().backward()
+    assert kernel.seen == {torch.bfloat16}
+
+
 class LeakingAttention(ReferenceAttention):
     """The classical bug: one segment for the whole stream."""
 

@@ -12,6 +12,7 @@ import pytest
 
 from automodel_lite.datasets.files import FilesDataset
 from automodel_lite.datasets.tokenize import tokenize_documents
+from automodel_lite.datasets.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.datasets.templates import MARKED, byte_tokenizer
 
@@ -97,6 +98,12 @@ def test_files_without_a_good_row(tmp_path: Path, name: str, content: bytes, mes
     with pytest.raises((DataError, ConfigError)) as caught:
         prepare(tmp_path / name)
     assert str(caught.value).startswith(message)
+
+
+def test_a_tokenizer_is_trained_on_the_good_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + b"broken\n" + LINE)
+    assert len(train_bpe_tokenizer(FilesDataset(str(path)), 262)) == 262
 
 
 def test_a_huge_row(tmp_path: Path) -> None:

@@ -252,6 +252,19 @@ def test_nothing_there(tmp_path: Path) -> None:
         FilesDataset(str(tmp_path / "a.doc"))
 
 
+def test_files_have_no_splits(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"dataset.split=test: .*a.jsonl has no splits"):
+        FilesDataset(path, val_split="test")
+    datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")}).save_to_disk(
+        tmp_path / "saved"
+    )
+    saved = FilesDataset(str(tmp_path / "saved"), val_split="test")
+    assert (len(saved.train), len(saved.val["val"])) == (5, 5)
+    with pytest.raises(ConfigError, match=r"dataset.split=dev is not in .*saved, which has train, test"):
+        FilesDataset(str(tmp_path / "saved"), split="dev")
+
+
 def test_hub_names_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach the hub")

@@ -42,8 +42,8 @@ def largest_errors(rank: int, cp: int, families: list[str], exchange: str, recom
             dist.all_reduce(tensor)
         indices = shard_indices(batch.cu_seqlens_padded, cp, rank)
         errors[family] = {
-            "logits": float((logits - want[indices]).abs().max() / want.abs().max()),
-            "loss": float(abs(total - want_loss) / want_loss),
+            "logits": float((logits - want[indices]).detach().abs().max() / want.detach().abs().max()),
+            "loss": float(abs(total - want_loss.detach()) / want_loss.detach()),
             "gradients": max(float((grads[name] - want_grads[name]).abs().max()) for name in want_grads),
         }
     return errors

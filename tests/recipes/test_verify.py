@@ -11,7 +11,7 @@ import torch
 
 import recipes.verify
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
 from automodel_lite.thd import to_thd as right_to_thd
 from tests.attention.test_adapter import LeakingAttention
 from tests.ranks import run_ranks
@@ -58,7 +58,8 @@ def test_on_a_mesh(tmp_path: Path, world_size: int, overrides: list[str]) -> Non
 def shifted_to_thd(batch: dict[str, Any]) -> ThdBatch:
     """The classical bug: labels that are aligned already are shifted once more."""
     thd = right_to_thd(batch)
-    return replace(thd, labels=torch.nn.functional.pad(thd.labels, (0, 1), value=IGNORE_INDEX)[1:])
+    labels = torch.nn.functional.pad(thd.labels, (0, 1), value=IGNORE_INDEX)[1:]
+    return replace(thd, labels=labels, label_rows=labelled_rows(labels))
 
 
 def test_shifted_labels_fail(

@@ -1,0 +1,22 @@
+# GPU image with flash-attn and Transformer Engine, both built against the torch of the base image.
+#   docker build -t automodel-lite .
+#   docker run --gpus all --ipc host -v $PWD:/data -w /data automodel-lite \
+#       torchrun --nproc-per-node 8 -m automodel_lite train --config-name finetune name=mine model.pretrained=... dataset.path=...
+FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
+
+ENV PIP_NO_CACHE_DIR=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True MAX_JOBS=8 NVTE_FRAMEWORK=pytorch
+
+RUN pip install ninja packaging wheel setuptools \
+ && pip install --no-build-isolation flash-attn==2.8.3 \
+ && pip install --no-build-isolation "transformer-engine[pytorch]==2.20.0"
+
+WORKDIR /opt/automodel-lite
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY automodel_lite automodel_lite
+COPY conf conf
+COPY recipes recipes
+# torch stays the one of the image
+RUN pip freeze | grep -i "^torch==" > /tmp/torch.txt \
+ && grep -v "^torch==" constraints.txt > /tmp/constraints.txt \
+ && pip install -c /tmp/constraints.txt -c /tmp/torch.txt ".[peft,qlora,plots,wandb,trackio,tensorboard]"
+WORKDIR /data

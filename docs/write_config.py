@@ -1,0 +1,123 @@
+"""Writes docs/config.md from the schema (automodel_lite/config.py) and the groups and presets (conf/).
+
+    python docs/write_config.py            (--check: exit with 1 when it is stale)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from omegaconf import MISSING as REQUIRED
+
+from automodel_lite import config as schema
+from automodel_lite.cli import CONF_DIR, groups, presets
+
+PAGE = Path(__file__).resolve().parent / "config.md"
+INTRODUCTION = """\
+# Configuration reference
+
+Written by `python docs/write_config.py` from `automodel_lite/config.py` and `conf/`: do not edit.
+
+A preset (`--config-name`) chooses one option of each group and sets a few values. Everything can be overridden on the
+command line without a `+`: `group=option` chooses, `group.key=value` sets. `--cfg job` prints the whole configuration.
+Presets and options of your own live in any folder named by `--config-dir`, laid out like `conf/`.
+"""
+
+
+def page() -> str:
+    """The whole of docs/config.md."""
+    parts = [INTRODUCTION, "## Presets\n", _table(("preset", "what it is"), _presets())]
+    parts += ["\n## Settings of the schema\n", *_sections()]
+    parts.append("\n## Groups\n")
+    for group, options in groups().items():
+        parts.append(f"\n### `{group}=`{' | '.join(f'`{option}`' for option in options)}\n")
+        parts += [_option(group, option) for option in options]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _presets() -> Iterator[tuple[str, str]]:
+    for name in presets():
+        yield f"`{name}`", _comment_and_body(CONF_DIR / f"{name}.yaml")[0]
+
+
+def _sections() -> Iterator[str]:
+    """A table for the top level, then one for each group of keys."""
+    hints = get_type_hints(schema.Config)
+    plain = [name for name, hint in hints.items() if not is_dataclass(hint) and hint != schema.Part]
+    yield _schema_table(schema.Config, "", plain)
+    for name, hint in hints.items():
+        if is_dataclass(hint):
+            yield f"\n### `{name}`\n\n{hint.__doc__}\n"
+            yield _schema_table(hint, f"{name}.", [item.name for item in fields(hint)])
+
+
+def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
+    comments, hints = _comments(kind), get_type_hints(kind)
+    by_name = {item.name: item for item in fields(kind)}
+    rows = []
+    for name in names:
+        item = by_name[name]
+        default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
+        shown = "must be set" if default == REQUIRED else f"`{_yaml(default)}`"
+        rows.append((f"`{prefix}{name}`", _type(hints[name]), shown, comments.get(name, "")))
+    return _table(("key", "type", "default", "meaning"), rows)
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """Field -> the comment beside it in the source, or inside of its brackets."""
+    source = Path(schema.__file__).read_text()
+    lines = source.splitlines()
+    (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
+    found = {}
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = lines[statement.lineno - 1 : statement.end_lineno]
+            found[statement.target.id] = " ".join(m[1].strip() for line in text if (m := re.search(r"\s#\s(.*)", line)))
+    return found
+
+
+def _option(group: str, option: str) -> str:
+    comment, body = _comment_and_body(CONF_DIR / group / f"{option}.yaml")
+    block = f"\n```yaml\n{body}\n```\n" if body and body != "{}" else "\n"
+    return f"**`{group}={option}`** — {comment}\n{block}"
+
+
+def _comment_and_body(path: Path) -> tuple[str, str]:
+    """The comment lines at the top as one sentence, and the rest."""
+    lines = path.read_text().splitlines()
+    top = 0
+    while top < len(lines) and lines[top].startswith("#"):
+        top += 1
+    return " ".join(line.lstrip("# ") for line in lines[:top]), "\n".join(lines[top:]).strip()
+
+
+def _type(hint: object) -> str:
+    return schema.describe(hint).removeprefix("a ")
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(head: tuple[str, ...], rows: object) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows)])  # type: ignore[attr-defined]
+
+
+def main() -> int:
+    if "--check" in sys.argv:
+        is_fresh = PAGE.is_file() and PAGE.read_text() == page()
+        print("docs/config.md is fresh" if is_fresh else "docs/config.md is stale: python docs/write_config.py")
+        return 0 if is_fresh else 1
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Every command of README and docs: each is composed and checked; those that need no GPU and no files of the reader's
+are run, page by page (slow).
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config import check_config
+from automodel_lite.errors import ConfigError
+from automodel_lite.sweep import expand
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "verify")
+READERS_OWN = re.compile(
+    r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|\bnproc-per-node 8|attention=(varlen|flash|te|flex)|"
+    r"logger=\S*(wandb|trackio)|qlora|--config-name (finetune|llama3|qwen3)|--config-dir|te_|runs/(a|b|mine)\b"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    text: str
+
+    @property
+    def recipe(self) -> str:
+        found = re.search(r"recipes/(\w+)\.py", self.text)
+        return found[1] if found else ""
+
+    @property
+    def arguments(self) -> list[str]:
+        words = shlex.split(self.text, comments=True)
+        start = next(number for number, word in enumerate(words) if word.endswith(".py")) + 1
+        return words[start:]
+
+
+def commands() -> list[Command]:
+    """Lines of fenced blocks that start a recipe, continued lines joined."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+            for line in re.sub(r"\\\n\s*", "", block).splitlines():
+                line = re.sub(r"^(\$ |srun )", "", line.strip())
+                if re.match(r"(torchrun|python)\b.*\brecipes/\w+\.py", line):
+                    found.append(Command(page.name, line))
+    return found
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}"[:90])
+def test_it_composes(command: Command):
+    assert (ROOT / f"recipes/{command.recipe}.py").is_file()
+    if command.recipe not in WITH_CONFIG or "--help" in command.arguments or "..." in command.text:
+        return
+    args = get_args_parser().parse_intermixed_args(command.arguments)
+    if args.config_dir:
+        return
+    for job in expand(args.overrides):
+        raw = compose_config(args.config_name, job.overrides)
+        assert not [line for line in problems(raw) if "has no value" not in line]  # a name or model is the reader's own
+
+
+def problems(raw: DictConfig) -> list[str]:
+    try:
+        check_config(raw)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page.name for page in PAGES])
+def test_it_runs(page: str, tmp_path: Path):
+    """In the page's order, in one folder; long runs are cut to two steps."""
+    for name in ("recipes", "conf", "automodel_lite"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in COMMANDS:
+        if command.page != page or READERS_OWN.search(command.text):
+            continue
+        words = shlex.split(command.text, comments=True)
+        if command.recipe == "train_ft" and not {"--cfg", "--help", "--multirun"} & set(words):
+            words += ["training.max_steps=2", "evaluation=none", "report=true"]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{command.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"

@@ -1,0 +1,35 @@
+"""docs/troubleshooting.md quotes messages; a quotation that the source does not say any more is stale."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+QUOTED = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+
+
+def texts_of_the_source() -> list[str]:
+    """Every string of the package; what is filled in is …."""
+    found = []
+    for path in (ROOT / "automodel_lite").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+TEXTS = texts_of_the_source()
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_the_source_says_it(quoted: str):
+    pattern = ".*".join(re.escape(piece.strip()) for piece in quoted.split("…") if piece.strip())
+    assert any(re.search(pattern, text) for text in TEXTS)
+
+
+def test_there_are_quotations():
+    assert len(QUOTED) > 20

@@ -1,0 +1,150 @@
+"""The sbatch scripts on a real SLURM: two nodes, preempted, back in the queue, the same losses as never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm_cluster import Cluster, _free_port, install
+from tests.training.small_run import QUICK, losses, train_on
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = [*QUICK, "training.max_steps=400", "training.log_every_steps=1", "checkpoint.every_steps=100"]
+WAIT_S = 240
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if reason := install():
+        pytest.skip(reason)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    cluster.up()
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train_on(2, folder, *STEPS)[0] == 0
+    return folder
+
+
+def submit(cluster: Cluster, script: str, folder: Path, *overrides: str) -> str:
+    arguments = ["--config-name", "smoke", f"output_dir={folder}/run", *STEPS, *overrides]
+    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.log", "--time=10"]
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "PYTHON": sys.executable}
+    done = subprocess.run(
+        [*command, f"launch/{script}", *arguments],
+        cwd=ROOT,
+        env=cluster.environment | settings,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def wait_for_steps(folder: Path, more_than: int) -> None:
+    until = time.monotonic() + WAIT_S
+    metrics = folder / "run" / "metrics.jsonl"
+    while time.monotonic() < until:
+        if metrics.is_file() and len(metrics.read_text().splitlines()) > more_than:
+            return
+        time.sleep(0.1)
+    raise AssertionError((folder / "job.log").read_text()[-3000:])
+
+
+def wait_for_state(cluster: Cluster, job: str, folder: Path, *states: str) -> str:
+    until = time.monotonic() + WAIT_S
+    odd_since = None
+    while time.monotonic() < until:
+        state = cluster.state_of(job)
+        if state in states:
+            return state
+        if state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+            odd_since = None
+        else:  # a job on its way back into the queue passes through others
+            odd_since = odd_since or time.monotonic()
+            assert time.monotonic() - odd_since < 10, f"{state}\n{(folder / 'job.log').read_text()[-3000:]}"
+        time.sleep(0.2)
+    raise AssertionError(f"{job} is not {states}: {state}\n{(folder / 'job.log').read_text()[-3000:]}")
+
+
+def start_now(cluster: Cluster, job: str) -> None:
+    """A requeued job waits for two minutes by itself; SLURM takes a start in its first second for the killed one."""
+    time.sleep(3)
+    for _ in range(100):
+        if cluster.state_of(job) == "PENDING":
+            cluster.call("scontrol", "update", f"job={job}", "StartTime=now")
+            return
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_torchrun.sbatch"])
+def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str) -> None:
+    job = submit(cluster, script, tmp_path)
+    wait_for_steps(tmp_path, 20)
+    cluster.call("scancel", "--signal=TERM", job)  # what --signal=TERM@300 sends before the limit
+    wait_for_state(cluster, job, tmp_path, "PENDING")
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert (status["state"], status["reason"]) == ("preempted", "SIGTERM")
+    assert 20 <= status["step"] < 400
+    start_now(cluster, job)
+    wait_for_state(cluster, job, tmp_path, "COMPLETED")
+    log = (tmp_path / "job.log").read_text()
+    assert f"continues from step_{status['step']:08d}" in log
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+
+
+def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, "slurm.sbatch", tmp_path)
+    wait_for_steps(tmp_path, 5)
+    victim = int(subprocess.check_output(["pgrep", "-f", f"train_ft.py.*{tmp_path}/run"], text=True).split()[-1])
+    began = time.monotonic()
+    os.kill(victim, 9)
+    wait_for_state(cluster, job, tmp_path, "FAILED")
+    took_s = time.monotonic() - began
+    print(f"down after {took_s:.1f} s")
+    assert took_s < 15 + 10  # SLURM's own epilogue is in it
+
+
+def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """The job's end time alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
+    job = submit(cluster, "slurm.sbatch", tmp_path, "training.stop_margin_s=585", "training.max_steps=100000")
+    wait_for_steps(tmp_path, 0)
+    wait_for_state(cluster, job, tmp_path, "PENDING")
+    assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"] == "the time is nearly up"
+    cluster.call("scancel", job)
+
+
+def test_dry_run_prints_the_command_and_keeps_arguments_as_they_are() -> None:
+    for script in ("slurm.sbatch", "slurm_torchrun.sbatch", "local.sh"):
+        told = subprocess.run(
+            ["bash", f"launch/{script}", "--config-name", "smoke", "dataset.path='a b'", "name=x$y"],
+            cwd=ROOT,
+            env=os.environ | {"DRY_RUN": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert told.returncode == 0, told.stderr
+        assert r"dataset.path=\'a\ b\' name=x\$y" in told.stdout
+
+
+def test_array_task_takes_its_line(tmp_path: Path) -> None:
+    (tmp_path / "sweep.txt").write_text("name=lr1 optimizer.lr=1e-5\nname=lr2 optimizer.lr=2e-5\n")
+    told = subprocess.run(
+        ["bash", "launch/slurm_array.sbatch", str(tmp_path / "sweep.txt"), "--config-name", "smoke"],
+        cwd=ROOT,
+        env=os.environ | {"DRY_RUN": "1", "SLURM_ARRAY_TASK_ID": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert "--config-name smoke name=lr2 optimizer.lr=2e-5" in told.stdout
