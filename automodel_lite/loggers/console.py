@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from datetime import timedelta
 
-from datasets.utils.logging import disable_progress_bar as disable_datasets_bar
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 from automodel_lite.training.metrics import StepMetrics
@@ -15,7 +15,7 @@ _HEADER = "   step      loss        lr  grad norm  tokens/s   fill   memory     
 
 def quiet_libraries() -> None:
     """No progress bars and deprecation notes of libraries between the rows of the run."""
-    disable_datasets_bar()
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, if it ever is
     disable_transformers_bar()
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft 0.21

@@ -15,18 +15,19 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import torch
-from datasets.fingerprint import Hasher
 
 from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.plan import PackPlan, padding_segments
 from automodel_lite.packing.strategies import next_fit
+
+if TYPE_CHECKING:  # most of a second of start-up, which packs read lazily do without; who needs them imports them
+    import datasets
+    import pyarrow as pa
 
 CROSS_ENTROPY_IGNORE_IDX = -100
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
@@ -224,6 +225,8 @@ def pack_dataset(
 
 def split_of(dataset: Any, split: str) -> Any:
     """Only a DatasetDict is indexed by `split`."""
+    import datasets
+
     if not isinstance(dataset, datasets.DatasetDict):
         return dataset
     if split not in dataset:
@@ -234,6 +237,8 @@ def split_of(dataset: Any, split: str) -> Any:
 
 def flat_samples(samples: Any) -> TokenArrays:
     """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
+    import datasets
+
     rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
     return flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
 
@@ -298,6 +303,10 @@ def _materialise(
     rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
+    import datasets
+    import pyarrow as pa
+    from datasets.fingerprint import Hasher
+
     per_block = max(1, BLOCK_TOKENS // size)
     blocks = [
         _materialise_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
@@ -312,6 +321,8 @@ def _materialise_block(
     rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> pa.Table:
     """The packs between the first and the last of `offsets`."""
+    import pyarrow as pa
+
     num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))
     starts, lengths, slots = rows.offsets[:-1][documents], np.diff(rows.offsets)[documents], slots[documents]
     offsets = offsets - offsets[0]

@@ -1,0 +1,43 @@
+"""TRL from raw JSON lines to the end of its first step, as its users write it; runs in its environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.peers.hf_model import llama
+from benchmarks.peers.job import PACK_TOKENS, Job
+
+
+def main(job: Job) -> None:
+    torch.set_num_threads(1)
+    data = load_dataset("json", data_files=job.data, split="train", cache_dir=f"{job.scratch}/cache")
+    data = data.map(
+        lambda row: {
+            "prompt": [{"role": "user", "content": row["question"]}],
+            "completion": [{"role": "assistant", "content": row["answer"]}],
+        },
+        remove_columns=["question", "answer"],
+    )
+    arguments = SFTConfig(
+        output_dir=f"{job.scratch}/run",
+        per_device_train_batch_size=1,
+        max_steps=1,
+        packing=True,
+        max_length=PACK_TOKENS,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        gradient_checkpointing=False,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(Path(job.folder) / "tokenizer")
+    SFTTrainer(model=llama(job), args=arguments, train_dataset=data, processing_class=tokenizer).train()
+
+
+if __name__ == "__main__":
+    main(Job.from_argv())

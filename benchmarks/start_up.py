@@ -1,0 +1,96 @@
+"""CPU seconds of starting: `--help`, imports, raw JSON lines to the end of the first step, and the second start.
+
+    python -m benchmarks.start_up --data gsm8k_train.jsonl --peers /path/to/environments
+
+`--peers` as for benchmarks.peers_cpu (trl and nemo are used). The tokenizer is given to all; a start includes reading,
+tokenising and packing all documents, building the small model of benchmarks.peers_cpu and one step of 2,048 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.peers.job import Job
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = str(ROOT / "recipes" / "train_ft.py")
+
+
+def cpu_seconds(*command: str) -> float:
+    """Of a process and its children; stops with what it said when it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def recipe_command(job: Job, run: str, cache: str) -> list[str]:
+    model = [f"model.config.{key}={value}" for key, value in job.model_settings().items() if key != "vocab_size"]
+    return [
+        *(sys.executable, RECIPE, "--config-name", "finetune", "name=start", "model=llama_smoke", *model),
+        *(f"output_dir={job.scratch}/{run}", f"cache_dir={job.scratch}/{cache}", f"dataset.path={job.data}"),
+        *(f"tokenizer.path={job.folder}/tokenizer", "packed_sequence.packed_sequence_size=2048"),
+        *("training.max_steps=1", "training.num_epochs=null", "training.global_batch_size=1", "training.num_threads=1"),
+        *("checkpoint.export_hf=false", "tokenize.num_proc=1", "lr_scheduler.warmup_steps=0"),
+    ]
+
+
+def data_seconds(job: Job) -> tuple[float, float]:
+    """CPU seconds of tokenising and packing, cold and from the cache, in this process after a warm-up of imports."""
+    import time
+
+    from automodel_lite.config import build
+    from automodel_lite.datasets.tokenize import tokenize_documents
+    from automodel_lite.datasets.tokenizer import load_tokenizer
+    from automodel_lite.packing.plan import plan_packs
+    from benchmarks.peers.recipe import recipe_config
+
+    config = recipe_config(job)
+    tokenizer = load_tokenizer(f"{job.folder}/tokenizer")
+    documents = build(config.dataset)
+    settings = asdict(config.tokenize) | {"num_proc": 1}
+    seconds = []
+    for _ in range(2):
+        began = time.process_time()
+        rows = tokenize_documents(documents, tokenizer, cache_dir=f"{job.scratch}/rows", **settings).train
+        plan_packs(rows.lengths, 2048)
+        seconds.append(time.process_time() - began)
+    return seconds[0], seconds[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--peers", required=True)
+    args = parser.parse_args()
+    trl, nemo = (str(Path(args.peers) / name / "bin" / "python") for name in ("trl", "nemo"))
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(folder, "small", "fp32", 1, 0, args.data, folder)
+        cpu_seconds(sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv())
+        job = replace(job, scratch=f"{folder}/scratch")
+        rows = {
+            "--help": cpu_seconds(sys.executable, RECIPE, "--help"),
+            "--cfg job": cpu_seconds(sys.executable, RECIPE, "--config-name", "llama_packed", "--cfg", "job"),
+            "imports of our recipe": cpu_seconds(sys.executable, "-c", "import recipes.train_ft"),
+            "imports of NeMo AutoModel's recipe": cpu_seconds(nemo, "-c", "import nemo_automodel.recipes.llm.train_ft"),
+            "raw JSONL to first step, recipe": cpu_seconds(*recipe_command(job, "first", "cache")),
+            "raw JSONL to first step, TRL": cpu_seconds(trl, "-m", "benchmarks.peers.trl_from_files", job.to_argv()),
+            "second start, recipe": cpu_seconds(*recipe_command(job, "second", "cache")),
+        }
+        rows["tokenising and packing"], rows["the same from the cache"] = data_seconds(job)
+    for name, seconds in rows.items():
+        print(f"{name:36s} {seconds:6.2f} CPU-s")
+
+
+if __name__ == "__main__":
+    main()

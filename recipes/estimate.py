@@ -1,0 +1,58 @@
+"""What a run will take, on paper: FLOPs, memory and traffic a step, and how they grow with the number of GPUs.
+
+    python recipes/estimate.py --config-name llama3_1_8b --gpus 8 64 1024 --peak-tflops 989 --mfu 0.45
+
+Nothing is loaded but the model's config; the formulas are in docs/scaling.md. With `model.pretrained` the folder's
+config.json is read; `training.global_batch_size` is scaled with the GPUs (weak scaling).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config import build, check_config
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, overrides = parser().parse_known_args(argv)
+    config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
+    from transformers import AutoConfig
+
+    from automodel_lite.training.scaling import Hardware, estimates
+
+    source = build(config.model)
+    if source.pretrained:
+        model = AutoConfig.from_pretrained(source.pretrained)
+        for key, value in source.overrides.items():
+            setattr(model, key, value)
+    else:
+        model = AutoConfig.for_model(**{"vocab_size": args.vocab_size, **source.overrides})
+    hardware = Hardware(
+        peak_flops=args.peak_tflops * 1e12,
+        mfu_frac=args.mfu,
+        in_node_bytes_per_s=args.nvlink_gb * 1e9,
+        between_nodes_bytes_per_s=args.network_gb * 1e9,
+        gpus_per_node=args.gpus_per_node,
+    )
+    print("gpus   dp x cp   tokens a step   compute s   exposed traffic s   step s   tokens/s/gpu   memory GiB/gpu")
+    for row in estimates(config, model, hardware, args.gpus, args.document_tokens):
+        print(row)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--config-name", required=True)
+    found.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1024])
+    found.add_argument("--gpus-per-node", type=int, default=8)
+    found.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 of one GPU (H100 SXM: 989)")
+    found.add_argument("--mfu", type=float, default=0.45, help="share of the peak that compute alone reaches")
+    found.add_argument("--nvlink-gb", type=float, default=300.0, help="GB/s a GPU inside of a node, one direction")
+    found.add_argument("--network-gb", type=float, default=40.0, help="GB/s a GPU between nodes, one direction")
+    found.add_argument("--document-tokens", type=int, default=600, help="mean length of a document")
+    found.add_argument("--vocab-size", type=int, default=8192, help="of a model from scratch")
+    return found
+
+
+if __name__ == "__main__":
+    main()
