@@ -163,7 +163,8 @@ def help_text() -> str:
         "",
         "usage: torchrun recipes/train_ft.py --config-name PRESET [key=value ...]",
     ]
-    lines += ["", "presets: " + ", ".join(presets()), "", "groups (group=option):"]
+    lines += ["", "presets:", *(f"  {name:16s} {_first_comment(name)}" for name in presets())]
+    lines += ["", "groups (group=option):"]
     lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups().items()]
     lines += [
         "",
@@ -172,9 +173,17 @@ def help_text() -> str:
         "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
         "  torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
         "  torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
-        "  python recipes/train_ft.py --config-name llama_packed --cfg job    (print the whole configuration and stop)",
+        "  torchrun recipes/train_ft.py --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
+        "",
+        "--cfg job prints the whole configuration, dry_run=true checks everything and estimates memory, and both stop.",
     ]
     return "\n".join(lines)
+
+
+def _first_comment(preset: str) -> str:
+    """The first sentence of a preset's comment."""
+    line = (CONF_DIR / f"{preset}.yaml").read_text().splitlines()[0]
+    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".")
 
 
 def _folders(config_dir: str | None) -> list[Path]:
