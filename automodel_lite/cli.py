@@ -32,11 +32,9 @@ from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.sweep import expand, run_sweep
+from automodel_lite.targets import CONF_DIR, IS_INSTALLED
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
-_PACKAGE = Path(__file__).resolve().parent
-_IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
-CONF_DIR = (_PACKAGE if _IS_INSTALLED else _PACKAGE.parent) / "conf"
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
 _WAIT_FOR_RANK_0_S = 10.0
@@ -65,7 +63,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
             _exit(0)
         config = check_config(raw)
         module, function = main.split(":")
-        place = f"automodel_lite.{module}" if _IS_INSTALLED else module
+        place = f"automodel_lite.{module}" if IS_INSTALLED else module
         code = getattr(importlib.import_module(place), function)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
