@@ -32,11 +32,9 @@ from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.sweep import expand, run_sweep
+from automodel_lite.targets import CONF_DIR, IS_INSTALLED
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
-_PACKAGE = Path(__file__).resolve().parent
-_IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
-CONF_DIR = (_PACKAGE if _IS_INSTALLED else _PACKAGE.parent) / "conf"
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
 _WAIT_FOR_RANK_0_S = 10.0
@@ -65,7 +63,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
             _exit(0)
         config = check_config(raw)
         module, function = main.split(":")
-        place = f"automodel_lite.{module}" if _IS_INSTALLED else module
+        place = f"automodel_lite.{module}" if IS_INSTALLED else module
         code = getattr(importlib.import_module(place), function)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
@@ -163,7 +161,8 @@ def help_text() -> str:
         "",
         "usage: torchrun recipes/train_ft.py --config-name PRESET [key=value ...]",
     ]
-    lines += ["", "presets: " + ", ".join(presets()), "", "groups (group=option):"]
+    lines += ["", "presets:", *(f"  {name:16s} {_first_comment(name)}" for name in presets())]
+    lines += ["", "groups (group=option):"]
     lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups().items()]
     lines += [
         "",
@@ -172,9 +171,17 @@ def help_text() -> str:
         "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
         "  torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
         "  torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
-        "  python recipes/train_ft.py --config-name llama_packed --cfg job    (print the whole configuration and stop)",
+        "  torchrun recipes/train_ft.py --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
+        "",
+        "--cfg job prints the whole configuration, dry_run=true checks everything and estimates memory, and both stop.",
     ]
     return "\n".join(lines)
+
+
+def _first_comment(preset: str) -> str:
+    """The first sentence of a preset's comment."""
+    line = (CONF_DIR / f"{preset}.yaml").read_text().splitlines()[0]
+    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".")
 
 
 def _folders(config_dir: str | None) -> list[Path]:

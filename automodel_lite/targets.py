@@ -16,7 +16,9 @@ from typing import Any
 from automodel_lite.errors import ConfigError
 
 PREFIXES = ("torch.optim",)  # beside what conf/ names
-_CONF = Path(__file__).resolve().parent.parent / "conf"
+_PACKAGE = Path(__file__).resolve().parent
+IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
+CONF_DIR = (_PACKAGE if IS_INSTALLED else _PACKAGE.parent) / "conf"
 _PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # no part begins with an underscore
 _IN_FILE = re.compile(r"_target_:\s*([\w.]+)")
 
@@ -24,7 +26,7 @@ _IN_FILE = re.compile(r"_target_:\s*([\w.]+)")
 @lru_cache(maxsize=1)
 def own_targets() -> frozenset[str]:
     """Every target that an option file of the project names."""
-    return frozenset(name for path in _CONF.glob("*/*.yaml") for name in _IN_FILE.findall(path.read_text()))
+    return frozenset(name for path in CONF_DIR.glob("*/*.yaml") for name in _IN_FILE.findall(path.read_text()))
 
 
 def target_problem(path: object, allowed: Sequence[str]) -> str | None:
