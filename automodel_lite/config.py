@@ -339,7 +339,7 @@ def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
 def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
     name = str(plain["name"])
     if not re.fullmatch(r"[\w][\w.,=+@ -]*", name):
-        yield f"name={name!r} must be a plain folder name (letters, digits, _ - . = + @): set output_dir=... for a path."
+        yield f"name={name!r} must be a plain folder name (letters, digits, _-.=+@): set output_dir=... for a path."
 
 
 def _target_problems(plain: dict[str, Any]) -> Iterator[str]:

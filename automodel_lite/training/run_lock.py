@@ -55,7 +55,8 @@ class RunLock:
     def check(self, pulse_s: float = PULSE_S) -> Holder | None:
         """Raises ConfigError when another live job holds the lock; watches for some 20 s when that is not clear.
 
-        The dead holder of a lock that may be taken over. Makes nothing: a run that is refused for another reason leaves no folder.
+        Returns the dead holder of a lock that may be taken over. Makes nothing: a run that is refused for another
+        reason leaves no folder.
         """
         holder = _read(self.path)
         if holder is not None and not _is_gone(holder, self._mine) and self._has_pulse(holder, pulse_s):

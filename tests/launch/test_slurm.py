@@ -16,8 +16,8 @@ from tests.launch.slurm_cluster import Cluster, _free_port, install
 from tests.training.small_run import QUICK, losses, train_on
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = [*QUICK, "training.max_steps=400", "training.log_every_steps=1", "checkpoint.every_steps=100"]
-WAIT_S = 120
+STEPS = [*QUICK, "training.max_steps=150", "training.log_every_steps=1", "checkpoint.every_steps=50"]
+WAIT_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tm
     wait_for_state(cluster, job, tmp_path, "PENDING")
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
     assert (status["state"], status["reason"]) == ("preempted", "SIGTERM")
-    assert 20 <= status["step"] < 400
+    assert 20 <= status["step"] < 150
     start_now(cluster, job)
     wait_for_state(cluster, job, tmp_path, "COMPLETED")
     log = (tmp_path / "job.log").read_text()
