@@ -263,8 +263,8 @@ def check_config(raw: DictConfig) -> Config:
         raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = [*_schema_problems(plain, Config, ""), *_target_problems(plain)]
-    if not problems:
-        problems = [*_choice_problems(plain), *_range_problems(plain), *_name_problems(plain)]
+    problems += [*_choice_problems(plain), *_range_problems(plain), *_name_problems(plain)]
+    if not any("_target_" in problem for problem in problems):
         for key, part in _parts(plain):
             problems += _part_problems(key, part)
     if problems:
@@ -332,7 +332,7 @@ def _choice_problems(plain: dict[str, Any]) -> Iterator[str]:
 def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
     for key, least in AT_LEAST.items():
         value = _lookup(plain, key)
-        if value is not None and value < least:
+        if isinstance(value, (int, float)) and value < least:
             yield f"{key}={value} must be at least {least}."
 
 

@@ -87,7 +87,7 @@ def run_sweep(main: str, preset: list[str], overrides: list[str], base: Path) ->
         for job in jobs:
             if is_first:
                 print(f"\njob {job.number + 1} of {len(jobs)}: {job.label}", flush=True)
-            where = [f"output_dir={base / job.folder_name}", f"name={base.name}/{job.folder_name}"]
+            where = [f"output_dir={base / job.folder_name}", f"name={base.name}+{job.folder_name}"]
             codes[job.number] = _run_job(job, [main, *preset, *job.overrides, *where], ranks, child)
             ranks.wait_for_all(job.number)
             if child.stopped or codes[job.number] == PREEMPTED_EXIT:

@@ -25,7 +25,7 @@ from automodel_lite.config import Config, build
 from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
 from automodel_lite.distributed.cp_checks import check_ranks_read_alike
-from automodel_lite.distributed.mesh import init_mesh, mesh_shape, rank, use_threads, world_size
+from automodel_lite.distributed.mesh import init_mesh, rank, use_threads, world_size
 from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.loggers.tracker import open_metrics
@@ -44,13 +44,13 @@ from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.metrics import Meter, StepResult, sum_counts
 from automodel_lite.training.optim import clip_gradients
 from automodel_lite.training.pack_order import Cursor
-from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import check_same_data, prepare_data
 from automodel_lite.training.run_folder import RunFolder
 from automodel_lite.training.run_lock import RunLock
 from automodel_lite.training.samples import sample_answers
 from automodel_lite.training.schedule import move_to
 from automodel_lite.training.seed import seed_all
+from automodel_lite.training.sizes import check_positions, check_sizes
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
 from automodel_lite.training.stream_loader import gather_cursor
 from automodel_lite.training.validation import validation_loss
@@ -88,14 +88,15 @@ class TrainFinetuneRecipe:
         config = self.config
         self.console = Console(is_silent=rank() != 0)
         self.lock.check()
-        shape = mesh_shape(config.mesh, world_size())
-        batches = batch_shape(config.training, shape.dp)
+        shape, batches = check_sizes(config, world_size())
         self.source: CausalLM = build(config.model)
         self.data = prepare_data(config, shape)
         self.plan = self.data.plan(config.training, batches)
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
-        self.costs = cost_model(self.source.config(self.data.tokenizer))
+        model_config = self.source.config(self.data.tokenizer)
+        check_positions(self.data.longest, model_config)
+        self.costs = cost_model(model_config)
         self.loader = self.data.loader(config, batches, self.mesh, self.costs)
         self.report = self.data.report(batches, self.costs)
         seed_all(config.seed, "model")
@@ -149,7 +150,9 @@ class TrainFinetuneRecipe:
             self.console.say(topic, text)
         self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
         SIGNALS.defer()
-        SIGNALS.watch(lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s)
+        SIGNALS.watch(
+            lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s
+        )
         if self.owes_validation:
             self.validate()
         self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)

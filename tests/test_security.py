@@ -52,12 +52,12 @@ def test_foreign_targets_are_refused_before_they_are_imported(target: str, monke
 
 
 def test_an_allowed_module_does_not_lead_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="it is functools.partial, outside of torch.optim"):
+    with pytest.raises(ConfigError, match=r"it is functools.partial, outside of torch.optim"):
         check("optimizer._target_=torch.optim.optimizer.functools.partial")
 
 
 def test_a_nested_target_is_seen() -> None:
-    with pytest.raises(ConfigError, match="_target_=os.system is not allowed"):
+    with pytest.raises(ConfigError, match=r"_target_=os.system is not allowed"):
         check("model.config.x={_target_:os.system,command:date}")
 
 
@@ -68,14 +68,14 @@ def test_own_code_is_allowed_on_the_command_line(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"security.allow_targets=\[my_parts\]"):
         check(*mine)
     check(*mine, "security.allow_targets=[my_parts]")
-    with pytest.raises(ConfigError, match="outside of torch.optim, my_parts"):
+    with pytest.raises(ConfigError, match=r"outside of torch.optim, my_parts"):
         check(*mine[:2], "lr_scheduler._target_=my_parts.os.system", "security.allow_targets=[my_parts]")
 
 
 @pytest.mark.parametrize("grant", ["security:\n  allow_targets: [os]\n", "model:\n  trust_remote_code: true\n"])
 def test_a_preset_cannot_grant_anything(tmp_path: Path, grant: str) -> None:
     (tmp_path / "strange.yaml").write_text(f"defaults:\n  - smoke\n  - _self_\n{grant}")
-    with pytest.raises(ConfigError, match="is set in a file: it is taken from the command line only"):
+    with pytest.raises(ConfigError, match=r"is set in a file: it is taken from the command line only"):
         compose_config("strange", [], config_dir=str(tmp_path))
 
 
@@ -85,7 +85,7 @@ def test_remote_code_needs_a_pinned_commit(revision: str) -> None:
 
     chosen = ["model=pretrained", "model.pretrained=someone/model", "model.trust_remote_code=true"]
     config = check_config(compose_config("smoke", [*chosen, f"model.revision={revision}"]))
-    with pytest.raises(ConfigError, match="pin what you have read by model.revision=<commit"):
+    with pytest.raises(ConfigError, match=r"pin what you have read by model.revision=<commit"):
         build(config.model)
 
 

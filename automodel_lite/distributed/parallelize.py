@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,7 +86,7 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
             if autocasts
             else MixedPrecisionPolicy()
         )
-        fsdp_mesh = _fsdp_mesh(mesh.root, mesh.shape)
+        fsdp_mesh = _fsdp_mesh(mesh.device.type, mesh.shape)
         for layer in decoder_layers(model.lm):
             fully_shard(layer, mesh=fsdp_mesh, mp_policy=policy)
         fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
@@ -97,12 +97,14 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
     return ParallelModel(model, model, 1, compute_dtype, autocasts)
 
 
-def _fsdp_mesh(root: DeviceMesh, shape: MeshShape) -> DeviceMesh:
-    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP)."""
+def _fsdp_mesh(device_type: str, shape: MeshShape) -> DeviceMesh:
+    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP); ranks in the mesh's order."""
+    num_shards = shape.dp_shard * shape.cp
     if shape.dp_replicate == 1:
-        return root._flatten("dp_cp")
-    root["dp_shard", "cp"]._flatten("dp_shard_cp")
-    return root["dp_replicate", "dp_shard_cp"]
+        return init_device_mesh(device_type, (num_shards,), mesh_dim_names=("dp_shard_cp",))
+    return init_device_mesh(
+        device_type, (shape.dp_replicate, num_shards), mesh_dim_names=("dp_replicate", "dp_shard_cp")
+    )
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -53,7 +54,7 @@ class CausalLM:
     def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         """The model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
         if self.pretrained:
-            config = AutoConfig.from_pretrained(self.pretrained, **self.source)
+            config = _load_config(self.pretrained, self.source)
             _check_settings(self.overrides, config)
             for key, value in self.overrides.items():
                 setattr(config, key, value)
@@ -127,16 +128,37 @@ def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
             raise ConfigError(f"model.config.{key}={value}: {config.model_type} has no such setting{near}")
 
 
+def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
+    except OSError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.pretrained={source} cannot be loaded: {reason} Give a folder, or fetch the model where there is a "
+            f"network: hf download {source}."
+        ) from None
+    return config
+
+
 def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=torch.float32, output_loading_info=True, **more
+            source,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and an error below
+            **more,
         )
         model, report = loaded
     except OSError as error:
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
+    except SafetensorError as error:
+        raise ConfigError(
+            f"model.pretrained={source}: the weights are truncated or no safetensors ({error}): fetch them again."
+        ) from None
     except RuntimeError as error:  # shapes that do not fit
         raise ConfigError(f"model.pretrained={source}: {' '.join(str(error).split())[:500]}") from None
     finally:

@@ -294,7 +294,9 @@ def _cause(error: BaseException) -> str:
     """The first rank's own words out of the pile that torch.distributed.checkpoint makes of them."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
-        return f"rank {rank}: {cause}"
+        return f"rank {rank}: {_cause(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return str(error) or type(error).__name__
 
 

@@ -90,11 +90,11 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         snapshot_every_n_steps=_NEVER,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=outlive_signals,
     )
 
 
-def _outlive_signals(worker: int) -> None:
+def outlive_signals(worker: int) -> None:
     """SLURM signals every process of a job: a worker goes on, so that the rank can finish its step and save."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

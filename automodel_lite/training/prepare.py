@@ -50,6 +50,11 @@ class PreparedData:
         counts = {f"data/{name}/{key}": n for name, c in self.tokens.counts.items() for key, n in asdict(c).items()}
         return counts | {f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()}
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document (or piece of one) in the packs."""
+        return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.lengths).max(initial=0))
+
     def plan(self, config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
         return training_plan(config, self.packs_of, shape)
 
@@ -120,6 +125,10 @@ class StreamedData:
     @property
     def counts(self) -> dict[str, int]:
         return {}  # of a stream they are in its position, and grow with it
+
+    @property
+    def longest(self) -> int:
+        return self.packer.packed_sequence_size  # at most
 
     def plan(self, config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
         return stream_plan(config, shape)

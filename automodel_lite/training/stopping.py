@@ -51,7 +51,9 @@ class StopSignals:
         if self.received:
             raise StoppedEarly(reason_of(self.received))
 
-    def watch(self, in_step: Callable[[], bool], are_peers_lost: Callable[[], bool], step_s: Callable[[], float]) -> None:
+    def watch(
+        self, in_step: Callable[[], bool], are_peers_lost: Callable[[], bool], step_s: Callable[[], float]
+    ) -> None:
         """Starts the thread that ends this process when it was told to stop and hangs: at once when another rank has
         failed, else when its step (`in_step`) goes on for 10 s or three of the longest steps (`step_s`) more.
         """

@@ -29,7 +29,7 @@ from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.packer import Packer
 from automodel_lite.packing.packs import flatten, lay_out
 from automodel_lite.packing.stream import StreamedPacks
-from automodel_lite.training.loader import StepBatches
+from automodel_lite.training.loader import StepBatches, outlive_signals
 from automodel_lite.training.pack_order import BatchShape, Cursor
 
 Pack = dict[str, Any]
@@ -188,6 +188,7 @@ def read_turns(turns: ShardTurns, config: DataloaderConfig) -> StatefulDataLoade
         collate_fn=_as_it_is,
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
+        worker_init_fn=outlive_signals,
         snapshot_every_n_steps=_NEVER,
     )
 

@@ -65,12 +65,11 @@ class Cluster:
         ports = [_free_port() for _ in range(3)]
         host = socket.gethostname().split(".")[0]
         nodes = "\n".join(
-            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[n]} CPUs=1 RealMemory=1000" for n in (1, 2)
+            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[n]} CPUs=1 RealMemory=1000"
+            for n in (1, 2)
         )
         (self.folder / "state").mkdir(parents=True)
-        (self.folder / "slurm.conf").write_text(
-            CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes)
-        )
+        (self.folder / "slurm.conf").write_text(CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes))
         self.call("slurmctld", "-c")
         for n in (1, 2):
             (self.folder / f"spool-n{n}").mkdir()
@@ -90,9 +89,7 @@ class Cluster:
                 continue
 
     def call(self, *command: str, **environment: str) -> str:
-        done = subprocess.run(
-            command, env=self.environment | environment, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 

@@ -17,7 +17,7 @@ from tests.training.small_run import QUICK, losses, train_on
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = [*QUICK, "training.max_steps=400", "training.log_every_steps=1", "checkpoint.every_steps=100"]
-WAIT_S = 240
+WAIT_S = 120
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,9 @@ def start(hosts: list[str], folder: Path, *overrides: str) -> list[subprocess.Po
     """One torchrun a host, each in a process group of its own."""
     processes = []
     for number, host in enumerate(hosts):
-        interface = subprocess.check_output(["ip", "-n", host, "-o", "-4", "addr", "show", "scope", "global"], text=True)
+        interface = subprocess.check_output(
+            ["ip", "-n", host, "-o", "-4", "addr", "show", "scope", "global"], text=True
+        )
         environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface.split()[1]}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         launcher += [f"--node-rank={number}", "--master-addr=10.77.0.1", "--master-port=29571"]

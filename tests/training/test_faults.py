@@ -207,7 +207,7 @@ def test_a_lock_of_another_host_is_watched_for_a_pulse(tmp_path: Path) -> None:
     _foreign(path)
     beating = multiprocessing.get_context("fork").Process(target=_beat_for, args=(path, 3.0))
     beating.start()
-    with pytest.raises(ConfigError, match="is in use by process .* on elsewhere"):
+    with pytest.raises(ConfigError, match=r"is in use by process .* on elsewhere"):
         RunLock(path).acquire(0.3)
     beating.join()
 
@@ -249,7 +249,7 @@ def test_a_torn_lock_is_taken_over(tmp_path: Path) -> None:
 
 def test_a_second_run_in_the_same_folder(tmp_path: Path, holder: Any) -> None:
     """The recipe itself, in a folder whose lock is held."""
-    with pytest.raises(ConfigError, match="is in use by process"):
+    with pytest.raises(ConfigError, match=r"is in use by process"):
         train(tmp_path)
 
 
@@ -295,7 +295,9 @@ def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> Non
 def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
     """Before the first step there is nothing to save: it leaves at once, with 75."""
     command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/run", *QUICK]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."})
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."}
+    )
     time.sleep(2.5)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)

@@ -1,0 +1,212 @@
+"""Every row of docs/faults.md that a setting or a file can cause: one sentence that names it and the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_lite.errors import ConfigError, DataError
+from tests.training.small_run import train
+
+
+def chat(number: int, answer: str = "it is {}.") -> str:
+    turns = [{"role": "user", "content": f"what is {number}?"}]
+    return json.dumps({"messages": [*turns, {"role": "assistant", "content": answer.replace("{}", str(number))}]})
+
+
+GOOD = [chat(number) for number in range(30)]
+LINES = "\n".join(GOOD)
+
+
+def rows(content: str | bytes, *more: str, name: str = "chats.jsonl") -> Callable[[Path], list[str]]:
+    """Overrides that train on a file with this content."""
+
+    def make(folder: Path) -> list[str]:
+        path = folder / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return ["dataset=files", "~dataset.num_chats", f"dataset.path={path}", *more]
+
+    return make
+
+
+def settings(*overrides: str) -> Callable[[Path], list[str]]:
+    return lambda folder: list(overrides)
+
+
+NO_ANSWER = "\n".join(json.dumps({"messages": [{"role": "user", "content": f"x{n}"}]}) for n in range(30))
+SHORT = "packed_sequence.packed_sequence_size=8"
+CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "corrupt line": (rows(LINES + '\n{"messages": [{]\n'), r"chats.jsonl:31:16: not JSON: .*near '\{\"messages\": \[\{\]'"),
+    "truncated file": (rows(LINES[:-20]), r"chats.jsonl:30:81: not JSON: Unterminated string"),
+    "empty file": (rows(""), r"chats.jsonl: the file is empty"),
+    "binary file": (rows(bytes([0x7B, 0xF8, 0x00] * 50)), r"chats.jsonl:1:2: byte 0xf8 is not UTF-8"),
+    "mixed types": (rows(f"{LINES}\n{json.dumps({'messages': 5})}"), r"chats.jsonl:31: .*must be a list of messages, not int"),
+    "row without its column": (rows(f"{LINES}\n{json.dumps({'other': 'x'})}"), r"chats.jsonl:31: .*messages .*missing"),
+    "missing column": (rows('{"a": 1}\n{"a": 2}'), r"the columns a are of no known format .*set dataset.columns"),
+    "truncated parquet": (rows(b"PAR1abc", name="x.parquet"), r"x.parquet: cannot be read as parquet"),
+    "missing file": (settings("dataset=files", "~dataset.num_chats", "dataset.path=/nowhere/x"), r"dataset.path=/nowhere/x does not exist"),
+    "nothing to train on": (rows(NO_ANSWER), r"chats.jsonl:1: has no assistant message"),
+    "over-long documents": (rows(LINES, SHORT, "packed_sequence.overlong=error"), r"30 of 30 documents are over packed_sequence.packed_sequence_size=8: raise it, or"),
+    "all documents over-long": (rows(LINES, SHORT), r"all 30 documents are over packed_sequence.packed_sequence_size=8 .*would be dropped"),
+    "ids beyond the vocabulary": (settings("+model.config.vocab_size=50"), r"the tokenizer has 384 tokens, the model's embedding 50 rows"),
+    "length beyond positions": (settings("model.config.max_position_embeddings=64"), r"the longest document has \d+ tokens, the model max_position_embeddings=64: set packed_sequence.packed_sequence_size=64"),
+    "unknown key": (settings("training.max_stepz=3"), r"training.max_stepz=3: unknown key; did you mean training.max_steps\?"),
+    "all mistakes at once": (
+        settings("training.max_stepz=3", "training.precision=fp8", "optimizer.lrr=1"),
+        r"(?s)training.max_stepz=3.*\n.*training.precision=fp8 must be one of.*\n.*optimizer.lrr=1: unknown key; did you mean optimizer.lr\?",
+    ),
+    "sizes that do not divide": (
+        settings("training.global_batch_size=7", "training.micro_batch_size=2", "packed_sequence.packed_sequence_size=63", "packed_sequence.slot_multiple=2"),
+        r"(?s)training.global_batch_size=7 must be a multiple of 2.*use 8\.\n.*packed_sequence.packed_sequence_size=63 must be a multiple of 2",
+    ),
+    "missing folder": (settings("model=pretrained", "~model.config", "model.pretrained=./nothing"), r"model.pretrained=./nothing: there is no such folder"),
+    "hub unreachable": (settings("model=pretrained", "~model.config", "model.pretrained=someone/nothing"), r"model.pretrained=someone/nothing cannot be loaded: .*hf download someone/nothing"),
+    "unwritable folder": (settings("output_dir=/proc/x"), r"output_dir=/proc/x cannot be written"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_ENDPOINT", "HTTPS_PROXY"):  # nobody answers there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    make, sentence = CASES[case]
+    with pytest.raises((ConfigError, DataError)) as error:
+        train(tmp_path / "run", *make(tmp_path))
+    assert re.search(sentence, str(error.value)), str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "counted"),
+    [(chat(99, ""), "31 documents"), (json.dumps({"messages": []}), "skip"), ("not json", "skip")],
+    ids=["empty answer", "empty chat", "no JSON"],
+)
+def test_bad_rows_can_be_skipped_and_are_counted(row: str, counted: str, model_folder: Path, tmp_path: Path) -> None:
+    options = rows(f"{LINES}\n{row}", "tokenize.on_bad_row=skip", *_tokenizer(model_folder))(tmp_path)
+    code, screen = train(tmp_path / "run", *options)
+    assert code == 0
+    assert counted in screen
+
+
+def _tokenizer(folder: Path) -> list[str]:
+    return ["tokenizer=pretrained", f"tokenizer.path={folder}"]
+
+
+def test_too_many_bad_rows_are_an_error(model_folder: Path, tmp_path: Path) -> None:
+    bad = "\n".join([*GOOD, *["not json"] * 10])
+    options = rows(bad, "tokenize.on_bad_row=skip", *_tokenizer(model_folder))(tmp_path)
+    with pytest.raises(DataError, match=r"max_bad_frac"):
+        train(tmp_path / "run", *options)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    assert train(folder / "run", "checkpoint.export_hf=true", "training.max_steps=1")[0] == 0
+    return folder / "run" / "hf"
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _without(folder: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _another_shape(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _no_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (_truncated, r"model.pretrained=.*: the weights are truncated or no safetensors .*fetch them again"),
+    "a layer is missing": (lambda f: _without(f, "model.layers.1.mlp.up_proj.weight"), r"1 weights are missing .*model.layers.1.mlp.up_proj.weight first; they would train from random values"),
+    "another shape": (_another_shape, r"1 have another shape than the config says, model.norm.weight first"),
+    "no config": (_no_config, r"the folder has no config.json"),
+    "no weights": (_no_weights, r"model.pretrained=.*no file named"),
+    "no chat template": (_no_template, r"chat template"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_a_model_folder_that_is_not_whole(case: str, model_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    damage, sentence = WEIGHTS[case]
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    damage(folder)
+    options = ["model=pretrained", "~model.config", f"model.pretrained={folder}"]
+    options += ["tokenizer=pretrained"] if case == "no chat template" else []
+    with pytest.raises((ConfigError, DataError)) as error:
+        train(tmp_path / "run", *options)
+    assert re.search(sentence, str(error.value)), str(error.value)
+
+
+def test_a_tokenizer_without_a_pad_token_trains(model_folder: Path, tmp_path: Path) -> None:
+    """Padding is masked by length, never by an id: there is nothing to set."""
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("pad_token", None)
+    path.write_text(json.dumps(settings))
+    options = ["model=pretrained", "~model.config", f"model.pretrained={folder}"]
+    assert train(tmp_path / "run", *options, "tokenizer=pretrained")[0] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- the folder
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is not empty and is no run's folder: choose another name="):
+        train(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is a file"):
+        train(tmp_path / "run")
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from automodel_lite.training import durable
+
+    answers = iter([0, 0, *[1 << 40] * 100])
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: next(answers))
+    code, screen = train(tmp_path)
+    assert code == 0
+    assert screen.count("is not saved: no space") == 2
+    assert "saved step_00000006" in screen
