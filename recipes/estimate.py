@@ -1,6 +1,6 @@
 """What a run will take, on paper: FLOPs, memory and traffic a step, and how they grow with the number of GPUs.
 
-    python recipes/estimate.py --config-name llama3_1_8b --gpus 8 64 1024 --peak-tflops 989 --mfu 0.45
+    python recipes/estimate.py --config-name llama3_1_8b dataset.path=any --gpus 8 64 1024 --peak-tflops 989 --mfu 0.45
 
 Nothing is loaded but the model's config; the formulas are in docs/scaling.md. With `model.pretrained` the folder's
 config.json is read; `training.global_batch_size` is scaled with the GPUs (weak scaling).
