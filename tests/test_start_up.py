@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import pytest
 
 NOT_IMPORTED = "datasets peft wandb mlflow trackio tensorboard matplotlib liger_kernel torchao bitsandbytes flash_attn transformer_engine"
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.getcwd()}
+
 
 def cpu_seconds(*command: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    subprocess.run([sys.executable, *command], check=True, capture_output=True, env=ENVIRONMENT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -27,5 +30,5 @@ def test_questions_are_answered_without_torch(arguments: list[str]) -> None:
 
 def test_recipe_imports_nothing_that_only_some_configs_use() -> None:
     check = f"import sys, recipes.train_ft; print(*[n for n in '{NOT_IMPORTED}'.split() if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.split() == []
