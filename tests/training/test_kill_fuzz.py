@@ -35,6 +35,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("worlds", "overrides", "tolerance", "share"), CASES)
 def test_100_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float) -> None:
     found = fuzz(tmp_path, round(100 * share), worlds, 1, *overrides)
