@@ -289,5 +289,6 @@ class TrainFinetuneRecipe:
         self.metrics.log({"step": self.num_steps, **self.meter.rest()})
         self.patient.barrier()  # launchers end the job soon after its first process
         self.watchdog.stop()
+        del self.feed  # its workers leave
         self.metrics.close()
         self.mesh.close()

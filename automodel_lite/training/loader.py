@@ -6,10 +6,13 @@ it.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from automodel_lite.training.pack_order import BatchShape, Cursor, MicroBatchSam
 
 Batch = dict[str, Any]
 _NEVER = 1 << 60
+_STAY_S = 120.0  # of a worker that was told to stop; it leaves sooner with its rank
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
         collate_fn=packed_sequence_thd_collater,
         pin_memory=config.pin_memory and torch.cuda.is_available(),
         num_workers=config.num_workers,
+        multiprocessing_context="fork" if config.num_workers else None,  # a rank that is killed takes its workers along
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         snapshot_every_n_steps=_NEVER,
         worker_init_fn=outlive_signals,
@@ -95,9 +100,15 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
 
 
 def outlive_signals(worker: int) -> None:
-    """SLURM signals every process of a job: a worker goes on, so that the rank can finish its step and save."""
+    """SLURM signals every process of a job: a worker stays for a while, so that the rank can finish its step and save."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _leave_later)
+
+
+def _leave_later(number: int, frame: FrameType | None) -> None:
+    timer = threading.Timer(_STAY_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
 
 
 def validation_batches(

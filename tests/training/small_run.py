@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
     def step(recipe: Any, batches: Any) -> Any:
         if recipe.num_steps + 1 == abs(term_at):
             for child in multiprocessing.active_children() if term_at < 0 else ():
-                os.kill(child.pid or 0, signal.SIGTERM)
+                subprocess.run(["kill", "-TERM", str(child.pid)], check=True)  # from elsewhere, as SLURM would
             os.kill(os.getpid(), signal.SIGTERM)
         return real_step(recipe, batches)
 
@@ -68,6 +69,9 @@ def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
         with redirect_stdout(screen):
             code = train_ft.main(config_of(folder, *overrides))
     finally:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
         train_ft.TrainFinetuneRecipe.step = real_step  # type: ignore[method-assign]
     return code, screen.getvalue()
 
