@@ -92,6 +92,7 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
         collate_fn=packed_sequence_thd_collater,
         pin_memory=config.pin_memory and torch.cuda.is_available(),
         num_workers=config.num_workers,
+        multiprocessing_context="fork" if config.num_workers else None,  # a rank that is killed takes its workers along
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         snapshot_every_n_steps=_NEVER,
         worker_init_fn=outlive_signals,

@@ -187,6 +187,7 @@ def read_turns(turns: ShardTurns, config: DataloaderConfig) -> StatefulDataLoade
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=config.num_workers,
+        multiprocessing_context="fork" if config.num_workers else None,  # a rank that is killed takes its workers along
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         worker_init_fn=outlive_signals,
         snapshot_every_n_steps=_NEVER,

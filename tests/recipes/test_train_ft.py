@@ -102,10 +102,7 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, world_size: int) ->
     overrides = ("packed_sequence.repack_each_epoch=true", "dataset.num_chats=30")  # several epochs in six steps
     whole = losses(train("smoke", tmp_path / "whole", *overrides, world_size=world_size))
     folder = tmp_path / "stopped"
-    if world_size == 1:
-        _run_until_stopped(0, 1, folder, overrides)
-    else:
-        run_ranks(_run_until_stopped, world_size, folder, overrides)
+    run_ranks(_run_until_stopped, world_size, folder, overrides)
     assert losses(rows_of(folder)) == whole[:4]
     assert losses(train("smoke", folder, *overrides, world_size=world_size)) == whole
 
