@@ -111,17 +111,21 @@ SHARDS = (sharded_files, "save_file")
 
 
 class Faults:
-    """Counts what touches the disk below a folder, and does something at the n-th."""
+    """Counts what touches the disk below a folder, and does something at the n-th.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, what: Callable[[], None]) -> None:
-        self.count, self.at, self.what, self.is_on = 0, at, what, False
+    Only there: the process also removes temporary files of others whenever the garbage collector comes by.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, at: int, what: Callable[[], None]) -> None:
+        self.count, self.folder, self.at, self.what, self.is_on = 0, folder, at, what, False
         for module, name in [*OPERATIONS, SHARDS]:
             monkeypatch.setattr(module, name, self._wrap(getattr(module, name), name))
 
     def _wrap(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             writes = name != "open" or (len(args) > 1 and args[1] != "rb" and "w" in str(args[1]))
-            if self.is_on and writes:
+            where = args[1] if name == "save_file" else kwargs.get("dir_fd", args[0])
+            if self.is_on and writes and _touches(self.folder, where):
                 self.count += 1
                 if self.count == self.at:
                     self.what()
@@ -130,13 +134,19 @@ class Faults:
         return call
 
 
+def _touches(folder: Path, where: Any) -> bool:
+    """`where` is a path, or the descriptor of an open file (fsync) or folder (deletion of a tree)."""
+    path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else where
+    return Path(path).is_relative_to(folder)
+
+
 def _no_space() -> None:
     raise OSError(28, "No space left on device")
 
 
 def _count_operations(tmp_path: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        faults = Faults(patch, -1, lambda: None)
+        faults = Faults(patch, tmp_path / "count", -1, lambda: None)
         _two_saves(tmp_path / "count", faults)
     return faults.count
 
@@ -164,7 +174,7 @@ def test_a_full_disk_at_any_write_costs_a_warning(tmp_path: Path, mode: str) -> 
     for at in range(1, num_operations + 1):
         folder = tmp_path / f"at{at}"
         with pytest.MonkeyPatch.context() as patch:
-            saves, said = _two_saves(folder, Faults(patch, at, _no_space), mode)
+            saves, said = _two_saves(folder, Faults(patch, folder, at, _no_space), mode)
         complete, skipped = checkpoint_folder.survey(folder / "checkpoints")
         assert complete, at
         assert not skipped, (at, skipped)
@@ -187,9 +197,9 @@ def test_a_kill_at_any_write_leaves_old_or_new(tmp_path: Path) -> None:
         pid = os.fork()
         if pid == 0:
             with pytest.MonkeyPatch.context() as patch:
-                _two_saves(folder, Faults(patch, at, lambda: os._exit(9)))
+                _two_saves(folder, Faults(patch, folder, at, lambda: os._exit(9)))
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, (at, num_operations)
         fresh = Trained()
         state = checkpointer(folder).load_newest(fresh.model, fresh.optimizer)
         assert state is not None, at
