@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     target = args.to or args.run / "hf"
     if args.to and target.exists():
         raise ConfigError(f"--to {target} exists already: choose another folder.")
-    export_hf(target, trained.model, trained.tokenizer, trained.dtype)
+    export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.model.logits)
     merged = " (adapter merged)" if trained.was_merged else ""
     print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
     return 0

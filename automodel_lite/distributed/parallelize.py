@@ -57,10 +57,10 @@ class ParallelModel:
             loss: Tensor = self.module(batch)
             return loss
 
-    def next_token(self, batch: ThdBatch) -> Tensor:
-        """See LossModel.next_token; every rank calls it with the same batch."""
+    def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
+        """See LossModel.logits; every rank calls it with the same batch."""
         with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts):
-            return self.loss_model.next_token(batch)
+            return self.loss_model.logits(batch, num_last)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients are reduced after the last one only."""
@@ -90,7 +90,7 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
         for layer in decoder_layers(model.lm):
             fully_shard(layer, mesh=fsdp_mesh, mp_policy=policy)
         fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
-        register_fsdp_forward_method(model, "next_token")
+        register_fsdp_forward_method(model, "logits")
         return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False)
     if strategy == "ddp":
         return ParallelModel(DistributedDataParallel(model), model, mesh.shape.world_size, compute_dtype, autocasts)

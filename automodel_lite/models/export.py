@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from automodel_lite.attention.probe import stream_of
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.build import BuiltModel
+from automodel_lite.models.causal_lm import embedding_rows
 from automodel_lite.models.loss_model import LossModel
+from automodel_lite.thd import ThdBatch
+
+_PROBE_TOKENS = 16
+_TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.25
+"""How far logits may be off, in their standard deviations, in fp32 and below it. Another model is off by 1."""
 
 
 def export(folder: Path, built: BuiltModel, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -29,7 +37,7 @@ def export(folder: Path, built: BuiltModel, tokenizer: PreTrainedTokenizerBase) 
     if built.adapter:
         export_adapter(folder / "adapter", built.model.loss_model, built.adapter, tokenizer)
         return folder / "adapter"
-    export_hf(folder / "hf", built.model.loss_model, tokenizer, built.source_dtype)
+    export_hf(folder / "hf", built.model.loss_model, tokenizer, built.source_dtype, built.model.logits)
     return folder / "hf"
 
 
@@ -45,12 +53,21 @@ def export_adapter(folder: Path, model: LossModel, adapter: Adapter, tokenizer: 
         dist.barrier()
 
 
-def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
+def export_hf(
+    folder: Path,
+    model: LossModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    logits: Callable[[ThdBatch], Tensor],
+) -> None:
     """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it, rank 0 writes.
 
-    The folder appears complete or not at all, and is read back and compared weight by weight before it appears.
+    The folder appears complete or not at all. Before it appears it is read back, and compared weight by weight, and
+    by what it answers to a few tokens with what the trained model does (`logits`, one forward on every rank).
     Raises RuntimeError when what is read back differs.
     """
+    probe = stream_of(_probe_ids(model.lm), next(model.parameters()).device)
+    expected_TV = _logits_of(model, logits, probe)
     weights = full_weights(model)
     if not dist.is_initialized() or dist.get_rank() == 0:
         temporary = _fresh(folder)
@@ -58,7 +75,8 @@ def export_hf(folder: Path, model: LossModel, tokenizer: PreTrainedTokenizerBase
         whole.generation_config = generation_config(whole.config, model.lm.generation_config, tokenizer)
         whole.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        _compare(temporary, whole)
+        loaded = _compare(temporary, whole)
+        _compare_logits(loaded, probe, expected_TV)
         _replace(temporary, folder)
     if dist.is_initialized():
         dist.barrier()
@@ -106,7 +124,8 @@ def _replace(temporary: Path, folder: Path) -> None:
     os.rename(temporary, folder)
 
 
-def _compare(folder: Path, expected: nn.Module) -> None:
+def _compare(folder: Path, expected: nn.Module) -> PreTrainedModel:
+    """The model as it is read back."""
     read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     loaded, report = read
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
@@ -115,3 +134,35 @@ def _compare(folder: Path, expected: nn.Module) -> None:
     for name, value in expected.state_dict().items():
         if value.dtype != weights[name].dtype or not torch.equal(value, weights[name]):
             raise RuntimeError(f"the exported weight {name} differs from the trained one.")
+    assert isinstance(loaded, PreTrainedModel)
+    return loaded
+
+
+def _probe_ids(lm: PreTrainedModel) -> Tensor:
+    """One document, int64 [1, T]."""
+    vocab = embedding_rows(lm)
+    return torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def _logits_of(model: nn.Module, logits: Callable[[ThdBatch], Tensor], probe: ThdBatch) -> Tensor:
+    """[T, V] on the CPU, without dropout."""
+    was_training = model.training
+    model.eval()
+    result = logits(probe).cpu()
+    model.train(was_training)
+    return result
+
+
+@torch.no_grad()
+def _compare_logits(loaded: PreTrainedModel, probe: ThdBatch, expected_TV: Tensor) -> None:
+    """Compares the median token: in low precision single tokens of a mixture of experts take other experts."""
+    got_TV = loaded.eval()(probe.input_ids[None].cpu(), use_cache=False).logits[0]
+    is_exact = got_TV.dtype == expected_TV.dtype == torch.float32
+    off_T = (got_TV.float() - expected_TV.float()).abs().amax(1) / expected_TV.float().std()
+    off = float(off_T.median())
+    if not off <= (_TOLERANCE_STD if is_exact else _ROUNDED_TOLERANCE_STD):
+        raise RuntimeError(
+            f"the exported model answers otherwise than the trained one: its logits are off by {off:.1e} standard "
+            "deviations, though its weights are equal. Its config.json does not describe the trained model."
+        )

@@ -34,9 +34,10 @@ class LossModel(nn.Module):
         logits_RV = self.lm(**batch.model_inputs(), logits_to_keep=batch.label_rows).logits[0]
         return self.loss(logits_RV, labels_R)
 
-    def next_token(self, batch: ThdBatch) -> Tensor:
-        """The likeliest token after the stream's last one, int64 scalar."""
-        return self.lm(**batch.model_inputs(), logits_to_keep=1).logits[0, -1].argmax()
+    def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
+        """[num_last, V] of the stream's last tokens; 0 = of all."""
+        logits_TV: Tensor = self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits[0]
+        return logits_TV
 
     @property
     def head_weight(self) -> Tensor:

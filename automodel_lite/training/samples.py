@@ -28,7 +28,7 @@ def sample_answers(
         ids = prompt_ids(prompt, tokenizer)
         start = len(ids)
         while len(ids) < start + config.max_new_tokens:
-            token = model.next_token(stream_of(torch.tensor([ids]), mesh.device))
+            token = model.logits(stream_of(torch.tensor([ids]), mesh.device), num_last=1)[-1].argmax()
             if mesh.root:
                 dist.broadcast(token, src=0)
             if token.item() == tokenizer.eos_token_id:
