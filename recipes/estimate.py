@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
 
     source = build(config.model)
     if source.pretrained:
-        model = AutoConfig.from_pretrained(source.pretrained)
+        model = AutoConfig.from_pretrained(source.pretrained, **source.source)
         for key, value in source.overrides.items():
             setattr(model, key, value)
     else:

@@ -21,6 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="a run's folder, runs/<name>")
     parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
     parser.add_argument("--to", type=Path, help="the folder to write (default: hf in the run's folder)")
+    parser.add_argument("--allow-targets", nargs="+", default=[], help="packages of your own that the run was allowed")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 
     from automodel_lite.loggers.console import quiet_libraries  # --help needs no torch
@@ -28,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.models.merge import load_trained
 
     quiet_libraries()
-    trained = load_trained(args.run, args.checkpoint)
+    trained = load_trained(
+        args.run, args.checkpoint, allow_targets=args.allow_targets, trust_remote_code=args.trust_remote_code
+    )
     target = args.to or args.run / "hf"
     if args.to and target.exists():
         raise ConfigError(f"--to {target} exists already: choose another folder.")

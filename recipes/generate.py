@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default): the likeliest token each time")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--seed", type=int, default=0, help="of the draws with --temperature")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 
     from transformers import set_seed  # --help needs no torch
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.models.generate import load_generator
 
     quiet_libraries()
-    generator = load_generator(args.model)
+    generator = load_generator(args.model, args.trust_remote_code)
     set_seed(args.seed)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")

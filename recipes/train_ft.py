@@ -30,7 +30,7 @@ from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.loggers.tracker import open_metrics
 from automodel_lite.models.build import build_model
-from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.models.causal_lm import CausalLM, runs_remote_code
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export
 from automodel_lite.report import draw_at_end
@@ -274,7 +274,8 @@ class TrainFinetuneRecipe:
             exported = export(self.folder.path, self.built, self.data.tokenizer)
             self.console.say("exported", f"{exported}: loads with AutoModelForCausalLM.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
-                answers = build(self.config.evaluation).ask(exported, self.data.documents.questions)
+                is_foreign = runs_remote_code(self.built.model.loss_model.lm)
+                answers = build(self.config.evaluation).ask(exported, self.data.documents.questions, is_foreign)
                 self.console.print(answers.text())
                 self.metrics.log({"step": self.num_steps, "answers_right": answers.num_right, "answers": len(answers)})
         if self.mesh.rank == 0:

@@ -39,7 +39,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrained
     if looks_local and not Path(source).is_dir():
         raise ConfigError(f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub name.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {first_line}") from error

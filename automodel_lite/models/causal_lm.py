@@ -99,6 +99,11 @@ def check_pinned(revision: str | None) -> None:
         )
 
 
+def runs_remote_code(model: PreTrainedModel) -> bool:
+    """Is its class from the model's repository? transformers puts such code into a package of its own."""
+    return type(model).__module__.startswith("transformers_modules.")
+
+
 def embedding_rows(model: PreTrainedModel) -> int:
     """Token ids that the model knows."""
     embedding: Any = model.get_input_embeddings()
@@ -136,6 +141,13 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
         raise ConfigError(
             f"model.pretrained={source} cannot be loaded: {reason} Give a folder, or fetch the model where there is a "
             f"network: hf download {source}."
+        ) from None
+    except ValueError as error:
+        if options["trust_remote_code"] or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            f"model.pretrained={source} runs code of its own: read it, and allow it on the command line with "
+            "model.trust_remote_code=true and its commit as model.revision=... ."
         ) from None
     return config
 

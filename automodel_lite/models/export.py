@@ -23,7 +23,7 @@ from transformers import (
 from automodel_lite.attention.probe import stream_of
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.build import BuiltModel
-from automodel_lite.models.causal_lm import embedding_rows
+from automodel_lite.models.causal_lm import embedding_rows, runs_remote_code
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.thd import ThdBatch
 
@@ -75,7 +75,7 @@ def export_hf(
         whole.generation_config = generation_config(whole.config, model.lm.generation_config, tokenizer)
         whole.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        loaded = _compare(temporary, whole)
+        loaded = _compare(temporary, whole, runs_remote_code(model.lm))
         _compare_logits(loaded, probe, expected_TV)
         _replace(temporary, folder)
     if dist.is_initialized():
@@ -105,7 +105,9 @@ def generation_config(
 def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
     """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised."""
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", dtype=dtype)
+        whole = AutoModelForCausalLM.from_config(
+            lm.config, attn_implementation="eager", dtype=dtype, trust_remote_code=runs_remote_code(lm)
+        )
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     whole.load_state_dict(cast, strict=True, assign=True)
     whole.tie_weights()
@@ -124,9 +126,11 @@ def _replace(temporary: Path, folder: Path) -> None:
     os.rename(temporary, folder)
 
 
-def _compare(folder: Path, expected: nn.Module) -> PreTrainedModel:
+def _compare(folder: Path, expected: nn.Module, trust_remote_code: bool) -> PreTrainedModel:
     """The model as it is read back."""
-    read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code
+    )
     loaded, report = read
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
         raise RuntimeError(f"the exported model does not load completely: {report}")

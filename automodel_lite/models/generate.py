@@ -64,15 +64,21 @@ class _Stream(TextStreamer):
         self.write(text + ("\n" if stream_end else ""))
 
 
-def load_generator(source: str) -> Generator:
+def load_generator(source: str, trust_remote_code: bool = False) -> Generator:
     """Loads from a run's folder (its hf/ or adapter/), a model or adapter folder, or a hub name; on a GPU in bf16.
 
-    Raises ConfigError for a run that has exported nothing yet.
+    Raises ConfigError for a run that has exported nothing yet, and for a model of code that is not trusted.
     """
     folder = exported_folder(source)
     has_gpu = torch.cuda.is_available()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if has_gpu else torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    dtype = torch.bfloat16 if has_gpu else torch.float32
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(f"{folder} runs code of its own: read it, and allow it with --trust-remote-code.") from None
     return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)
 
 

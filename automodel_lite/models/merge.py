@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +33,21 @@ class Trained:
     was_merged: bool
 
 
-def load_trained(run: Path, checkpoint_name: str | None = None) -> Trained:
+def load_trained(
+    run: Path,
+    checkpoint_name: str | None = None,
+    *,
+    allow_targets: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Trained:
     """Builds the model of a run's config.yaml and loads a checkpoint into it, the newest by default.
 
-    Raises ConfigError when the folder is no run's, or has no such checkpoint.
+    A run's folder may come from a stranger: code outside of the project is run only when the caller allows it again.
+
+    Raises ConfigError when the folder is no run's, has no such checkpoint, or asks for code that is not allowed.
     """
     folder = RunFolder(run)
-    config = load_run_config(folder)
+    config = load_run_config(folder, allow_targets, trust_remote_code)
     checkpoint = find_checkpoint(folder, checkpoint_name)
     tokenizer = _tokenizer(folder, config)
     source: CausalLM = build(config.model)
@@ -54,12 +63,23 @@ def load_trained(run: Path, checkpoint_name: str | None = None) -> Trained:
     return Trained(model, tokenizer, source.dtype, checkpoint, adapter is not None)
 
 
-def load_run_config(folder: RunFolder) -> Config:
-    """A run's config.yaml, checked."""
+def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:
+    """A run's config.yaml, checked; it allows itself nothing."""
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is no run's folder: it has no config.yaml.")
     raw = OmegaConf.load(folder.config)
     assert isinstance(raw, DictConfig)
+    wanted = OmegaConf.select(raw, "security.allow_targets") or []
+    if foreign := [package for package in wanted if package not in allow_targets]:
+        raise ConfigError(
+            f"{folder.config} asks for code of {', '.join(foreign)}: when you trust this run, say so with "
+            f"--allow-targets {' '.join(foreign)}."
+        )
+    if OmegaConf.select(raw, "model.trust_remote_code") and not trust_remote_code:
+        raise ConfigError(
+            f"{folder.config} runs code of its model's repository: when you trust this run, say so with "
+            "--trust-remote-code."
+        )
     return check_config(raw)
 
 

@@ -37,10 +37,10 @@ class ExactMatch:
     max_new_tokens: int = 64
     num_shown: int = 3  # sample answers on the screen
 
-    def ask(self, model_folder: Path, questions: Sequence[Question]) -> Answers:
+    def ask(self, model_folder: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> Answers:
         """Greedy answers of the exported model, loaded by plain transformers, as a user would load it."""
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(model_folder, trust_remote_code=trust_remote_code).eval()
         answers = [self._ask_one(model, tokenizer, question) for question in questions[: self.num_questions]]
         return Answers(answers, self.num_shown)
 
