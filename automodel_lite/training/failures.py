@@ -31,6 +31,7 @@ _WAIT_FOR_CAUSE_S = 5.0
 _LOST_PEER = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|DistBackend", re.IGNORECASE
 )
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # torch says it in the middle of whatever the rank does
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -71,6 +72,8 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callab
             raise RunStoppedError(out_of_memory(error, rank, doing(), memory())) from error
         if is_consequence:
             raise RunStoppedError(_cause_of(folder, rank, doing(), error)) from error
+        if _LOST_WORKER.match(str(error)):
+            raise RunStoppedError(_lost_worker(error, rank, doing())) from error
         raise
 
 
@@ -89,6 +92,14 @@ def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> s
         peak, now = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.memory_allocated() / 2**30
         held = f" Peak {peak:.1f} GiB, now {now:.1f} GiB of tensors."
     return f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}{held} {memory}"
+
+
+def _lost_worker(error: BaseException, rank: int, doing: str) -> str:
+    return (
+        f"a data worker of rank {rank} on {socket.gethostname()} is gone, {doing}: {' '.join(str(error).split())} Most "
+        "often the host ran out of memory: lower dataloader.num_workers or dataloader.prefetch_factor. The same "
+        "command goes on from the newest checkpoint."
+    )
 
 
 def _leave_record(folder: Path, path: Path, rank: int, error: Exception, is_consequence: bool, doing: str) -> None:

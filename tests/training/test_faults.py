@@ -152,6 +152,22 @@ def test_the_first_cause_is_shown_with_its_rank(tmp_path: Path) -> None:
     assert "rank 1, in step 4: ArithmeticError" in status["reason"]
 
 
+def test_a_killed_data_worker_ends_the_job_with_a_sentence_and_it_goes_on(tmp_path: Path) -> None:
+    killed = "os.kill(__import__('multiprocessing').active_children()[0].pid, signal.SIGKILL), time.sleep(30)"
+    hook = f"if rank == 1 and recipe.num_steps == 5: {killed}"
+    began = time.time()
+    workers = ["dataloader.num_workers=2", "checkpoint.every_steps=2"]
+    screen = finish(launch(tmp_path, hook, *workers))
+    assert time.time() - began < 60
+    assert "a data worker of rank 1 on" in screen
+    assert "is gone, in step 6: DataLoader worker (pid" in screen
+    assert "lower dataloader.num_workers or dataloader.prefetch_factor" in screen
+    again = launch(tmp_path, "pass", *workers, "checkpoint.accept_changes=true", "training.max_steps=8")
+    screen = finish(again)
+    assert again.returncode == 0, screen
+    assert "continues from step_00000004" in screen
+
+
 def test_out_of_memory_on_one_rank_ends_all_with_its_report(tmp_path: Path) -> None:
     hook = "if rank == 1 and recipe.num_steps == 3: raise torch.OutOfMemoryError('tried to allocate 2.00 GiB')"
     process = launch(tmp_path, hook)
