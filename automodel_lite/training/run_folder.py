@@ -13,6 +13,7 @@ runs/<name>/
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -57,7 +58,8 @@ FREE_SETTINGS = (
 
 # settings whose default follows from the layout of ranks: a run keeps the values that it began with
 LAYOUT_SETTINGS = (("training", "global_batch_size"), ("packed_sequence", "slot_multiple"))
-_BEFORE_THE_RUN = ("logs", "run.lock")  # what may be in the folder of a run that was killed in its first second
+_BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
+"""What may be in the folder of a run that was killed, or failed, in its first second: before config.yaml is there."""
 
 
 class RunFolder:
@@ -81,9 +83,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"output_dir={self.path} is a file.")
         if not self.config.is_file():
-            if self.path.is_dir() and any(
-                p.name not in _BEFORE_THE_RUN and not p.name.startswith(".") for p in self.path.iterdir()
-            ):
+            if self.path.is_dir() and any(not _BEFORE_THE_RUN.fullmatch(path.name) for path in self.path.iterdir()):
                 raise ConfigError(
                     f"output_dir={self.path} is not empty and is no run's folder: choose another name=... ."
                 )
@@ -106,9 +106,9 @@ class RunFolder:
             packed_sequence={**config.packed_sequence, "slot_multiple": slot_multiple},
         )
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self.logs.mkdir(exist_ok=True)
+            self.logs.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, config_yaml(config))
+            self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
         except OSError as error:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 

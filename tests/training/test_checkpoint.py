@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import pickle
@@ -18,11 +17,12 @@ from torch import nn
 from automodel_lite.config import CheckpointConfig, Config
 from automodel_lite.distributed.control import Control
 from automodel_lite.errors import ConfigError
-from automodel_lite.training import checkpoint_folder, durable, sharded_files
+from automodel_lite.training import checkpoint_folder, durable
 from automodel_lite.training.checkpoint import Checkpointer
 from automodel_lite.training.checkpoint_folder import Retention
 from automodel_lite.training.run_folder import RunFolder
 from tests.ranks import run_ranks
+from tests.training.disk_faults import Faults
 
 
 class Trained:
@@ -106,40 +106,6 @@ def test_a_pickle_in_place_of_a_file_is_not_run(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------- a fault at every write
-OPERATIONS = [(builtins, "open"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "unlink")]
-SHARDS = (sharded_files, "save_file")
-
-
-class Faults:
-    """Counts what touches the disk below a folder, and does something at the n-th.
-
-    Only there: the process also removes temporary files of others whenever the garbage collector comes by.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, at: int, what: Callable[[], None]) -> None:
-        self.count, self.folder, self.at, self.what, self.is_on = 0, folder, at, what, False
-        for module, name in [*OPERATIONS, SHARDS]:
-            monkeypatch.setattr(module, name, self._wrap(getattr(module, name), name))
-
-    def _wrap(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            writes = name != "open" or (len(args) > 1 and args[1] != "rb" and "w" in str(args[1]))
-            where = args[1] if name == "save_file" else kwargs.get("dir_fd", args[0])
-            if self.is_on and writes and _touches(self.folder, where):
-                self.count += 1
-                if self.count == self.at:
-                    self.what()
-            return real(*args, **kwargs)
-
-        return call
-
-
-def _touches(folder: Path, where: Any) -> bool:
-    """`where` is a path, or the descriptor of an open file (fsync) or folder (deletion of a tree)."""
-    path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else where
-    return Path(path).is_relative_to(folder)
-
-
 def _no_space() -> None:
     raise OSError(28, "No space left on device")
 

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_lite.config import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.training import checkpoint_folder
+from automodel_lite.training.run_folder import RunFolder
 from automodel_lite.training.run_lock import Holder, RunLock, _this_process
 from automodel_lite.training.stopping import Deadline, deadline_of, seconds_of
 from automodel_lite.training.watchdog import Watchdog
 from tests.ranks import run_ranks
-from tests.training.small_run import QUICK, losses, train
+from tests.training.disk_faults import Faults
+from tests.training.small_run import QUICK, config_of, losses, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -319,3 +322,34 @@ def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (75, -signal.SIGTERM), errors  # -TERM: before Python had read its first line
     assert "stopped by SIGTERM" in errors or process.returncode == -signal.SIGTERM
+
+
+def _begin_a_run(folder: RunFolder, config: Config) -> None:
+    """What a run does in its folder before its first step."""
+    config = folder.with_saved_layout(config)
+    with RunLock(folder.lock) as lock:
+        lock.check()
+        folder.check(config)
+        lock.acquire()
+        folder.open(config, global_batch_size=4, slot_multiple=1)
+        folder.write_status("running", 0)
+
+
+def test_a_kill_at_any_moment_of_the_start_leaves_a_folder_to_start_in(tmp_path: Path) -> None:
+    at, is_killed = 0, True
+    while is_killed:
+        at += 1
+        folder = RunFolder(tmp_path / f"at{at}")
+        config = config_of(folder.path)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                Faults(pytest.MonkeyPatch(), folder.path, at, lambda: os._exit(9)).is_on = True
+                _begin_a_run(folder, config)
+            finally:  # never back into the test run that this is a copy of
+                os._exit(0)
+        is_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        _begin_a_run(folder, config)
+        assert folder.config.is_file()
+        assert not folder.lock.exists()
+    assert at > 10
