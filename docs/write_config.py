@@ -1,6 +1,6 @@
 """Writes docs/config.md from the schema (automodel_lite/config.py) and the groups and presets (conf/).
 
-    python docs/write_config.py            (--check: exit with 1 when it is stale)
+python docs/write_config.py            (--check: exit with 1 when it is stale)
 """
 
 from __future__ import annotations

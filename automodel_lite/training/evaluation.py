@@ -70,6 +70,8 @@ class Answers:
 
     def text(self) -> str:
         """`held-out questions: 24 of 24 exactly right`, and the first answers."""
+        if not self.answers:
+            return "held-out questions: the data has none"
         lines = [f"held-out questions: {self.num_right} of {len(self)} exactly right"]
         for answer in self.answers[: self.num_shown]:
             mark = "right" if answer.is_right else f"wrong, expected {answer.expected!r}"

@@ -70,7 +70,12 @@ def test_packed_and_unpacked_documents_give_the_same_loss_and_gradient_norm(tmp_
 
 
 def test_a_short_last_step_counts_every_document_once(tmp_path: Path) -> None:
-    epoch = ["dataset.num_chats=60", "training.max_steps=null", "training.num_epochs=1", "training.global_batch_size=12"]
+    epoch = [
+        "dataset.num_chats=60",
+        "training.max_steps=null",
+        "training.num_epochs=1",
+        "training.global_batch_size=12",
+    ]
     alone = train("smoke", tmp_path / "alone", *epoch)
     pair = train("smoke", tmp_path / "pair", *epoch, "training.micro_batch_size=3", world_size=2)
     assert sum(row["num_tokens"] for row in alone if "loss" in row) == sum(r["num_tokens"] for r in pair if "loss" in r)
