@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from automodel_lite.config import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.causal_lm import check_source
 
@@ -72,7 +73,10 @@ def load_generator(source: str) -> Generator:
     folder = exported_folder(source)
     has_gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if has_gpu else torch.float32)
+    dtype = torch.bfloat16 if has_gpu else torch.float32
+    is_adapter = (Path(folder) / "adapter_config.json").is_file()
+    load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=dtype)
     return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)
 
 
