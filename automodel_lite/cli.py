@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -40,6 +41,7 @@ from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEar
 
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
+_SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
 _WAIT_FOR_RANK_0_S = 10.0
 EXAMPLES = (
     "torchrun recipes/train_ft.py --config-name llama_packed",
@@ -81,8 +83,8 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         _leave(f"stopped by {stopped} before the first step: nothing to save", PREEMPTED_EXIT)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
-    except Exception:
-        _leave(traceback.format_exc(), 1)
+    except Exception as error:
+        _fail(error)
     _exit(code or 0)
 
 
@@ -108,8 +110,8 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         _leave("interrupted", 130)
     except SystemExit as leaving:  # argparse's
         _exit(leaving.code if isinstance(leaving.code, int) else 1)
-    except Exception:
-        _leave(traceback.format_exc(), 1)
+    except Exception as error:
+        _fail(error)
     _exit(code or 0)
 
 
@@ -214,11 +216,22 @@ def _check_options(group: str, chosen: object, options: list[str]) -> None:
 
 
 def _show(text: str) -> NoReturn:
-    """Prints and leaves; a reader that has seen enough (`| head`) is no error."""
     with contextlib.suppress(BrokenPipeError):
         print(text, flush=True)
-        _exit(0)
     os._exit(0)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """An error that nobody has foreseen; a reader that has seen enough (`| head`) is none."""
+    if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout.fileno()):
+        os._exit(_SIGPIPE_EXIT)
+    _leave(traceback.format_exc(), 1)
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _hide_secrets() -> None:
@@ -254,6 +267,7 @@ def _leave(message: str, code: int) -> NoReturn:
 
 def _exit(code: int) -> NoReturn:
     """Ends at once: gloo's threads abort one process in ten that is left to the interpreter's own clean-up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
