@@ -102,7 +102,7 @@ def bin_of_the_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     assert list(folder.glob("*.tar.gz"))
     call(sys.executable, "-m", "venv", folder / "venv")
-    call(folder / "venv/bin/python", "-m", "pip", "install", "torch")  # first and alone, as CONTRIBUTING says
+    call(folder / "venv/bin/python", "-m", "pip", "install", "torch")  # first and alone: see constraints.txt
     call(folder / "venv/bin/python", "-m", "pip", "install", f"{wheel}[plots]")
     return folder / "venv/bin"
 
