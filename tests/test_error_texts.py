@@ -150,7 +150,7 @@ def type_it(folder: Path, mistake: Mistake) -> tuple[int, str]:
 
 def _typed(folder: Path, mistake: Mistake) -> None:
     os.chdir(folder)
-    os.environ |= mistake.environment
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", **mistake.environment}
     sys.modules |= dict.fromkeys(ABSENT)  # type: ignore[arg-type]
     screen = os.open("screen", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(screen, 1)
