@@ -1,4 +1,5 @@
 # GPU image with flash-attn and Transformer Engine, both built against the torch of the base image.
+# It has not been built or run by this project yet: expect to adjust a version, and start with benchmarks/gpu_check.py.
 #   docker build -t automodel-lite .
 #   docker run --gpus all --ipc host -v $PWD:/data -w /data automodel-lite \
 #       torchrun --nproc-per-node 8 -m automodel_lite train --config-name finetune name=mine model.pretrained=... dataset.path=...

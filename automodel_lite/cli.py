@@ -8,10 +8,13 @@ under torchrun too.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
 import json
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -28,6 +31,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from automodel_lite.__main__ import RECIPES, as_typed
 from automodel_lite.config import check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.redact import ScrubbedStream, scrub
@@ -37,7 +41,15 @@ from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEar
 
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
+_SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
 _WAIT_FOR_RANK_0_S = 10.0
+EXAMPLES = (
+    "torchrun recipes/train_ft.py --config-name llama_packed",
+    "torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
+    "torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
+    "torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
+    "torchrun recipes/train_ft.py --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
+)
 
 
 def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
@@ -53,14 +65,12 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     try:
         args = get_args_parser().parse_intermixed_args(argv)
         if args.help:
-            print(help_text())
-            _exit(0)
+            _show(help_text(main.split(":")[0].split(".")[-1], args.config_dir))
         if args.multirun:
             _exit(_sweep(main, args.config_name, args.overrides, args.config_dir))
         raw = compose_config(args.config_name, args.overrides, config_dir=args.config_dir)
         if args.cfg:
-            print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
-            _exit(0)
+            _show(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)).rstrip())
         config = check_config(raw)
         module, function = main.split(":")
         place = f"automodel_lite.{module}" if IS_INSTALLED else module
@@ -73,8 +83,8 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         _leave(f"stopped by {stopped} before the first step: nothing to save", PREEMPTED_EXIT)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
-    except Exception:
-        _leave(traceback.format_exc(), 1)
+    except Exception as error:
+        _fail(error)
     _exit(code or 0)
 
 
@@ -100,8 +110,8 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         _leave("interrupted", 130)
     except SystemExit as leaving:  # argparse's
         _exit(leaving.code if isinstance(leaving.code, int) else 1)
-    except Exception:
-        _leave(traceback.format_exc(), 1)
+    except Exception as error:
+        _fail(error)
     _exit(code or 0)
 
 
@@ -154,34 +164,30 @@ def groups(config_dir: str | None = None) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in sorted(found.items())}
 
 
-def help_text() -> str:
+def help_text(recipe: str = "train_ft", config_dir: str | None = None) -> str:
     """What `--help` prints: presets, groups with their options, and examples."""
+    start = "torchrun" if recipe == "train_ft" else "python"
+    purpose = next(text for module, text in RECIPES.values() if module == recipe)
     lines = [
-        "Fine-tune a Hugging Face causal LM on packed sequences.",
+        f"{purpose[0].upper()}{purpose[1:]}.",
         "",
-        "usage: torchrun recipes/train_ft.py --config-name PRESET [key=value ...]",
+        f"usage: {start} recipes/{recipe}.py --config-name PRESET [--config-dir FOLDER] [key=value ...]",
     ]
-    lines += ["", "presets:", *(f"  {name:16s} {_first_comment(name)}" for name in presets())]
+    lines += ["", "presets:", *(f"  {name:16s} {_first_comment(name, config_dir)}" for name in presets(config_dir))]
     lines += ["", "groups (group=option):"]
-    lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups().items()]
-    lines += [
-        "",
-        "examples:",
-        "  torchrun recipes/train_ft.py --config-name llama_packed",
-        "  torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
-        "  torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
-        "  torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
-        "  torchrun recipes/train_ft.py --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
-        "",
-        "--cfg job prints the whole configuration, dry_run=true checks everything and estimates memory, and both stop.",
-    ]
-    return "\n".join(lines)
+    lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups(config_dir).items()]
+    if recipe == "train_ft":
+        lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
+    lines += ["", "--cfg job prints the whole configuration and stops."]
+    lines += ["dry_run=true checks everything, estimates memory and stops."] if recipe == "train_ft" else []
+    return as_typed("\n".join(lines))
 
 
-def _first_comment(preset: str) -> str:
-    """The first sentence of a preset's comment."""
-    line = (CONF_DIR / f"{preset}.yaml").read_text().splitlines()[0]
-    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".")
+def _first_comment(preset: str, config_dir: str | None) -> str:
+    """The first sentence of a preset's comment, if it begins with one."""
+    path = next(path for folder in _folders(config_dir) if (path := folder / f"{preset}.yaml").is_file())
+    line = next(iter(path.read_text().splitlines()), "")
+    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""
 
 
 def _folders(config_dir: str | None) -> list[Path]:
@@ -209,8 +215,34 @@ def _check_options(group: str, chosen: object, options: list[str]) -> None:
             raise ConfigError(f"{group}={option}: no such option{near} The options are {', '.join(options)}.")
 
 
+def _show(text: str) -> NoReturn:
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
+    os._exit(0)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """An error that nobody has foreseen; a reader that has seen enough (`| head`) is none."""
+    if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout.fileno()):
+        os._exit(_SIGPIPE_EXIT)
+    _leave(traceback.format_exc(), 1)
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def _hide_secrets() -> None:
     sys.stdout, sys.stderr = ScrubbedStream(sys.stdout), ScrubbedStream(sys.stderr)
+
+
+def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
+    """Of a recipe that reads its own command line; its docstring is the head of `--help`."""
+    return argparse.ArgumentParser(
+        description=as_typed(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def _leave(message: str, code: int) -> NoReturn:
@@ -219,15 +251,15 @@ def _leave(message: str, code: int) -> NoReturn:
     torchrun prints a summary after every failure; the text it quotes as the root cause is read from the file named by
     TORCHELASTIC_ERROR_FILE. The other ranks wait so that rank 0 is seen to fail first.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    message, rank = as_typed(message).rstrip(), int(os.environ.get("RANK", "0"))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_mistake = code == CONFIG_EXIT
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends the ranks that wait
     if rank == 0 or not is_mistake:
         prefix = "" if rank == 0 else f"[rank {rank}] "
-        print(f"\n{prefix}{message.rstrip()}", file=sys.stderr, flush=True)
+        print(f"\n{prefix}{message}", file=sys.stderr, flush=True)
         if error_file:
-            Path(error_file).write_text(json.dumps({"message": scrub(message.rstrip()), "timestamp": int(time.time())}))
+            Path(error_file).write_text(json.dumps({"message": scrub(message), "timestamp": int(time.time())}))
     elif error_file:
         time.sleep(_WAIT_FOR_RANK_0_S)
     _exit(code)
@@ -235,6 +267,7 @@ def _leave(message: str, code: int) -> NoReturn:
 
 def _exit(code: int) -> NoReturn:
     """Ends at once: gloo's threads abort one process in ten that is left to the interpreter's own clean-up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -365,7 +365,10 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
     try:
         target = locate(part["_target_"])
     except ConfigError as error:
-        yield str(error) if str(error).startswith(key) else f"{key}.{error}"
+        text, path = str(error), part["_target_"]
+        if text.startswith(f"{path} needs the package"):
+            text = f"{key}{text.removeprefix(path)}"
+        yield text if text.startswith(key) else f"{key}.{text}"
         return
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -376,7 +379,8 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
             continue
         if name not in parameters:
             options = [f"{key}.{p}" for p in parameters]
-            yield f"{path}={_show(value)}: unknown key{did_you_mean(path, options) or '.'}"
+            near = did_you_mean(path, options) or f"; if the preset sets it, ~{path} takes it out."
+            yield f"{path}={_show(value)}: unknown key{near}"
         elif (
             name in hints and not (isinstance(value, dict) and "_target_" in value) and not matches(value, hints[name])
         ):

@@ -2,11 +2,10 @@
 
     torchrun recipes/train_ft.py --config-name llama_packed --multirun optimizer.lr=1e-3,3e-3 seed=0,1
 
-    runs/llama_packed/0_lr-0.001_seed-0/ ...      sweep.json, sweep.md: the results of all jobs of all jobs
+    runs/llama_packed/0_lr-0.001_seed-0/ ...      sweep.json, sweep.md: the results of all jobs
 
-    runs/llama_packed/0_optimizer.lr=1e-3,seed=0/ ...      sweep.json, sweep.md: the results
-its own on every rank, so that a job that fails, even by a crash, leaves nothing behind for the next one; each has a
-rendezvous of its own. The same command again goes on with what is not finished.
+A job is a process of its own on every rank, so that one that fails, even by a crash, leaves nothing behind for the next
+one; each has a rendezvous of its own. The same command again goes on with what is not finished.
 """
 
 from __future__ import annotations

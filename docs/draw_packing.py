@@ -6,7 +6,8 @@ from pathlib import Path
 
 LENGTHS = [5, 3, 6, 2, 4]
 PACK = 10
-CELL, GAP, TOP = 15, 36, 64
+CELL, TOP, MASK = 18, 74, 108
+LEFTS = (12, 176, 396)  # narrow, so that the words can be read on a phone
 COLOURS = ["#2f7ed8", "#e0741b", "#1f9d6b", "#b4519d", "#8a72d4"]
 PADDING, LEAK = "#c9ced6", "#d92d20"
 
@@ -21,10 +22,10 @@ def row(cells: list[str], x: int, y: int) -> list[str]:
 
 def mask(documents: list[int], x: int, y: int, size: int, leaks: bool) -> list[str]:
     """Who sees whom in a pack: lower triangles, and with a missing mask all that lies between them."""
-    step = 96 / size
-    parts = [f'<rect x="{x}" y="{y}" width="96" height="96" rx="3" fill="none" stroke="{PADDING}"/>']
+    step = MASK / size
+    parts = [f'<rect x="{x}" y="{y}" width="{MASK}" height="{MASK}" rx="3" fill="none" stroke="{PADDING}"/>']
     if leaks:
-        parts.append(f'<path d="M{x} {y}V{y + 96}H{x + 96}Z" fill="{LEAK}" fill-opacity=".32"/>')
+        parts.append(f'<path d="M{x} {y}V{y + MASK}H{x + MASK}Z" fill="{LEAK}" fill-opacity=".32"/>')
     start = 0.0
     for document in documents:
         length = LENGTHS[document] * step
@@ -38,29 +39,39 @@ def text(words: str, x: int, y: int, kind: str = "") -> str:
     return f'<text x="{x}" y="{y}"{f" class={kind!r}" if kind else ""}>{words}</text>'
 
 
+def heading(x: int, title: str, *notes: str) -> list[str]:
+    return [text(title, x, 24, "h"), *(text(note, x, 44 + 17 * i) for i, note in enumerate(notes))]
+
+
 def drawing() -> str:
     """The whole SVG; its words take a colour that reads on white and on black."""
     longest = max(LENGTHS)
     padded = [[COLOURS[d]] * n + [PADDING] * (longest - n) for d, n in enumerate(LENGTHS)]
     packs = [[0, 1, 3], [2, 4]]
     packed = [[COLOURS[d] for d in pack for _ in range(LENGTHS[d])] for pack in packs]
-    lefts = [20, 20 + longest * CELL + 2 * GAP + 40, 20 + longest * CELL + 4 * GAP + 40 + PACK * CELL + 96]
-    parts = [text("padded", lefts[0], 26, "h"), text("30 positions for 20 tokens", lefts[0], 44)]
+    parts = heading(LEFTS[0], "padded", "30 positions", "for 20 tokens")
     for number, cells in enumerate(padded):
-        parts += row(cells, lefts[0], TOP + number * (CELL + 4))
-    for left, title, note, leaks in (
-        (lefts[1], "packed", "20 positions, every document by itself", False),
-        (lefts[2], "packed, mask missing", "runs, learns the wrong thing, says nothing", True),
+        parts += row(cells, LEFTS[0], TOP + number * (CELL + 4))
+    for left, title, notes, legend in (
+        (LEFTS[1], "packed", ("20 positions,", "every document by itself"), ("each sees", "its own", "past")),
+        (
+            LEFTS[2],
+            "packed, mask missing",
+            ("runs, learns the wrong", "thing, says nothing"),
+            ("red: what", "it must", "not see"),
+        ),
     ):
-        parts += [text(title, left, 26, "h"), text(note, left, 44)]
+        parts += heading(left, title, *notes)
         for number, cells in enumerate(packed):
             parts += row(cells, left, TOP + number * (CELL + 4))
-        parts += mask(packs[0], left, TOP + 2 * (CELL + 4) + 12, PACK, leaks)
-        legend = ("each document sees", "its own past") if not leaks else ("red: attention to", "other documents")
-        parts += [text(line, left + 108, TOP + 2 * (CELL + 4) + 54 + 16 * i) for i, line in enumerate(legend)]
-    width, height = lefts[2] + 280, TOP + 2 * (CELL + 4) + 12 + 96 + 16
-    style = "text{font:12px system-ui,sans-serif;fill:#6b7480}.h{font-size:15px;font-weight:600;fill:#7a8494}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
+        below = TOP + 2 * (CELL + 4) + 8
+        parts += mask(packs[0], left, below, PACK, leaks=left == LEFTS[2])
+        parts += [text(line, left + MASK + 10, below + 40 + 17 * i) for i, line in enumerate(legend)]
+    width, height = LEFTS[2] + PACK * CELL + 44, TOP + 2 * (CELL + 4) + MASK + 24
+    style = "text{font:14px system-ui,sans-serif;fill:#767e8a}.h{font-size:16px;font-weight:700}"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * 5 // 4}" viewBox="0 0 {width} {height}" role="img">'
+    )
     title = "<title>Five documents: padded, packed, and packed with the mask missing</title>"
     return f"{head}{title}<style>{style}</style>{''.join(parts)}</svg>\n"
 

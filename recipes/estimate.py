@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from automodel_lite.cli import compose_config
+from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config import build, check_config
 
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argument_parser(__doc__)
     found.add_argument("--config-name", required=True)
     found.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1024])
     found.add_argument("--gpus-per-node", type=int, default=8)
@@ -55,4 +55,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

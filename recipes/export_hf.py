@@ -6,18 +6,15 @@ python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mi
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from automodel_lite.cli import run_tool
+from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="export_hf.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("run", type=Path, help="a run's folder, runs/<name>")
     parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
     parser.add_argument("--to", type=Path, help="the folder to write (default: hf in the run's folder)")

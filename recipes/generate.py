@@ -7,17 +7,14 @@ python recipes/generate.py meta-llama/Llama-3.2-1B-Instruct "Hello" --temperatur
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from automodel_lite.cli import run_tool
+from automodel_lite.cli import argument_parser, run_tool
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("model", help="a run's folder, a model or adapter folder, or a hub name")
     parser.add_argument("prompt", nargs="?", help="what to ask; without it, a chat from the keyboard")
     parser.add_argument("--system", help="a system message")

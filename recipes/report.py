@@ -6,18 +6,15 @@ python recipes/report.py runs/a runs/b runs/c --to comparison
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from automodel_lite.cli import run_tool
+from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--to", type=Path, help="the folder to write to (default: the run's; of several: report)")
     args = parser.parse_args(argv)

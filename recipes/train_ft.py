@@ -272,7 +272,8 @@ class TrainFinetuneRecipe:
         self.watchdog.beat("exporting")
         if self.config.checkpoint.export_hf:
             exported = export(self.folder.path, self.built, self.data.tokenizer)
-            self.console.say("exported", f"{exported}: loads with AutoModelForCausalLM.from_pretrained")
+            loader = "peft.PeftModel" if self.built.adapter else "AutoModelForCausalLM"
+            self.console.say("exported", f"{exported}: loads with {loader}.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
                 is_foreign = runs_remote_code(self.built.model.loss_model.lm)
                 answers = build(self.config.evaluation).ask(exported, self.data.documents.questions, is_foreign)

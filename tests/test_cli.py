@@ -87,7 +87,7 @@ SIZES = [
         "training.global_batch_size=7",
         "training.global_batch_size=7 must be a multiple of 2 (training.micro_batch_size=1 x 2 data-parallel ranks): use 8.",
     ),
-    ("mesh.cp=3 packed_sequence.packed_sequence_size=126", "mesh.dp_replicate=1 x mesh.cp=3 = 3 must divide the 2 processes."),
+    ("mesh.cp=3 packed_sequence.packed_sequence_size=126", "mesh.dp_replicate=1 x mesh.cp=3 = 3 must divide the number of processes, 2: start 3 (torchrun --nproc-per-node), or lower these."),
     ("training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
     ("model=pretrained model.pretrained=./missing", "model.pretrained=./missing: there is no such folder."),
 ]  # fmt: skip
@@ -110,3 +110,24 @@ def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, m
     assert lines[-1].strip() == f"traceback : {message}"
     assert done.stderr.count(message) == 2  # said by rank 0, repeated by torchrun
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
+    recipe = f"{sys.executable} recipes/inspect_data.py --config-name smoke cache_dir={tmp_path} | head -1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert (done.stdout, done.stderr) == ("DATA\n", "")
+
+
+def test_each_recipe_says_what_it_is_and_how_it_is_started() -> None:
+    said = help_text("inspect_data").splitlines()
+    assert said[0] == "Look at documents as tokens, labels and packs."
+    assert said[2] == "usage: python recipes/inspect_data.py --config-name PRESET [--config-dir FOLDER] [key=value ...]"
+
+
+def test_help_lists_presets_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("# Mine: for me\ndefaults: [smoke]\n")
+    (tmp_path / "bare.yaml").write_text("defaults: [smoke]\n")
+    lines = help_text(config_dir=str(tmp_path)).splitlines()
+    assert "  mine             Mine" in lines
+    assert "  bare             " in lines

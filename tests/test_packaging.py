@@ -1,5 +1,8 @@
-"""The wheel: built, unpacked, and run from another folder with presets of one's own."""
+"""The wheel: built, unpacked, and run from another folder with presets of one's own; slow: installed into an empty
+environment, and used there as by someone who has never seen the repository.
+"""
 
+import json
 import os
 import subprocess
 import sys
@@ -58,3 +61,90 @@ def test_the_command_without_arguments_lists_the_recipes(unpacked: Path, tmp_pat
     assert "automodel-lite train" in said
     assert "automodel-lite generate" in said
     assert "llama_packed" in run(unpacked, tmp_path, "train", "--help").stdout
+
+
+MINE = """\
+# A small model of mine: on my chats
+defaults:
+  - llama_packed
+  - override model: mine_tiny
+  - override dataset: files
+  - _self_
+name: mine
+dataset:
+  path: chats.jsonl
+  val_frac: 0.1
+training:
+  max_steps: 4
+"""
+MINE_TINY = """\
+defaults:
+  - llama_smoke
+  - _self_
+config:
+  num_hidden_layers: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def bin_of_the_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a new environment that holds the wheel and what it asks for, at the tested versions."""
+    folder = tmp_path_factory.mktemp("environment")
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+
+    def call(*command: str | Path) -> str:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout + done.stderr
+
+    said = call(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    assert "warning" not in said.lower()
+    (wheel,) = folder.glob("*.whl")
+    assert list(folder.glob("*.tar.gz"))
+    call(sys.executable, "-m", "venv", folder / "venv")
+    call(folder / "venv/bin/python", "-m", "pip", "install", "torch")  # first and alone: see constraints.txt
+    call(folder / "venv/bin/python", "-m", "pip", "install", f"{wheel}[plots]")
+    return folder / "venv/bin"
+
+
+@pytest.mark.slow
+def test_an_empty_environment_and_an_empty_folder(bin_of_the_wheel: Path, tmp_path: Path):
+    """Train from presets and options of one's own, on one process and two; then ask the model and draw the run."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment |= {"PATH": f"{bin_of_the_wheel}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def call(command: str, code: int = 0) -> str:
+        done = subprocess.run(
+            command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout if code == 0 else done.stderr
+
+    (tmp_path / "my_conf/model").mkdir(parents=True)
+    (tmp_path / "my_conf/mine.yaml").write_text(MINE)
+    (tmp_path / "my_conf/model/mine_tiny.yaml").write_text(MINE_TINY)
+    chats = [[("user", f"what is {n} plus one?"), ("assistant", f"it is {n + 1}.")] for n in range(200)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    said = call("automodel-lite train --config-dir my_conf --help")
+    assert "  mine             A small model of mine\n" in said
+    assert "  automodel-lite train --config-name llama_packed\n" in said
+    assert "recipes/" not in said
+
+    said = call("automodel-lite train --config-dir my_conf --config-name mine")
+    assert "180 documents → 180 rows" in said
+    assert "finished at step 4 of 4" in said
+    call("automodel-lite generate runs/mine hello --max-new-tokens 3")
+    call("automodel-lite report runs/mine")
+    assert {"hf", "metrics.jsonl", "report.html", "report.png"} <= {
+        path.name for path in (tmp_path / "runs/mine").iterdir()
+    }
+    assert "is finished (step 4): nothing to do" in call("automodel-lite train --config-dir my_conf --config-name mine")
+
+    two = "torchrun --standalone --nproc-per-node 2 -m automodel_lite train --config-dir my_conf --config-name mine name=two"
+    assert "2 processes" in call(two)
+    call("automodel-lite report runs/mine runs/two --to both")
+
+    mistake = call("automodel-lite train --config-dir my_conf --config-name mine training.max_stepz=3", code=2)
+    assert mistake.strip() == "training.max_stepz=3: unknown key; did you mean training.max_steps?"

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,8 @@ def test_the_folder_of_a_run_is_no_sweeps(tmp_path: Path):
 
 def sweep(folder: Path, launcher: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
     recipe = ["recipes/train_ft.py", "--config-name", "smoke", f"output_dir={folder}", "--multirun", *overrides]
-    return subprocess.run([sys.executable, *launcher, *recipe], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command, environment = [sys.executable, *launcher, *recipe], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_a_failed_job_does_not_stop_the_rest(tmp_path: Path):

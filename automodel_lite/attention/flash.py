@@ -14,7 +14,7 @@ from automodel_lite.attention.kernel import AttentionSpec, refuse, refuse_own_ex
 from automodel_lite.errors import ConfigError
 
 if find_spec("flash_attn") is None:
-    raise ConfigError("attention=flash needs the flash-attn package: pip install 'automodel-lite[flash]'.")
+    raise ConfigError("attention=flash needs flash-attn: pip install --no-build-isolation 'automodel-lite[flash]'.")
 
 from flash_attn import flash_attn_varlen_func
 

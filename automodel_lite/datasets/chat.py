@@ -53,6 +53,14 @@ class _Template:
     marked: str | None
 
 
+def no_template(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The sentence for a tokenizer that cannot write a chat."""
+    return (
+        f"the tokenizer {tokenizer.name_or_path} has no chat template: set tokenizer.chat_template=template.jinja, or "
+        "tokenizer.path to a chat model's tokenizer."
+    )
+
+
 class ChatRenderer:
     """Renders chats with a tokenizer's template.
 
@@ -68,7 +76,7 @@ class ChatRenderer:
         self, tokenizer: PreTrainedTokenizerFast, train_on: TrainOn, template_kwargs: dict[str, Any] | None = None
     ):
         if tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template: set tokenizer.chat_template to a Jinja file.")
+            raise ConfigError(no_template(tokenizer))
         self._train_on = train_on
         self._template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._without_tools = _template(tokenizer.get_chat_template())

@@ -139,10 +139,10 @@ def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str
             f"dataset.format={format_name} needs the columns {wanted}, the data have {', '.join(columns)}: "
             f"name them with dataset.columns."
         )
-    known = "; ".join(f"{known.name}: {' + '.join(known.signs[0])}" for known in FORMATS)
+    known = ", ".join(" + ".join(known.signs[0]) for known in FORMATS)
     raise ConfigError(
-        f"the columns {', '.join(columns)} are of no known format ({known}): set dataset.columns, for instance "
-        f"dataset.columns={{prompt: {columns[0]}, completion: {columns[-1]}}}."
+        f"the columns {', '.join(columns)} are of no known format: name them, for instance "
+        f"dataset.columns.prompt={columns[0]} dataset.columns.completion={columns[-1]}. Known are {known}."
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.datasets.chat import ChatRenderer, Sample, TrainOn
+from automodel_lite.datasets.chat import ChatRenderer, Sample, TrainOn, no_template
 from automodel_lite.datasets.documents import Document
 from automodel_lite.errors import ConfigError
 
@@ -23,6 +23,7 @@ class SampleRenderer:
         self._train_on = train_on
         has_template = tokenizer.chat_template is not None
         self._chat = ChatRenderer(tokenizer, train_on, template_kwargs) if has_template else None
+        self._no_template = no_template(tokenizer)
         self._bos, self._eos = _text_frame(tokenizer)
         stop_tokens = [*self._chat.stop_tokens] if self._chat is not None else []
         stop_tokens += [self._eos] if self._eos else []
@@ -42,7 +43,7 @@ class SampleRenderer:
 
     def _need_chat(self) -> ChatRenderer:
         if self._chat is None:
-            raise ConfigError("the data are chats and the tokenizer has no chat template: set tokenizer.chat_template.")
+            raise ConfigError(f"the data are chats, and {self._no_template}")
         return self._chat
 
     def _prompt_completion(self, document: Document) -> Sample:

@@ -166,7 +166,7 @@ def _given_tokens(document: Document, train_on: TrainOn, vocab_size: int) -> Doc
     if len(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < vocab_size:
         raise DataError(
             f"column input_ids holds ids from {input_ids.min()} to {input_ids.max()}, and the tokenizer has ids from 0 "
-            f"to {vocab_size - 1}: they were made with another tokenizer."
+            f"to {vocab_size - 1}: they were made with another tokenizer: set tokenizer.path to it."
         )
     if train_on == "all":
         offsets = np.concatenate([[0], np.cumsum(document["lengths"])])

@@ -51,8 +51,9 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     if dp_shard == -1:
         if num_processes % fixed:
             raise ConfigError(
-                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp} = {fixed} must divide the "
-                f"{num_processes} processes."
+                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp} = {fixed} must divide the number of "
+                f"processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
+                "(torchrun --nproc-per-node), or lower these."
             )
         dp_shard = num_processes // fixed
     elif dp_shard < 1:
@@ -61,7 +62,7 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     if shape.world_size != num_processes:
         raise ConfigError(
             f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp} = "
-            f"{shape.world_size} must equal the {num_processes} processes: set mesh.dp_shard=-1, or "
+            f"{shape.world_size} must equal the number of processes, {num_processes}: set mesh.dp_shard=-1, or "
             f"start {shape.world_size}."
         )
     return shape

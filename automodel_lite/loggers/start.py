@@ -37,7 +37,7 @@ def start_lines(
         ("memory", str(built.memory)),
         *data_lines(data),
         ("packing", packing_text(report)),
-        ("steps", steps_text(plan, report)),
+        ("steps", steps_text(plan, report, warmup_steps(config))),
     ]
 
 
@@ -104,11 +104,27 @@ def packing_text(report: PackingReport | None) -> str:
     return "\n".join([*lines, *([report.note] if report.note else [])])
 
 
-def steps_text(plan: TrainingPlan, report: PackingReport | None) -> str:
+def warmup_steps(config: Config) -> int:
+    """0 for a schedule of one's own that has none."""
+    schedule = config.lr_scheduler
+    return int(schedule["warmup_steps"]) if "warmup_steps" in schedule else 0
+
+
+def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int) -> str:
+    """How long the run is, and a hint where it is too short to learn."""
     shape = plan.shape
     epochs = f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}" if plan.num_epochs else " of a stream"
-    documents = f" (about {report.documents_per_pack_mean * shape.global_batch_size:,.0f} documents)" if report else ""
-    return (
+    num_packs = min(shape.global_batch_size, report.packs) if report else shape.global_batch_size
+    documents = f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
+    lines = [
         f"{plan.max_steps:,}{epochs}; a step is {shape.global_batch_size} packs{documents} in micro-batches of "
         f"{shape.micro_batch_size} on {shape.dp_size} data-parallel rank{'s' if shape.dp_size > 1 else ''}"
-    )
+    ]
+    if report and report.packs < shape.global_batch_size:
+        lines.append(
+            f"NOTE: the data are {report.packs:,} packs, fewer than a step takes: lower "
+            "packed_sequence.packed_sequence_size or training.global_batch_size for more steps"
+        )
+    if plan.max_steps <= num_warmup:
+        lines.append(f"NOTE: the run ends within its warm-up: lower lr_scheduler.warmup_steps={num_warmup}")
+    return "\n".join(lines)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from automodel_lite.config import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.causal_lm import check_source
 
@@ -72,14 +73,24 @@ def load_generator(source: str, trust_remote_code: bool = False) -> Generator:
     folder = exported_folder(source)
     has_gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    dtype = torch.bfloat16 if has_gpu else torch.float32
+    model = load_model(folder, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
+    return Generator(model.to("cuda" if has_gpu else "cpu"), tokenizer)
+
+
+def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A model's folder or hub name, or an adapter's folder with its base.
+
+    Raises ConfigError for a model of code that is not trusted.
+    """
+    is_adapter = (Path(folder) / "adapter_config.json").is_file()
+    load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else AutoModelForCausalLM.from_pretrained
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise
         raise ConfigError(f"{folder} runs code of its own: read it, and allow it with --trust-remote-code.") from None
-    return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)
+    return model.eval()
 
 
 def exported_folder(source: str) -> str:

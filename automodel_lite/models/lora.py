@@ -14,7 +14,7 @@ import peft
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from automodel_lite.errors import ConfigError
 
@@ -100,6 +100,17 @@ class LoraAdapter:
     def merge(self) -> None:
         """Raises RuntimeError when the merged weights are not finite."""
         self.wrapped.merge_and_unload(safe_merge=True)
+
+
+def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The base that an adapter's folder names, with the adapter in it.
+
+    Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 starts DoRA's magnitudes anew.
+    """
+    base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, trust_remote_code=trust_remote_code)
+    peft.PeftModel.from_pretrained(model, folder)  # puts the adapter's layers into `model`
+    return model
 
 
 def _absolute(base: str) -> str:

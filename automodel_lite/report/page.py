@@ -40,10 +40,13 @@ dt {{ color: var(--soft); overflow-wrap: anywhere }}
 dd {{ margin: 0; text-align: right; overflow-wrap: anywhere }}
 h2 {{ font-size: 12.5px; margin: 2px 4px 6px }}
 table {{ border-collapse: collapse; font-size: 12px; width: 100% }}
-td, th {{ text-align: left; padding: 1px 6px 1px 4px; border-bottom: 1px solid var(--line); vertical-align: top;
-  overflow-wrap: anywhere }}
+td, th {{ text-align: left; padding: 1px 12px 1px 4px; border-bottom: 1px solid var(--line); vertical-align: top;
+  overflow-wrap: break-word }}
 th {{ font-weight: 600 }}
 td:first-child {{ color: var(--soft) }}
+@media (max-width: 600px) {{ tr {{ display: grid; grid-template-columns: repeat(var(--runs), minmax(0, 1fr));
+  border-bottom: 1px solid var(--line); padding: 2px 0 }} td, th {{ border: 0 }}
+  td:first-child {{ grid-column: 1 / -1 }} th:first-child {{ display: none }} }}
 i {{ display: inline-block; width: 9px; height: 9px; border-radius: 2px; margin-right: 5px }}
 </style></head><body>
 {header}
@@ -92,6 +95,8 @@ def _svg(panel: Panel, records: list[RunRecord]) -> str | None:
     with plt.rc_context({**style(_INK, _LINE), "svg.hashsalt": panel.key}):
         figure, axes = plt.subplots(figsize=(3.3, 2.15), layout="constrained")
         is_drawn = draw_on(axes, panel, records)
+        figure.suptitle(axes.get_title(loc="left"), x=0.02, ha="left", fontsize=9, fontweight="bold")
+        axes.set_title("", loc="left")
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         plt.close(figure)
@@ -126,7 +131,7 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     if (loss := record.last("loss")) is not None:
         facts.append(("loss", f"{loss:.4f}"))
     for key in record.validation_keys():
-        facts.append((key.removeprefix("val_loss/").replace("_", " "), f"{record.last(key):.4f}"))
+        facts.append((f"validation ({key.removeprefix('val_loss/').replace('_', ' ')})", f"{record.last(key):.4f}"))
     if (right := record.last("answers_right")) is not None:
         facts.append(("answers right", f"{right:.0f} of {record.last('answers'):.0f}"))
     if (rate := record.typical("tokens_per_s")) is not None:
@@ -145,15 +150,25 @@ def _summary(record: RunRecord) -> str:
 def _table(records: list[RunRecord]) -> str:
     """What differs between the runs; of one run, the settings that are looked up most."""
     if len(records) == 1:
-        pairs = (f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in _settings(records[0]))
-        return f"<section><h2>Settings</h2><dl>{''.join(f'<div>{pair}</div>' for pair in pairs)}</dl></section>"
-    head = "".join(f"<th>{html.escape(record.name)}</th>" for record in records)
+        return f"<section>{_list('Settings', _settings(records[0]))}{_list('Data', _data(records[0]))}</section>"
+    head = "".join(f"<th>{_breakable(record.name)}</th>" for record in records)
     rows = (
-        f"<tr><td>{html.escape(key)}</td>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
+        f"<tr><td>{_breakable(key)}</td>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
         for key, values in differences(records)
     )
     body = "".join(rows) or "<tr><td>none</td></tr>"
-    return f"<section><h2>Settings that differ</h2><table><tr><th></th>{head}</tr>{body}</table></section>"
+    table = f'<table style="--runs: {len(records)}"><tr><th></th>{head}</tr>{body}</table>'
+    return f"<section><h2>Settings that differ</h2>{table}</section>"
+
+
+def _list(title: str, pairs: list[tuple[str, str]]) -> str:
+    items = "".join(f"<div><dt>{_breakable(key)}</dt><dd>{html.escape(value)}</dd></div>" for key, value in pairs)
+    return f"<h2>{title}</h2><dl>{items}</dl>" if items else ""
+
+
+def _breakable(key: str) -> str:
+    """A narrow screen breaks a key after its dots and underscores."""
+    return re.sub(r"([._])", r"\1<wbr>", html.escape(key))
 
 
 _SHOWN = (
@@ -184,3 +199,24 @@ def _settings(record: RunRecord) -> list[tuple[str, str]]:
         if node is not None:
             found.append((key, str(node)))
     return found
+
+
+def _data(record: RunRecord) -> list[tuple[str, str]]:
+    """Of packing.json, what says how much there is and what was left out."""
+    packing = record.packing
+    shown = {
+        "documents": "documents",
+        "tokens": "tokens",
+        "longest_tokens": "longest document, tokens",
+        "median_tokens": "median document, tokens",
+        "packs": "packs",
+        "documents_per_pack_mean": "documents a pack",
+        "speedup_over_padding": "fewer slots than padded, times",
+        "dropped_documents": "dropped documents",
+        "truncated_documents": "truncated documents",
+    }
+    return [(name, _number(packing[key])) for key, name in shown.items() if packing.get(key)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"

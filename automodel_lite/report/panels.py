@@ -60,16 +60,27 @@ def line_panel(key: str, scale: float = 1.0) -> Callable[[Axes, list[RunRecord]]
     return draw
 
 
+def draw_grad_norm(axes: Axes, runs: list[RunRecord]) -> bool:
+    """On a logarithmic scale when a spike would flatten all the rest."""
+    values = sorted(value for run in runs for value in run.curve("grad_norm")[1])
+    if values and values[0] > 0 and values[-1] > 15 * values[len(values) // 2]:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    return line_panel("grad_norm")(axes, runs)
+
+
 def draw_rates(axes: Axes, runs: list[RunRecord]) -> bool:
     """One run: slots, tokens and label tokens a second. Several: tokens a second of each."""
+    axes.yaxis.set_major_formatter(FuncFormatter(_short))
     if len(runs) > 1:
-        return line_panel("tokens_per_s")(axes, runs)
+        is_drawn = line_panel("tokens_per_s")(axes, runs)
+        axes.set_ylim(bottom=0)
+        return is_drawn
     names = (("slots_per_s", "slots"), ("tokens_per_s", "tokens"), ("label_tokens_per_s", "label tokens"))
     for (key, label), colour in zip(names, (SERIES[5], SERIES[0], SERIES[2])):
         axes.plot(*runs[0].curve(key), color=colour, linewidth=1.2, label=label)
     axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
     axes.legend(frameon=False, ncols=3, loc="upper right", handlelength=1.0, columnspacing=1.0)
-    axes.yaxis.set_major_formatter(FuncFormatter(_short))
     return True
 
 
@@ -116,6 +127,8 @@ def draw_mask(axes: Axes, runs: list[RunRecord]) -> bool:
     if found is None:
         return False
     lengths, size = found.lengths["pack"], found.packing["packed_sequence_size"]
+    if len(runs) > 1:
+        axes.set_title(f"Mask of one pack of {found.name}", loc="left")
     start = 0
     for number, length in enumerate(lengths):
         corners = [(start, start), (start, start + length), (start + length, start + length)]
@@ -130,30 +143,47 @@ def draw_mask(axes: Axes, runs: list[RunRecord]) -> bool:
 
 
 def draw_time(axes: Axes, runs: list[RunRecord]) -> bool:
-    """Where each run's time went, in percent."""
-    shown = False
-    for row, run in enumerate(runs):
-        spent, left = run.time_s(), 0.0
-        total = sum(spent.values())
+    """Where the time went, in percent: a bar for each phase of one run, or one divided bar for each of several."""
+    spent = [run.time_s() for run in runs]
+    if not all(sum(phases.values()) for phases in spent):
+        return False
+    shares = [{phase: 100 * s / sum(phases.values()) for phase, s in phases.items()} for phases in spent]
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    if len(runs) == 1:
+        _draw_phases(axes, shares[0])
+    else:
+        _draw_divided(axes, shares, [run.name for run in runs])
+    return True
+
+
+def _draw_phases(axes: Axes, shares: dict[str, float]) -> None:
+    phases = [phase for phase in PHASE_COLOURS if phase in shares]
+    bars = axes.barh(phases, [shares[phase] for phase in phases], color=[PHASE_COLOURS[phase] for phase in phases])
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.set_xlim(0, 1.12 * max(shares.values()))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+
+
+def _draw_divided(axes: Axes, shares: list[dict[str, float]], names: list[str]) -> None:
+    for row, phases in enumerate(shares):
+        left = 0.0
         for phase, colour in PHASE_COLOURS.items():
-            share = 100 * spent.get(phase, 0.0) / total if total else 0.0
-            label = f"{phase} {share:.0f}%" if len(runs) == 1 else phase
-            axes.barh(row, share, left=left, color=colour, height=0.6, label=label if row == 0 else None)
+            share = phases.get(phase, 0.0)
+            axes.barh(row, share, left=left, color=colour, height=0.6, label=phase if row == 0 else None)
             left += share
-        shown |= total > 0
     axes.set_xlim(0, 100)
-    axes.set_ylim(len(runs) + 0.4 + 1.5, -0.6)
-    axes.set_yticks(range(len(runs)), [run.name if len(runs) > 1 else "" for run in runs])
+    axes.set_ylim(len(names) + 0.4 + 1.5, -0.6)
+    axes.set_yticks(range(len(names)), names)
     axes.grid(False)
-    axes.spines[["left"]].set_visible(False)
     axes.legend(frameon=False, ncols=3, loc="lower center", handlelength=0.8, columnspacing=1.0)
-    return shown
 
 
 PANELS = (
     Panel("loss", "Loss", draw_loss),
     Panel("lr", "Learning rate", line_panel("lr")),
-    Panel("grad_norm", "Gradient norm", line_panel("grad_norm")),
+    Panel("grad_norm", "Gradient norm", draw_grad_norm),
     Panel("rates", "Tokens a second", draw_rates),
     Panel("mfu", "Useful FLOP a second", draw_utilisation),
     Panel("fill", "Pack fill (%)", draw_fill),
@@ -195,6 +225,8 @@ def draw_on(axes: Axes, panel: Panel, runs: list[RunRecord]) -> bool:
     axes.locator_params(nbins=5)
     if panel.key not in ("time", "mask"):
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if panel.key not in ("time", "mask", "lengths"):
+        axes.set_xlabel("step", loc="right")
     return panel.draw(axes, runs)
 
 

@@ -14,7 +14,7 @@ from automodel_lite.config import Config, build
 from automodel_lite.distributed.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.distributed.parallelize import choose_precision, choose_strategy
 from automodel_lite.loggers.console import Console
-from automodel_lite.loggers.start import count, data_lines, packing_text, steps_text
+from automodel_lite.loggers.start import count, data_lines, packing_text, steps_text, warmup_steps
 from automodel_lite.models.adapter import Peft
 from automodel_lite.models.build import choose_attention
 from automodel_lite.models.causal_lm import CausalLM
@@ -51,7 +51,7 @@ def dry_run(config: Config) -> int:
     for topic, text in data_lines(data):
         console.say(topic, text)
     console.say("packing", packing_text(report))
-    console.say("steps", steps_text(plan, report))
+    console.say("steps", steps_text(plan, report, warmup_steps(config)))
     console.say("memory", str(memory))
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory

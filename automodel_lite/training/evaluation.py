@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from automodel_lite.models.generate import load_model
 
 
 class Question(Protocol):
@@ -38,9 +40,9 @@ class ExactMatch:
     num_shown: int = 3  # sample answers on the screen
 
     def ask(self, model_folder: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> Answers:
-        """Greedy answers of the exported model, loaded by plain transformers, as a user would load it."""
+        """Greedy answers of the exported model or adapter, loaded as a user would load it."""
         tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(model_folder, trust_remote_code=trust_remote_code).eval()
+        model = load_model(str(model_folder), torch.float32, trust_remote_code)
         answers = [self._ask_one(model, tokenizer, question) for question in questions[: self.num_questions]]
         return Answers(answers, self.num_shown)
 
@@ -70,6 +72,8 @@ class Answers:
 
     def text(self) -> str:
         """`held-out questions: 24 of 24 exactly right`, and the first answers."""
+        if not self.answers:
+            return "held-out questions: the data has none"
         lines = [f"held-out questions: {self.num_right} of {len(self)} exactly right"]
         for answer in self.answers[: self.num_shown]:
             mark = "right" if answer.is_right else f"wrong, expected {answer.expected!r}"

@@ -32,6 +32,7 @@ _LOST_PEER = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|DistBackend", re.IGNORECASE
 )
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # torch says it in the middle of whatever the rank does
+_CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -64,11 +65,11 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callab
             run.write_status("preempted", None, str(stopped))
         raise
     except Exception as error:
-        is_consequence = is_lost_peer(error) and not isinstance(error, torch.OutOfMemoryError)
+        is_consequence = is_lost_peer(error) and not is_out_of_memory(error)
         _leave_record(folder, record, rank, error, is_consequence, doing())
         if not is_consequence:
             run.try_write_status("failed", None, f"rank {rank}, {doing()}: {type(error).__name__}: {error}"[:1000])
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise RunStoppedError(out_of_memory(error, rank, doing(), memory())) from error
         if is_consequence:
             raise RunStoppedError(_cause_of(folder, rank, doing(), error)) from error
@@ -84,14 +85,21 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a GPU it has a type of its own, on CPU torch raises RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(_CPU_MEMORY.search(str(error)))
+
+
 def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> str:
     """What was tried, what the memory held, and what to change (`memory`: see memory.out_of_memory_text)."""
     text = " ".join(str(error).split())[:400]
-    held = ""
+    if cpu := _CPU_MEMORY.search(text):
+        text = f"tried to allocate {int(cpu[1]) / 2**30:.2f} GiB."
+    lines = [f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}"]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         peak, now = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.memory_allocated() / 2**30
-        held = f" Peak {peak:.1f} GiB, now {now:.1f} GiB of tensors."
-    return f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}{held} {memory}"
+        lines.append(f"The GPU held at most {peak:.1f} GiB of tensors, {now:.1f} GiB at the end.")
+    return "\n".join([*lines, memory])
 
 
 def _lost_worker(error: BaseException, rank: int, doing: str) -> str:

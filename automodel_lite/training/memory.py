@@ -147,9 +147,9 @@ def remedies(config: Config) -> list[str]:
 
 def out_of_memory_text(config: Config, estimate: MemoryEstimate | None) -> str:
     """What a rank holds, and three things to change."""
-    held = f"By arithmetic, {estimate}. " if estimate else ""
-    numbered = "; ".join(f"{number}. {text}" for number, text in enumerate(remedies(config), start=1))
-    return f"{held}Try, in this order: {numbered}."
+    held = [f"By arithmetic the run needs {estimate}."] if estimate else []
+    numbered = [f"  {number}. {text}" for number, text in enumerate(remedies(config), start=1)]
+    return "\n".join([*held, "Try, in this order:", *numbered])
 
 
 def _size(num_bytes: float) -> str:

@@ -94,9 +94,10 @@ def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
     with pytest.raises(ConfigError) as caught:
         detect(["a", "b"], None, None)
     message = str(caught.value)
-    assert message.startswith("the columns a, b are of no known format (")
-    assert all(known.name in message for known in FORMATS)
-    assert message.endswith("set dataset.columns, for instance dataset.columns={prompt: a, completion: b}.")
+    assert message.startswith(
+        "the columns a, b are of no known format: name them, for instance dataset.columns.prompt=a dataset.columns.completion=b."
+    )
+    assert all(" + ".join(known.signs[0]) in message for known in FORMATS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import cast_frozen
-from automodel_lite.models.lora import Lora
+from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.loss_model import head_is_plain
 from recipes import export_hf
 from tests.recipes.runs import losses, train
@@ -66,6 +66,22 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path: Path):
     assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
         tmp_path / "base"
     )
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_a_saved_adapter_answers_as_it_was_trained(use_dora: bool, tmp_path: Path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    model = tiny_llama()
+    adapter = Lora(r=4, use_dora=use_dora).adapt(model, str(tmp_path / "base"))
+    give_the_adapter_weight(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1.5)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapter.save(tmp_path / "adapter", {name: value for name, value in model.state_dict().items() if name in trained})
+    loaded = load_adapted(str(tmp_path / "adapter"), torch.float32)
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
 
 
 def test_only_adapters_train_and_frozen_weights_take_the_compute_dtype():

@@ -3,13 +3,14 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import matplotlib.pyplot as plt
 import pytest
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.report import draw_at_end
 from automodel_lite.report.page import facts_of, page_of, write_report
-from automodel_lite.report.panels import PANELS
-from automodel_lite.report.record import differences, read_run
+from automodel_lite.report.panels import PANELS, draw_grad_norm
+from automodel_lite.report.record import RunRecord, differences, read_run
 from tests.recipes.runs import train
 
 
@@ -52,7 +53,7 @@ def test_what_is_read_from_a_run(tmp_path: Path):
     assert facts_of(record) == [
         ("step", "4"),
         ("loss", "0.5000"),
-        ("held out", "0.7000"),
+        ("validation (held out)", "0.7000"),
         ("tokens/s", "300"),
         ("fill", "95.0%"),
     ]
@@ -77,6 +78,14 @@ def test_several_runs_side_by_side(tmp_path: Path):
     page, picture = write_report(runs, tmp_path / "both")
     assert "Settings that differ" in page.read_text()
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_spike_does_not_flatten_the_gradient_norm():
+    figure, axes = plt.subplots()
+    rows = [{"step": step, "grad_norm": value} for step, value in enumerate([1.0, 1.0, 40.0, 1.0])]
+    assert draw_grad_norm(axes, [RunRecord("a", {}, rows, {}, {}, {})])
+    assert axes.get_yscale() == "log"
+    plt.close(figure)
 
 
 def test_folders_that_cannot_be_drawn_are_named(tmp_path: Path):

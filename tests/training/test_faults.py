@@ -178,7 +178,7 @@ def test_out_of_memory_on_one_rank_ends_all_with_its_report(tmp_path: Path) -> N
     assert process.returncode != 0
     assert "out of memory" in screen
     assert "tried to allocate 2.00 GiB" in screen
-    assert "Try, in this order: 1. " in screen
+    assert "Try, in this order:\n  1. " in screen
 
 
 # ------------------------------------------------------------------------------------------------------- one job a run

@@ -116,9 +116,10 @@ def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
     assert sentence.startswith("out of memory on rank 0")
     assert "in step 3: CUDA out of memory. Tried to allocate 2.00 GiB." in sentence
     assert sentence.endswith(
-        "Try, in this order: 1. training.activation_checkpointing=full (about a third slower); 2. mesh.cp=2 on more "
-        "processes (each holds half of a pack's tokens); 3. packed_sequence.packed_sequence_size=32 (longer documents "
-        "are dropped or cut)."
+        "Try, in this order:\n"
+        "  1. training.activation_checkpointing=full (about a third slower)\n"
+        "  2. mesh.cp=2 on more processes (each holds half of a pack's tokens)\n"
+        "  3. packed_sequence.packed_sequence_size=32 (longer documents are dropped or cut)"
     )
 
 
