@@ -249,7 +249,7 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
     """What `read` and `memory` measure: name -> (run on the input, make the input of n documents)."""
     found: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
         "plan + lazy read": (lambda rows: each(lazy(rows)), token_arrays),
-        "plan + lazy read + collater": (lambda rows: collated(lazy(rows)), token_arrays),
+        "plan + lazy read + collater": (lambda rows: loaded(lazy(rows)), token_arrays),
         "pack_dataset of lists": (lambda rows: pack_dataset(rows, "train", READ_SIZE), samples),
         "pack_dataset of Arrow": (lambda rows: pack_dataset(rows, "train", READ_SIZE), arrow),
         "pack_dataset of Arrow + collater": (lambda rows: collated(pack_dataset(rows, "train", READ_SIZE)), arrow),
@@ -292,6 +292,17 @@ def lazy(rows: TokenArrays) -> PackedDataset:
 def each(packs: PackedDataset) -> None:
     for i in range(len(packs)):
         packs[i]
+
+
+def loaded(packs: PackedDataset) -> None:
+    """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
+    from automodel_lite.config import DataloaderConfig
+    from automodel_lite.training.loader import read_batches
+    from automodel_lite.training.pack_order import BatchShape, MicroBatchSampler, deal, epoch_order
+
+    steps = [deal(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
+    for _ in read_batches(packs, MicroBatchSampler(steps, 0), DataloaderConfig()):
+        pass
 
 
 def collated(packs: Any) -> None:
