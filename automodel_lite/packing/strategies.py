@@ -20,7 +20,7 @@ WORSE_THAN_BEST_FIT = 1.002  # above it exact_fill hands over to global
 TRIAL_PACKS = 1024  # exact_fill is judged early, once it has made so many packs
 LONG_SEARCH = 24  # documents searched for each one packed: 1 to 8 where exact fits exist, 80 where they are rare
 MANY_DOCUMENTS = 100_000  # of which a long search takes longer than the global plan
-WORSE_THAN_EXACT_FILL = 1.005  # the global plan of a mix with a long search may be
+WORSE_THAN_EXACT_FILL = 1.01  # the global plan may be where the search is long; half of it is the early projection
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def exact_fill(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
     """ExactFill over the seeded epoch order, or the global plan where that is over 0.2 % better.
 
     Where exact fits are rare (two or three documents a pack) the search takes 15 us a document: from 100,000 documents
-    on such a mix gets the global plan as well, unless that needs over 0.5 % more packs.
+    on, such a mix gets the global plan as well, unless that needs over 1 % more packs than the first ones project to.
     """
     histogram = np.bincount(slots, minlength=size + 1)
     plain = best_fit(histogram, size)
