@@ -30,11 +30,16 @@ import datasets
 import numpy as np
 import torch
 
+from automodel_lite.collate import packed_sequence_thd_collater
+from automodel_lite.config import DataloaderConfig
 from automodel_lite.packing.balance import CostModel, deal, imbalance, pack_costs
 from automodel_lite.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.packing.order import seeded_order
 from automodel_lite.packing.packs import PackedDataset, TokenArrays, pack_dataset
 from automodel_lite.packing.plan import plan_packs
+from automodel_lite.training.loader import read_batches
+from automodel_lite.training.pack_order import BatchShape, MicroBatchSampler, epoch_order
+from automodel_lite.training.pack_order import deal as deal_steps
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
@@ -273,7 +278,9 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
 def token_arrays(n: int) -> TokenArrays:
     offsets = np.concatenate([[0], np.cumsum(read_lengths(n))])
     tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
-    return TokenArrays(tokens, tokens.copy(), offsets)
+    labels = np.roll(tokens, -1)
+    labels[offsets[1:] - 1] = -100
+    return TokenArrays(tokens, labels, offsets)
 
 
 def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
@@ -296,18 +303,12 @@ def each(packs: PackedDataset) -> None:
 
 def loaded(packs: PackedDataset) -> None:
     """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
-    from automodel_lite.config import DataloaderConfig
-    from automodel_lite.training.loader import read_batches
-    from automodel_lite.training.pack_order import BatchShape, MicroBatchSampler, deal, epoch_order
-
-    steps = [deal(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
+    steps = [deal_steps(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
     for _ in read_batches(packs, MicroBatchSampler(steps, 0), DataloaderConfig()):
         pass
 
 
 def collated(packs: Any) -> None:
-    from automodel_lite.collate import packed_sequence_thd_collater
-
     for start in range(0, len(packs) // 4 * 4, 4):
         packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
 

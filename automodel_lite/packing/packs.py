@@ -12,6 +12,7 @@ Packing never shifts labels: labels[i] already is the target of position i.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -73,17 +74,31 @@ def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenArrays:
                 f"document {done + wrong} has {widths[wrong]} input_ids and {target_widths[wrong]} labels: they must "
                 "be of equal length, labels next-token aligned."
             )
-        input_ids.append(_joined(ids, sum(widths)))
-        labels.append(_joined(targets, sum(widths)))
+        input_ids.append(_joined(ids))
+        labels.append(_joined(targets))
         lengths.append(np.array(widths))
         done += len(batch)
     return TokenArrays(np.concatenate(input_ids), np.concatenate(labels), np.cumsum(np.concatenate(lengths)))
 
 
-def _joined(columns: list[Any], num_tokens: int) -> np.ndarray:
-    if all(isinstance(column, list) for column in columns):  # half the time of an array a row
-        return np.fromiter(chain.from_iterable(columns), np.int32, num_tokens)
-    return np.concatenate([np.asarray(column) for column in columns])
+def _joined(columns: list[Any]) -> np.ndarray:
+    """Lists become int32; arrays and tensors keep their type."""
+    if set(map(type, columns)) != {list}:
+        return np.concatenate([np.asarray(column) for column in columns])
+    try:  # 7 ns an element; 'i' parses a format string for each one, 14 ns; np.fromiter takes 16 ns
+        joined = np.frombuffer(_read(columns, "I"), np.int32)
+        if not (joined < 0).any():
+            return joined
+    except OverflowError:  # labels that are -100, as a rule in the first document
+        pass
+    return np.frombuffer(_read(columns, "i"), np.int32)
+
+
+def _read(columns: list[list[int]], typecode: str) -> array[int]:
+    joined = array(typecode)
+    for column in columns:
+        joined.fromlist(column)
+    return joined
 
 
 class PackedDataset(torch.utils.data.Dataset):
@@ -223,7 +238,7 @@ def lay_out_packs(
         real = position_ids < lengths.repeat(slots)
         input_ids = _spread(input_ids, real, padding_idx)
         labels = _spread(labels, real, CROSS_ENTROPY_IGNORE_IDX)
-    segments = np.arange(num_segments.max()) < num_segments[:, None]
+    segments = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
     columns = {
         "input_ids": input_ids.reshape(num_packs, size),
         "labels": labels.reshape(num_packs, size),
@@ -248,9 +263,9 @@ def _padded(
     return np.insert(lengths, behind, 0), np.insert(slots, behind, widths), num_documents + num_tails
 
 
-def _spread(values: np.ndarray, places: np.ndarray, filler: int) -> np.ndarray:
-    """The values, in order, where `places` is True; int64 of its shape."""
-    out = np.full(places.shape, filler, np.int64)
+def _spread(values: np.ndarray, places: np.ndarray, filler: int, dtype: Any = np.int64) -> np.ndarray:
+    """The values, in order, where `places` is True; an array of its shape."""
+    out = np.full(places.shape, filler, dtype)
     out[places] = values
     return out
 
@@ -392,7 +407,7 @@ def _materialise(
         for start in range(0, len(offsets) - 1, per_block)
     ]
     arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
-    fingerprint = Hasher.hash_bytes([np.ascontiguousarray(array).tobytes() for array in arrays])
+    fingerprint = Hasher.hash_bytes([np.ascontiguousarray(values).data for values in arrays])
     return datasets.Dataset(pa.concat_tables(blocks), fingerprint=fingerprint)  # or it would pickle the whole table
 
 
@@ -411,13 +426,13 @@ def _materialise_block(
     begins = ends - slots - used[pack] + pack * size
     padded = slots.copy()
     padded[offsets[1:] - 1] += size - np.diff(used)
-    first_token, num_tokens = int(starts[0]), int(lengths.sum())
-    places = np.arange(num_tokens) + np.repeat(begins - (starts - first_token), lengths)
-    input_ids = np.full(num_packs * size, padding_idx, np.int32)
-    labels = np.full(num_packs * size, CROSS_ENTROPY_IGNORE_IDX, np.int32)
-    input_ids[places] = rows.input_ids[first_token : first_token + num_tokens]
-    labels[places] = rows.labels[first_token : first_token + num_tokens]
-    position_ids = np.minimum(np.arange(num_packs * size) - np.repeat(begins, padded), size - 1).astype(np.int32)
+    tokens = slice(int(starts[0]), int(starts[0] + lengths.sum()))
+    position_ids = np.arange(num_packs * size, dtype=np.int32)
+    position_ids -= begins.astype(np.int32).repeat(padded)
+    real = position_ids < lengths.astype(np.int32).repeat(padded)
+    input_ids = _spread(rows.input_ids[tokens], real, padding_idx, np.int32)
+    labels = _spread(rows.labels[tokens], real, CROSS_ENTROPY_IGNORE_IDX, np.int32)
+    np.minimum(position_ids, size - 1, out=position_ids)
     by_pack = np.arange(num_packs + 1) * size
     columns = {
         "input_ids": (by_pack, input_ids),

@@ -202,6 +202,20 @@ def test_lazy_packs_equal_materialised_ones(rows, cp_size: int, size: int) -> No
         assert sum(one["seq_lens_padded"]) == sum(other["seq_lens_padded"]) == size
 
 
+@pytest.mark.parametrize("labels", [[2, 3, -100], [-100, 3, -100], [2, 3, 4]], ids=["all", "prompt", "no end"])
+def test_lists_become_int32(labels: list[int]) -> None:
+    flat = flatten([{"input_ids": [1, 2, 2**31 - 1], "labels": labels}, {"input_ids": [], "labels": []}])
+    assert flat.input_ids.tolist() == [1, 2, 2**31 - 1]
+    assert flat.labels.tolist() == labels
+    assert (flat.input_ids.dtype, flat.labels.dtype) == (np.int32, np.int32)
+    assert flat.offsets.tolist() == [0, 3, 3]
+
+
+def test_ids_over_int32() -> None:
+    with pytest.raises(OverflowError):
+        flatten([{"input_ids": [2**31], "labels": [1]}])
+
+
 def one_pack(rows: TokenArrays, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int) -> dict:
     """The slow twin of a pack: token by token; pieces are (document, start, stop)."""
     pack: dict[str, list[int]] = {n: [] for n in ("input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded")}
@@ -278,6 +292,7 @@ def test_a_data_loader_fetches_batches() -> None:
         assert batches[1]["input_ids"].tolist() == [[4, 5, 6, 7, 8, 0], [1, 2, 3, 0, 0, 0]]
         assert batches[0]["seq_lens"].tolist() == [[3, 0], [0, -1000]]
         assert batches[0]["seq_lens_padded"].tolist() == [[3, 3], [6, -1000]]
+    assert len(packs.__getitems__([])) == 0
     with pytest.raises(IndexError, match="pack 2 of 2"):
         packs.__getitems__([0, 2])
 
