@@ -198,8 +198,7 @@ def plans(n: int) -> None:
 def growth(most: int) -> None:
     peers = present_peers()
     print("log-normal 200 in 2k: CPU seconds")
-    for exponent in range(4, 8):
-        n = min(10**exponent, most)
+    for n in (n for n in (10**4, 10**5, 10**6, 10**7) if n <= most):
         lengths, size = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048
         bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
         _, plain_s = cpu_seconds(lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c))
