@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from automodel_lite.packing.packs import StackedPacks
 from automodel_lite.thd import IGNORE_INDEX, SEQ_LENS_PADDING
 
 PAD_TOKEN_IDS_KEY = "___PAD_TOKEN_IDS___"
@@ -23,17 +24,19 @@ PAD_TOKEN_IDS = {"labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "i
 FLASH_IMPLEMENTATIONS = frozenset({"flash_attention_2", "flash_attention_3", "flash_attention_4"})
 
 
-def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPacks) -> dict[str, Any]:
     """Packs (or loose rows) -> the batch that `thd.to_thd` and `thd.process_input_for_thd` take.
 
     input_ids, labels, position_ids  int64 [B, S]
     seq_lens, seq_lens_padded        int64 [B, longest list], filled up with SEQ_LENS_PADDING
     qkv_format                       "thd"
     Rows without `seq_lens` become one document each, padded to the longest row of the batch. Raises ValueError for
-    packs of unequal length.
+    packs of unequal length. StackedPacks, which a DataLoader fetches from PackedDataset, hold the batch already.
     """
     if not batch:
         return {}
+    if isinstance(batch, StackedPacks):
+        return batch.columns | {"qkv_format": "thd"}
     packed = ["seq_lens" in row for row in batch]
     if any(packed) and not all(packed):
         raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")

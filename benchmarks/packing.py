@@ -30,11 +30,16 @@ import datasets
 import numpy as np
 import torch
 
+from automodel_lite.collate import packed_sequence_thd_collater
+from automodel_lite.config import DataloaderConfig
 from automodel_lite.packing.balance import CostModel, deal, imbalance, pack_costs
 from automodel_lite.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.packing.order import seeded_order
 from automodel_lite.packing.packs import PackedDataset, TokenArrays, pack_dataset
 from automodel_lite.packing.plan import plan_packs
+from automodel_lite.training.loader import read_batches
+from automodel_lite.training.pack_order import BatchShape, MicroBatchSampler, epoch_order
+from automodel_lite.training.pack_order import deal as deal_steps
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
@@ -193,8 +198,7 @@ def plans(n: int) -> None:
 def growth(most: int) -> None:
     peers = present_peers()
     print("log-normal 200 in 2k: CPU seconds")
-    for exponent in range(4, 8):
-        n = min(10**exponent, most)
+    for n in (n for n in (10**4, 10**5, 10**6, 10**7) if n <= most):
         lengths, size = log_normal(np.random.default_rng(0), n, 200, 0.9, 8, 2048), 2048
         bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
         _, plain_s = cpu_seconds(lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c))
@@ -249,7 +253,7 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
     """What `read` and `memory` measure: name -> (run on the input, make the input of n documents)."""
     found: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
         "plan + lazy read": (lambda rows: each(lazy(rows)), token_arrays),
-        "plan + lazy read + collater": (lambda rows: collated(lazy(rows)), token_arrays),
+        "plan + lazy read + collater": (lambda rows: loaded(lazy(rows)), token_arrays),
         "pack_dataset of lists": (lambda rows: pack_dataset(rows, "train", READ_SIZE), samples),
         "pack_dataset of Arrow": (lambda rows: pack_dataset(rows, "train", READ_SIZE), arrow),
         "pack_dataset of Arrow + collater": (lambda rows: collated(pack_dataset(rows, "train", READ_SIZE)), arrow),
@@ -273,7 +277,9 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
 def token_arrays(n: int) -> TokenArrays:
     offsets = np.concatenate([[0], np.cumsum(read_lengths(n))])
     tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
-    return TokenArrays(tokens, tokens.copy(), offsets)
+    labels = np.roll(tokens, -1)
+    labels[offsets[1:] - 1] = -100
+    return TokenArrays(tokens, labels, offsets)
 
 
 def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
@@ -294,9 +300,14 @@ def each(packs: PackedDataset) -> None:
         packs[i]
 
 
-def collated(packs: Any) -> None:
-    from automodel_lite.collate import packed_sequence_thd_collater
+def loaded(packs: PackedDataset) -> None:
+    """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
+    steps = [deal_steps(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
+    for _ in read_batches(packs, MicroBatchSampler(steps, 0), DataloaderConfig()):
+        pass
 
+
+def collated(packs: Any) -> None:
     for start in range(0, len(packs) // 4 * 4, 4):
         packed_sequence_thd_collater([packs[i] for i in range(start, start + 4)])
 

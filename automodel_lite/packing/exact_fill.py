@@ -4,8 +4,8 @@
     arrival    312 95 40                    takes documents in order until less than half of the pack is free
     tail                 room 577 -> subset of the next <= 256 documents that sums to 577, the oldest ones preferred
 
-The sums that can be reached are bits of one Python integer: `reach |= reach << length`. The oldest waiting document is
-always taken first, so none starves.
+The room that can be left is bits of one Python integer, `free |= free >> length`: bit 0 means full, and what does not
+fit falls off. The oldest waiting document is always taken first, so none starves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class ExactFill:
     lengths: any iterable of ints in [1, size]. `waiting` are (id, length) pairs that an earlier iterator had read and
     not yet packed. `read_ahead` is how many lengths are pulled at once: 1 for streams, more where lengths are at hand.
     The packs do not depend on it.
+
+    `num_searched` counts the documents that the tails were searched in: up to 256 a pack where no fit exists.
 
     To stop and go on: keep `cursor` (how many lengths were read) and `waiting` (at most `lookahead` pairs with
     `read_ahead=1`), and build `ExactFill(lengths[cursor:], size, first_id=cursor, waiting=waiting)`.
@@ -40,6 +42,7 @@ class ExactFill:
         self.size = size
         self.lookahead = lookahead
         self.cursor = first_id
+        self.num_searched = 0
         self._stream = iter(lengths)
         self._read_ahead = read_ahead
         pairs = list(waiting)
@@ -93,34 +96,29 @@ class ExactFill:
     def _fill(self, pack: list[int], room: int) -> None:
         """Adds to the pack the documents of the look-ahead that fill `room` best, and leaves the others waiting."""
         ids, lengths, head = self._ids, self._lengths, self._head
-        full = 1 << room
-        mask = (full << 1) - 1
-        reach = 1
-        before: list[int] = []  # reachable sums before each useful document
+        free = 1 << room
+        before: list[int] = []  # the rooms that can be left, before each useful document
         useful: list[int] = []
-        at, end, have = head, head + self.lookahead, len(lengths)
-        while at < end:
-            if at == have:
-                if not self._pull():
-                    break
-                have = len(lengths)
-            length = lengths[at]
-            if length <= room:
-                grown = (reach | reach << length) & mask
-                if grown != reach:
-                    before.append(reach)
-                    useful.append(at)
-                    reach = grown
-                    if grown & full:
-                        break
-            at += 1
-        rest = reach.bit_length() - 1
+        at, end = head, head + self.lookahead
+        while at < end and not free & 1 and (at < len(lengths) or self._pull()):
+            for length in lengths[at:end]:
+                if length <= room:
+                    grown = free | free >> length
+                    if grown != free:
+                        before.append(free)
+                        useful.append(at)
+                        free = grown
+                        if free & 1:
+                            break
+                at += 1
+        self.num_searched += at - head
+        rest = (free & -free).bit_length() - 1
         chosen: list[int] = []
         for k in range(len(useful) - 1, -1, -1):
             if not (before[k] >> rest) & 1:
                 chosen.append(useful[k])
-                rest -= lengths[useful[k]]
-                if not rest:
+                rest += lengths[useful[k]]
+                if rest == room:
                     break
         pack.extend([ids[at] for at in reversed(chosen)])
         for at in chosen:  # from the right

@@ -12,7 +12,8 @@ Packing never shifts labels: labels[i] already is the target of position i.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,7 @@ from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.packing.plan import PackPlan, padding_segments
 from automodel_lite.packing.strategies import next_fit
+from automodel_lite.thd import SEQ_LENS_PADDING
 
 if TYPE_CHECKING:  # most of a second of start-up, which packs read lazily do without; who needs them imports them
     import datasets
@@ -72,17 +74,31 @@ def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenArrays:
                 f"document {done + wrong} has {widths[wrong]} input_ids and {target_widths[wrong]} labels: they must "
                 "be of equal length, labels next-token aligned."
             )
-        input_ids.append(_joined(ids, sum(widths)))
-        labels.append(_joined(targets, sum(widths)))
+        input_ids.append(_joined(ids))
+        labels.append(_joined(targets))
         lengths.append(np.array(widths))
         done += len(batch)
     return TokenArrays(np.concatenate(input_ids), np.concatenate(labels), np.cumsum(np.concatenate(lengths)))
 
 
-def _joined(columns: list[Any], num_tokens: int) -> np.ndarray:
-    if all(isinstance(column, list) for column in columns):  # half the time of an array a row
-        return np.fromiter(chain.from_iterable(columns), np.int32, num_tokens)
-    return np.concatenate([np.asarray(column) for column in columns])
+def _joined(columns: list[Any]) -> np.ndarray:
+    """Lists become int32; arrays and tensors keep their type."""
+    if set(map(type, columns)) != {list}:
+        return np.concatenate([np.asarray(column) for column in columns])
+    try:  # 7 ns an element; 'i' parses a format string for each one, 14 ns; np.fromiter takes 16 ns
+        joined = np.frombuffer(_read(columns, "I"), np.int32)
+        if not (joined < 0).any():
+            return joined
+    except OverflowError:  # labels that are -100, as a rule in the first document
+        pass
+    return np.frombuffer(_read(columns, "i"), np.int32)
+
+
+def _read(columns: list[list[int]], typecode: str) -> array[int]:
+    joined = array(typecode)
+    for column in columns:
+        joined.fromlist(column)
+    return joined
 
 
 class PackedDataset(torch.utils.data.Dataset):
@@ -109,22 +125,26 @@ class PackedDataset(torch.utils.data.Dataset):
         return len(self.plan)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        rows, starts, lengths = self._documents(int(index))
-        plan = self.plan
-        if plan.ragged:
-            return _alone(rows, starts, lengths, plan.slot_multiple, self.padding_idx)
-        return lay_out(rows, starts, lengths, plan.packed_sequence_size, plan.slot_multiple, self.padding_idx)
+        return self.__getitems__([index])[0]
 
-    def _documents(self, index: int) -> tuple[FlatRows, np.ndarray, np.ndarray]:
-        """Flat rows, where in them the documents of the pack start, and their lengths."""
+    def __getitems__(self, indices: Sequence[int]) -> StackedPacks | list[dict[str, torch.Tensor]]:
+        """Many packs at once, which is how a DataLoader asks for a batch: twice as fast as one by one."""
+        rows, starts, lengths, num_documents = self._documents([int(index) for index in indices])
         plan = self.plan
-        if index == EMPTY_PACK:
-            return flatten([]), np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if not 0 <= index < len(plan):
-            raise IndexError(f"pack {index} of {len(plan)}")
-        piece = slice(int(plan.offsets[index]), int(plan.offsets[index + 1]))
-        doc_ids = np.asarray(plan.doc_ids[piece])
-        if isinstance(self.rows, IndexedRows):  # those of the pack, one after the other
+        if not plan.ragged:
+            shape = (plan.packed_sequence_size, plan.slot_multiple, self.padding_idx)
+            return lay_out_packs(rows, starts, lengths, num_documents, *shape)
+        ends = np.cumsum(num_documents).tolist()
+        own = [slice(end - num, end) for end, num in zip(ends, num_documents.tolist())]
+        return [_alone(rows, starts[i], lengths[i], plan.slot_multiple, self.padding_idx) for i in own]
+
+    def _documents(self, indices: list[int]) -> tuple[FlatRows, np.ndarray, np.ndarray, np.ndarray]:
+        """Flat rows, where in them the documents of the packs start, their lengths, and how many each pack has."""
+        plan = self.plan
+        spans = [self._span(index) for index in indices]
+        num_documents = np.array([stop - start for start, stop in spans], np.int64)
+        doc_ids = _joined_spans(plan.doc_ids, spans)
+        if isinstance(self.rows, IndexedRows):  # those of the packs, one after the other
             rows: FlatRows = flatten(map(self.rows.__getitem__, doc_ids.tolist()))
             doc_ids = np.arange(len(doc_ids))
         else:
@@ -132,8 +152,17 @@ class PackedDataset(torch.utils.data.Dataset):
         offsets = np.asarray(rows.offsets)
         starts = offsets[doc_ids]
         if plan.starts is None or plan.stops is None:
-            return rows, starts, offsets[doc_ids + 1] - starts
-        return rows, starts + plan.starts[piece], np.asarray(plan.stops[piece] - plan.starts[piece])
+            return rows, starts, offsets[doc_ids + 1] - starts, num_documents
+        cut, stops = _joined_spans(plan.starts, spans), _joined_spans(plan.stops, spans)
+        return rows, starts + cut, stops - cut, num_documents
+
+    def _span(self, index: int) -> tuple[int, int]:
+        """Where the documents of a pack stand in the plan's doc_ids."""
+        if index == EMPTY_PACK:
+            return 0, 0
+        if not 0 <= index < len(self.plan):
+            raise IndexError(f"pack {index} of {len(self.plan)}")
+        return int(self.plan.offsets[index]), int(self.plan.offsets[index + 1])
 
 
 def _num_flat_rows(rows: FlatRows) -> int:
@@ -142,38 +171,103 @@ def _num_flat_rows(rows: FlatRows) -> int:
             f"the rows hold {len(rows.input_ids)} input_ids and {len(rows.labels)} labels for "
             f"{int(rows.offsets[-1])} tokens: all three must be equal."
         )
+    if not (rows.input_ids.flags.c_contiguous and rows.labels.flags.c_contiguous):
+        raise DataError("input_ids and labels of flat rows must each lie in one piece: use np.ascontiguousarray.")
     return len(rows.offsets) - 1
+
+
+def _joined_spans(array: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """array[start:stop] of all spans, one after the other.
+
+    Joining memory copies runs with wide loads, in half the time of a gather by indices, which waits for memory at each
+    cache line: 15 us against 35 us for 8,192 tokens of 40 documents anywhere in 40 MB.
+    """
+    view = array.data
+    return np.frombuffer(b"".join([view[start:stop] for start, stop in spans]), array.dtype)
+
+
+@dataclass(frozen=True)
+class StackedPacks:
+    """A batch of packs that were laid out together. [i] is one of them, as PackedDataset gives it.
+
+    columns       input_ids, labels, position_ids int64 [B, S]; seq_lens, seq_lens_padded int64 [B, most segments],
+                  filled up with SEQ_LENS_PADDING: what the collater makes of the packs
+    num_segments  of each pack: documents and padding segments
+    """
+
+    columns: dict[str, torch.Tensor]
+    num_segments: list[int]
+
+    def __len__(self) -> int:
+        return len(self.num_segments)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        num = self.num_segments[index]
+        return {name: x[index, :num] if name.startswith("seq_lens") else x[index] for name, x in self.columns.items()}
 
 
 def lay_out(
     rows: FlatRows, starts: np.ndarray, lengths: np.ndarray, size: int, slot_multiple: int = 1, padding_idx: int = 0
 ) -> dict[str, torch.Tensor]:
     """One pack, as PackedDataset returns it, of the documents rows[start : start + length] that together fit it."""
-    slots = -(-lengths // slot_multiple) * slot_multiple
-    tail = padding_segments(size - int(slots.sum()), slot_multiple)
-    padded = bool(tail) or slot_multiple > 1
-    if tail:
-        nothing = np.zeros(len(tail), np.int64)
-        starts, lengths = np.concatenate([starts, nothing]), np.concatenate([lengths, nothing])
-        slots = np.concatenate([slots, tail])
-    position_ids = np.arange(size) - np.repeat(np.cumsum(slots) - slots, slots)
-    source = position_ids + np.repeat(starts, slots)
-    if padded:
-        real = position_ids < np.repeat(lengths, slots)
-        source = source[real]
-        input_ids, labels = np.full(size, padding_idx, np.int64), np.full(size, CROSS_ENTROPY_IGNORE_IDX, np.int64)
-        input_ids[real] = np.asarray(rows.input_ids)[source]
-        labels[real] = np.asarray(rows.labels)[source]
-    else:
-        input_ids = np.asarray(rows.input_ids)[source].astype(np.int64, copy=False)
-        labels = np.asarray(rows.labels)[source].astype(np.int64, copy=False)
-    return {
-        "input_ids": torch.from_numpy(input_ids),
-        "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(position_ids),
-        "seq_lens": torch.from_numpy(lengths),
-        "seq_lens_padded": torch.from_numpy(slots),
+    return lay_out_packs(rows, starts, lengths, np.array([len(starts)]), size, slot_multiple, padding_idx)[0]
+
+
+def lay_out_packs(
+    rows: FlatRows,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    num_documents: np.ndarray,
+    size: int,
+    slot_multiple: int = 1,
+    padding_idx: int = 0,
+) -> StackedPacks:
+    """Packs of the documents rows[start : start + length]; the first num_documents[0] of them are pack 0, and so on.
+
+    Everything is done for all packs at once: they are one stream of B * S positions until the end.
+    """
+    spans = list(zip(starts.tolist(), (starts + lengths).tolist()))
+    input_ids, labels = (_joined_spans(flat, spans).astype(np.int64) for flat in (rows.input_ids, rows.labels))
+    num_packs = len(num_documents)
+    slots, num_segments, full = lengths, num_documents, len(input_ids) == num_packs * size
+    if not full:
+        lengths, slots, num_segments = _padded(lengths, num_documents, size, slot_multiple)
+    position_ids = np.arange(num_packs * size)
+    position_ids -= (slots.cumsum() - slots).repeat(slots)
+    if not full:
+        real = position_ids < lengths.repeat(slots)
+        input_ids = _spread(input_ids, real, padding_idx)
+        labels = _spread(labels, real, CROSS_ENTROPY_IGNORE_IDX)
+    segments = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
+    columns = {
+        "input_ids": input_ids.reshape(num_packs, size),
+        "labels": labels.reshape(num_packs, size),
+        "position_ids": position_ids.reshape(num_packs, size),
+        "seq_lens": _spread(lengths, segments, SEQ_LENS_PADDING),
+        "seq_lens_padded": _spread(slots, segments, SEQ_LENS_PADDING),
     }
+    return StackedPacks({name: torch.from_numpy(x) for name, x in columns.items()}, num_segments.tolist())
+
+
+def _padded(
+    lengths: np.ndarray, num_documents: np.ndarray, size: int, slot_multiple: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lengths and slots of all segments, those of length 0 at the tails of packs included, and how many a pack has."""
+    slots = -(-lengths // slot_multiple) * slot_multiple
+    last = np.cumsum(num_documents)
+    used = np.diff(np.append(0, np.cumsum(slots))[last], prepend=0)
+    tails = [padding_segments(free, slot_multiple) for free in (size - used).tolist()]
+    num_tails = np.array(list(map(len, tails)))
+    behind = last.repeat(num_tails)
+    widths = list(chain.from_iterable(tails))
+    return np.insert(lengths, behind, 0), np.insert(slots, behind, widths), num_documents + num_tails
+
+
+def _spread(values: np.ndarray, places: np.ndarray, filler: int, dtype: Any = np.int64) -> np.ndarray:
+    """The values, in order, where `places` is True; an array of its shape."""
+    out = np.full(places.shape, filler, dtype)
+    out[places] = values
+    return out
 
 
 def _alone(
@@ -313,7 +407,7 @@ def _materialise(
         for start in range(0, len(offsets) - 1, per_block)
     ]
     arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
-    fingerprint = Hasher.hash_bytes([np.ascontiguousarray(array).tobytes() for array in arrays])
+    fingerprint = Hasher.hash_bytes([np.ascontiguousarray(values).data for values in arrays])
     return datasets.Dataset(pa.concat_tables(blocks), fingerprint=fingerprint)  # or it would pickle the whole table
 
 
@@ -332,13 +426,13 @@ def _materialise_block(
     begins = ends - slots - used[pack] + pack * size
     padded = slots.copy()
     padded[offsets[1:] - 1] += size - np.diff(used)
-    first_token, num_tokens = int(starts[0]), int(lengths.sum())
-    places = np.arange(num_tokens) + np.repeat(begins - (starts - first_token), lengths)
-    input_ids = np.full(num_packs * size, padding_idx, np.int32)
-    labels = np.full(num_packs * size, CROSS_ENTROPY_IGNORE_IDX, np.int32)
-    input_ids[places] = rows.input_ids[first_token : first_token + num_tokens]
-    labels[places] = rows.labels[first_token : first_token + num_tokens]
-    position_ids = np.minimum(np.arange(num_packs * size) - np.repeat(begins, padded), size - 1).astype(np.int32)
+    tokens = slice(int(starts[0]), int(starts[0] + lengths.sum()))
+    position_ids = np.arange(num_packs * size, dtype=np.int32)
+    position_ids -= begins.astype(np.int32).repeat(padded)
+    real = position_ids < lengths.astype(np.int32).repeat(padded)
+    input_ids = _spread(rows.input_ids[tokens], real, padding_idx, np.int32)
+    labels = _spread(rows.labels[tokens], real, CROSS_ENTROPY_IGNORE_IDX, np.int32)
+    np.minimum(position_ids, size - 1, out=position_ids)
     by_pack = np.arange(num_packs + 1) * size
     columns = {
         "input_ids": (by_pack, input_ids),

@@ -10,7 +10,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from automodel_lite.packing.exact_fill import ExactFill
+from automodel_lite.packing.exact_fill import LOOKAHEAD, ExactFill
 from automodel_lite.packing.histogram import Placements, best_fit, join, lower_bound, placements_of
 from automodel_lite.packing.order import seeded_order
 
@@ -106,7 +106,8 @@ def _fullest_bin(negated: list[int], left: list[int], size: int) -> tuple[list[t
 def _repack_roomiest(placements: Placements, size: int, bound: int, seed: int, rounds: int = 3) -> Placements:
     """Empties the bins with the most room and fills their documents again by subset-sum, up to `rounds` times.
 
-    Left alone when even perfect filling of these bins would not reach the bound.
+    Left alone when even perfect filling of these bins would not reach the bound, or when it saved nothing and more
+    than two bins are over.
     """
     for k in range(rounds):
         if placements.num_bins == bound:
@@ -114,7 +115,10 @@ def _repack_roomiest(placements: Placements, size: int, bound: int, seed: int, r
         emptied = _roomiest(placements, seed + k)
         if int((size - placements.filled()[emptied]).sum()) // size < placements.num_bins - bound:
             break
-        placements = fewer(placements, _repack(placements, emptied, size, seed + k))
+        repacked = _repack(placements, emptied, size, seed + k)
+        if repacked.num_bins >= placements.num_bins > bound + 2:
+            break
+        placements = fewer(placements, repacked)
     return placements
 
 
@@ -148,18 +152,18 @@ def _scale_up(histogram: np.ndarray, size: int, seed: int) -> Placements:
     k = max(1, int(histogram.sum()) // (2 * REPACKED_DOCUMENTS))
     small = histogram // k
     lengths = np.flatnonzero(small)
-    bins = subset_sum(lengths, small[lengths], size, seed)
+    bins = subset_sum(lengths, small[lengths], size, seed, lookahead=128)  # 1.6 x as fast as 256, as good here
     repeated = Placements(bins.length, bins.first * k, bins.bins * k, bins.copies, bins.slot, bins.num_bins * k)
     return join(repeated, best_fit(histogram - small * k, size))
 
 
-def subset_sum(length: np.ndarray, amount: np.ndarray, size: int, seed: int) -> Placements:
+def subset_sum(length: np.ndarray, amount: np.ndarray, size: int, seed: int, lookahead: int = LOOKAHEAD) -> Placements:
     """Packs `amount` documents of each length with ExactFill, in a seeded order."""
     stream = np.repeat(length, amount)
     stream = stream[seeded_order(len(stream), seed, 0)].tolist()
     out = [
         (stream[i], first, 1, 1, slot)
-        for first, pack in enumerate(ExactFill(stream, size, read_ahead=512))
+        for first, pack in enumerate(ExactFill(stream, size, lookahead=lookahead, read_ahead=512))
         for slot, i in enumerate(pack)
     ]
     return placements_of(out, out[-1][1] + 1 if out else 0)

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automodel_lite.collate import packed_sequence_thd_collater
+from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import DataError
 from automodel_lite.packing.packs import (
     CROSS_ENTROPY_IGNORE_IDX,
@@ -19,7 +21,7 @@ from automodel_lite.packing.packs import (
     flatten,
     pack_dataset,
 )
-from automodel_lite.packing.plan import plan_packs
+from automodel_lite.packing.plan import padding_segments, plan_packs
 
 TWO = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5, 6, 7, 8], "labels": [5, 6, 7, 8, -100]}]
 documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=20)
@@ -200,6 +202,101 @@ def test_lazy_packs_equal_materialised_ones(rows, cp_size: int, size: int) -> No
         assert sum(one["seq_lens_padded"]) == sum(other["seq_lens_padded"]) == size
 
 
+@pytest.mark.parametrize("labels", [[2, 3, -100], [-100, 3, -100], [2, 3, 4]], ids=["all", "prompt", "no end"])
+def test_lists_become_int32(labels: list[int]) -> None:
+    flat = flatten([{"input_ids": [1, 2, 2**31 - 1], "labels": labels}, {"input_ids": [], "labels": []}])
+    assert flat.input_ids.tolist() == [1, 2, 2**31 - 1]
+    assert flat.labels.tolist() == labels
+    assert (flat.input_ids.dtype, flat.labels.dtype) == (np.int32, np.int32)
+    assert flat.offsets.tolist() == [0, 3, 3]
+
+
+def test_ids_over_int32() -> None:
+    with pytest.raises(OverflowError):
+        flatten([{"input_ids": [2**31], "labels": [1]}])
+
+
+def one_pack(rows: TokenArrays, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int) -> dict:
+    """The slow twin of a pack: token by token; pieces are (document, start, stop)."""
+    pack: dict[str, list[int]] = {n: [] for n in ("input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded")}
+    segments = [(i, start, stop, -(-(stop - start) // multiple) * multiple) for i, start, stop in pieces]
+    segments += [(0, 0, 0, width) for width in padding_segments(size - sum(s[-1] for s in segments), multiple)]
+    for i, start, stop, slot in segments:
+        begin, padding = int(rows.offsets[i]), slot - (stop - start)
+        pack["input_ids"] += rows.input_ids[begin + start : begin + stop].tolist() + [pad] * padding
+        pack["labels"] += rows.labels[begin + start : begin + stop].tolist() + [CROSS_ENTROPY_IGNORE_IDX] * padding
+        pack["position_ids"] += range(slot)
+        pack["seq_lens"].append(stop - start)
+        pack["seq_lens_padded"].append(slot)
+    return pack
+
+
+class Columns(IndexedRows):
+    """Rows that can only be read one by one."""
+
+    def __init__(self, flat: TokenArrays) -> None:
+        self.flat = flat
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.flat.offsets)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        piece = slice(self.flat.offsets[index], self.flat.offsets[index + 1])
+        return {"input_ids": self.flat.input_ids[piece], "labels": self.flat.labels[piece]}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=documents,
+    strategy=st.sampled_from(["exact_fill", "worst_fit", "next_fit", "wrapped"]),
+    multiple=st.sampled_from([1, 2, 4]),
+    overlong=st.sampled_from(["truncate", "split"]),
+    dtype=st.sampled_from([np.int32, np.int64, np.uint16]),
+    indexed=st.booleans(),
+    data=st.data(),
+)
+def test_a_batch_equals_its_packs_token_by_token(rows, strategy, multiple, overlong, dtype, indexed, data) -> None:
+    made = flatten(samples(rows))
+    flat = TokenArrays(made.input_ids.astype(dtype), made.labels, made.offsets)
+    lengths = np.diff(flat.offsets)
+    plan = plan_packs(lengths, 8, strategy=strategy, slot_multiple=multiple, overlong=overlong)
+    packs = PackedDataset(Columns(flat) if indexed else flat, plan, padding_idx=7)
+    asked = data.draw(st.lists(st.integers(EMPTY_PACK, len(plan) - 1), min_size=1, max_size=6))
+    starts = np.zeros_like(plan.doc_ids) if plan.starts is None else plan.starts
+    stops = lengths[plan.doc_ids] if plan.stops is None else plan.stops
+    pieces = list(zip(plan.doc_ids.tolist(), starts.tolist(), stops.tolist()))
+    expected = [
+        one_pack(flat, [] if i == EMPTY_PACK else pieces[plan.offsets[i] : plan.offsets[i + 1]], 8, multiple, pad=7)
+        for i in asked
+    ]
+    batch = packs.__getitems__(asked)
+    assert [plain(pack) for pack in batch] == [plain(packs[i]) for i in asked] == expected
+    assert all(value.dtype == torch.int64 for pack in batch for value in pack.values())
+    collated = packed_sequence_thd_collater(batch)
+    one_by_one = packed_sequence_thd_collater([packs[i] for i in asked])
+    assert list(collated) == list(one_by_one)
+    for name, values in one_by_one.items():
+        same = torch.equal(collated[name], values) if isinstance(values, torch.Tensor) else collated[name] == values
+        assert same, name
+
+
+def test_a_data_loader_fetches_batches() -> None:
+    packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 6, strategy="next_fit"))
+    asked = [[0, EMPTY_PACK], [1, 0]]
+    for num_workers in (0, 1):
+        loader = torch.utils.data.DataLoader(
+            packs, batch_sampler=asked, collate_fn=packed_sequence_thd_collater, num_workers=num_workers
+        )
+        batches = list(loader)
+        assert batches[1]["input_ids"].tolist() == [[4, 5, 6, 7, 8, 0], [1, 2, 3, 0, 0, 0]]
+        assert batches[0]["seq_lens"].tolist() == [[3, 0], [0, -1000]]
+        assert batches[0]["seq_lens_padded"].tolist() == [[3, 3], [6, -1000]]
+    assert len(packs.__getitems__([])) == 0
+    with pytest.raises(IndexError, match="pack 2 of 2"):
+        packs.__getitems__([0, 2])
+
+
 @pytest.mark.parametrize("strategy", ["exact_fill", "global", "worst_fit", "next_fit", "wrapped"])
 @settings(deadline=None, max_examples=30)
 @given(rows=documents, seed=st.integers(0, 3))
@@ -233,3 +330,6 @@ def test_a_plan_of_other_rows() -> None:
         PackedDataset(flatten(TWO), plan_packs([3, 5, 1], 8))
     with pytest.raises(DataError, match="the rows hold 8 input_ids and 7 labels for 8 tokens"):
         PackedDataset(TokenArrays(np.arange(8), np.arange(7), np.array([0, 3, 8])), plan_packs([3, 5], 8))
+    both = np.arange(16).reshape(8, 2)
+    with pytest.raises(DataError, match="must each lie in one piece"):
+        PackedDataset(TokenArrays(both[:, 0], both[:, 1], np.array([0, 3, 8])), plan_packs([3, 5], 8))

@@ -163,6 +163,30 @@ def test_exact_fill_hands_over_to_global_where_that_is_better() -> None:
     assert "global taken" in plan.note
 
 
+def test_exact_fill_hands_over_to_global_where_fits_are_rare() -> None:
+    lengths = np.clip(np.random.default_rng(0).normal(700, 120, 100_000).astype(int), 1, 2048)
+    plan = plan_packs(lengths, 2048)
+    plain = best_fit(np.bincount(lengths, minlength=2049), 2048).num_bins
+    assert plan.note.startswith("exact fits are rare")
+    assert sorted(plan.doc_ids.tolist()) == list(range(100_000))
+    assert len(plan) <= 0.97 * plain
+    few = plan_packs(lengths[:10_000], 2048)
+    assert not few.note
+    assert few.tokens_per_pack.max() == 2048
+
+
+@pytest.mark.parametrize(
+    ("mean", "sigma", "longest", "size"),
+    [(151, 0.35, 432, 2048), (200, 0.9, 2048, 2048), (200, 0.9, 2048, 4096), (800, 1.0, 4096, 4096)],
+    ids=["gsm8k-like", "chats", "chats in 4k", "web-like"],
+)
+@pytest.mark.parametrize("strategy", ["exact_fill", "global"])
+def test_realistic_mixes_are_within_two_packs_of_the_lower_bound(strategy: str, mean, sigma, longest, size) -> None:
+    drawn = np.random.default_rng(1).lognormal(np.log(mean) - sigma**2 / 2, sigma, 20_000)
+    plan = plan_packs(np.clip(drawn.astype(int), 8, longest), size, strategy=strategy)
+    assert len(plan) <= plan.lower_bound + 2
+
+
 def test_exact_fill_keeps_documents_near_their_place_in_the_epoch() -> None:
     lengths = np.random.default_rng(0).integers(8, 700, 20_000)
     plan = plan_packs(lengths, 2048, seed=4)
