@@ -73,7 +73,7 @@ def load_generator(source: str, trust_remote_code: bool = False) -> Generator:
     folder = exported_folder(source)
     has_gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = load_model(folder, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
+    model: Any = load_model(folder, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
     return Generator(model.to("cuda" if has_gpu else "cpu"), tokenizer)
 
 
