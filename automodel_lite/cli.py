@@ -28,8 +28,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.config import check_config, did_you_mean, with_defaults
+from automodel_lite.config import Config, check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.garbage import collecting_seldom
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.sweep import expand, run_sweep
 from automodel_lite.targets import CONF_DIR, IS_INSTALLED
@@ -62,9 +63,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
             print(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)), end="")
             _exit(0)
         config = check_config(raw)
-        module, function = main.split(":")
-        place = f"automodel_lite.{module}" if IS_INSTALLED else module
-        code = getattr(importlib.import_module(place), function)(config)
+        code = imported(main)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
     except RunStoppedError as error:
@@ -76,6 +75,15 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     except Exception:
         _leave(traceback.format_exc(), 1)
     _exit(code or 0)
+
+
+def imported(main: str) -> Callable[[Config], int | None]:
+    """The function that "recipes.train_ft:main" names."""
+    module, function = main.split(":")
+    with collecting_seldom():
+        loaded = importlib.import_module(f"automodel_lite.{module}" if IS_INSTALLED else module)
+    found: Callable[[Config], int | None] = vars(loaded)[function]
+    return found
 
 
 def _sweep(main: str, preset: str | None, overrides: list[str], config_dir: str | None) -> int:

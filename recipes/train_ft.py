@@ -26,6 +26,7 @@ from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
 from automodel_lite.distributed.cp_checks import check_ranks_read_alike
 from automodel_lite.distributed.mesh import init_mesh, rank, use_threads, world_size
+from automodel_lite.garbage import collecting_seldom
 from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.loggers.tracker import open_metrics
@@ -69,7 +70,8 @@ def main(config: Config) -> int:
         return 0
     recipe = TrainFinetuneRecipe(config)
     with recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text), recipe.lock:
-        recipe.setup()
+        with collecting_seldom():
+            recipe.setup()
         return recipe.run()
 
 

@@ -9,15 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.build import BuiltModel
@@ -84,10 +79,12 @@ def generation_config(
     return result
 
 
-def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
+def _rebuild(
+    lm: transformers.PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised."""
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", dtype=dtype)
+        whole = transformers.AutoModelForCausalLM.from_config(lm.config, attn_implementation="eager", dtype=dtype)
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     whole.load_state_dict(cast, strict=True, assign=True)
     whole.tie_weights()
@@ -107,7 +104,7 @@ def _replace(temporary: Path, folder: Path) -> None:
 
 
 def _compare(folder: Path, expected: nn.Module) -> None:
-    read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     loaded, report = read
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
         raise RuntimeError(f"the exported model does not load completely: {report}")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+import transformers
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.causal_lm import check_source
@@ -18,7 +19,7 @@ from automodel_lite.models.causal_lm import check_source
 class Generator:
     """A model and its tokenizer, ready to answer."""
 
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
     @torch.no_grad()
@@ -71,8 +72,9 @@ def load_generator(source: str) -> Generator:
     """
     folder = exported_folder(source)
     has_gpu = torch.cuda.is_available()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if has_gpu else torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    dtype = torch.bfloat16 if has_gpu else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)
 
 

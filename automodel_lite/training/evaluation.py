@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 
 class Question(Protocol):
@@ -39,8 +39,8 @@ class ExactMatch:
 
     def ask(self, model_folder: Path, questions: Sequence[Question]) -> Answers:
         """Greedy answers of the exported model, loaded by plain transformers, as a user would load it."""
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_folder).eval()
         answers = [self._ask_one(model, tokenizer, question) for question in questions[: self.num_questions]]
         return Answers(answers, self.num_shown)
 
