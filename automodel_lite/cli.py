@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,6 +51,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     """
     SIGNALS.install()
     _hide_secrets()
+    choose_allocator(os.environ)
     try:
         args = get_args_parser().parse_intermixed_args(argv)
         if args.help:
@@ -75,6 +76,14 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     except Exception:
         _leave(traceback.format_exc(), 1)
     _exit(code or 0)
+
+
+def choose_allocator(environment: MutableMapping[str, str]) -> None:
+    """GPU memory in segments that grow, before torch reads the setting; a choice of the user's stays. Packs of changing
+    documents ask for blocks of changing sizes, which fixed segments cut into pieces that nothing fits.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def imported(main: str) -> Callable[[Config], int | None]:

@@ -208,10 +208,6 @@ class TrainFinetuneRecipe:
         """The tokens of this context-parallel rank."""
         return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange)
 
-    def this_ranks_part(self, batch: ThdBatch) -> ThdBatch:
-        """The tokens of this context-parallel rank, on its device."""
-        return self.shard(batch).to(self.mesh.device)
-
     def is_due(self, every_steps: int) -> bool:
         """At every so many steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
@@ -230,7 +226,7 @@ class TrainFinetuneRecipe:
         self.watchdog.beat(f"validating after step {self.num_steps}")
         losses = {}
         for name, packs in self.data.val_packs.items():
-            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.this_ranks_part, self.edge.must_stop)
+            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.shard, self.edge.must_stop)
             if loss is None:
                 return
             losses[name] = loss

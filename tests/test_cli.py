@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli import compose_config, groups, help_text, presets
+from automodel_lite.cli import choose_allocator, compose_config, groups, help_text, presets
 from automodel_lite.config import check_config
 from automodel_lite.errors import ConfigError
 
@@ -110,3 +110,13 @@ def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, m
     assert lines[-1].strip() == f"traceback : {message}"
     assert done.stderr.count(message) == 2  # said by rank 0, repeated by torchrun
     assert not (tmp_path / "run").exists()
+
+
+def test_a_chosen_allocator_stays() -> None:
+    plain: dict[str, str] = {}
+    choose_allocator(plain)
+    assert plain == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        chosen = {name: "max_split_size_mb:64"}
+        choose_allocator(chosen)
+        assert chosen == {name: "max_split_size_mb:64"}
