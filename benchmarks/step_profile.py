@@ -10,6 +10,7 @@ torch.profiler. The peak is measured in the same run, in the same dtype and on t
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -40,7 +41,8 @@ class Product:
     k: int
     n: int
     count: int
-    seconds: float
+    seconds: float  # of all of them
+    median_s: float  # of one: the profiler's clock goes on while another process has the core
 
     @property
     def flops(self) -> float:
@@ -55,20 +57,17 @@ def profiled(job: Job) -> tuple[list[Product], Counter[str], float]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for batch in batches[job.warmup_steps :]:
             bare.train(model, optimizer, batch)
-    products: dict[tuple[int, int, int], Product] = {}
+    seconds_of: dict[tuple[int, int, int], list[float]] = {}
     groups: Counter[str] = Counter()
-    total = 0.0
-    for event in profiler.key_averages(group_by_input_shape=True):
+    for event in profiler.events() or []:
         seconds = event.self_cpu_time_total / 1e6
-        total += seconds
-        if event.key in PRODUCTS:
-            m, k, n = _sizes(event)
-            old = products.get((m, k, n), Product(m, k, n, 0, 0.0))
-            products[m, k, n] = Product(m, k, n, old.count + event.count, old.seconds + seconds)
+        if event.name in PRODUCTS:
+            seconds_of.setdefault(_sizes(event), []).append(seconds)
             groups["matrix products"] += seconds
         else:
-            groups[_group(event.key)] += seconds
-    return sorted(products.values(), key=lambda product: -product.seconds), groups, total
+            groups[_group(event.name)] += seconds
+    products = [Product(*sizes, len(s), sum(s), statistics.median(s)) for sizes, s in seconds_of.items()]
+    return sorted(products, key=lambda product: -product.seconds), groups, sum(groups.values())
 
 
 def _sizes(event: Any) -> tuple[int, int, int]:
@@ -108,7 +107,7 @@ def main() -> None:
     for name, seconds in groups.most_common():
         print(f"  {name:26s} {seconds / total:6.1%}")
     square = product_flops_per_s(SQUARE, SQUARE, SQUARE, dtype)
-    seconds, flops = sum(p.seconds for p in products), sum(p.flops for p in products)
+    seconds, flops = sum(p.median_s * p.count for p in products), sum(p.flops for p in products)
     alone_s = sum(p.flops / product_flops_per_s(p.m, p.k, p.n, dtype) for p in products)
     print(f"matrix products in the step {flops / seconds / 1e9:8.1f} GFLOP/s")
     print(f"the same, each by itself    {flops / alone_s / 1e9:8.1f} GFLOP/s: the step reaches {alone_s / seconds:.0%}")
@@ -117,7 +116,7 @@ def main() -> None:
     )
     print("\n| m x k x n | a step | share of the step | GFLOP/s |\n| --- | --- | --- | --- |")
     for p in products[:8]:
-        rate = p.flops / p.seconds / 1e9
+        rate = p.flops / p.count / p.median_s / 1e9
         print(f"| {p.m} x {p.k} x {p.n} | {p.count / args.steps:.0f} | {p.seconds / total:.1%} | {rate:,.0f} |")
 
 
