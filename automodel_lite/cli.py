@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,8 +32,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.__main__ import RECIPES, as_typed
-from automodel_lite.config import check_config, did_you_mean, with_defaults
+from automodel_lite.config import Config, check_config, did_you_mean, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.garbage import collecting_seldom
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.sweep import expand, run_sweep
 from automodel_lite.targets import CONF_DIR, IS_INSTALLED
@@ -62,6 +63,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     """
     SIGNALS.install()
     _hide_secrets()
+    choose_allocator(os.environ)
     try:
         args = get_args_parser().parse_intermixed_args(argv)
         if args.help:
@@ -72,9 +74,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
         if args.cfg:
             _show(OmegaConf.to_yaml(with_defaults(raw), resolve=bool(args.resolve)).rstrip())
         config = check_config(raw)
-        module, function = main.split(":")
-        place = f"automodel_lite.{module}" if IS_INSTALLED else module
-        code = getattr(importlib.import_module(place), function)(config)
+        code = imported(main)(config)
     except (ConfigError, DataError) as error:
         _leave(str(error), CONFIG_EXIT)
     except RunStoppedError as error:
@@ -86,6 +86,23 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     except Exception as error:
         _fail(error)
     _exit(code or 0)
+
+
+def choose_allocator(environment: MutableMapping[str, str]) -> None:
+    """GPU memory in segments that grow, before torch reads the setting; a choice of the user's stays. Packs of changing
+    documents ask for blocks of changing sizes, which fixed segments cut into pieces that nothing fits.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def imported(main: str) -> Callable[[Config], int | None]:
+    """The function that "recipes.train_ft:main" names."""
+    module, function = main.split(":")
+    with collecting_seldom():
+        loaded = importlib.import_module(f"automodel_lite.{module}" if IS_INSTALLED else module)
+    found: Callable[[Config], int | None] = vars(loaded)[function]
+    return found
 
 
 def _sweep(main: str, preset: str | None, overrides: list[str], config_dir: str | None) -> int:

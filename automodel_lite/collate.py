@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from automodel_lite.packing.packs import StackedPacks
 from automodel_lite.thd import IGNORE_INDEX, SEQ_LENS_PADDING
@@ -170,6 +170,17 @@ def make_attention_mask_from_labels(ids: Sequence[int], ignore_token: int = IGNO
     last = find_last_non_pad_token(ids, ignore_token)
     num_real = len(ids) if last is None else last + 1
     return [1] * num_real + [0] * (len(ids) - num_real)
+
+
+# transformers.masking_utils takes 1.3 CPU-s to import (flex_attention, torch._dynamo), and packed batches have no masks
+def create_causal_mask(**arguments: Any) -> Any:
+    """transformers' own, imported at its first use."""
+    return import_module("transformers.masking_utils").create_causal_mask(**arguments)
+
+
+def create_sliding_window_causal_mask(**arguments: Any) -> Any:
+    """transformers' own, imported at its first use."""
+    return import_module("transformers.masking_utils").create_sliding_window_causal_mask(**arguments)
 
 
 def create_causal_mask_mapping(

@@ -20,6 +20,8 @@ from pathlib import Path
 from benchmarks.peers.job import Job
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORTS = "from automodel_lite.cli import imported; imported('recipes.train_ft:main')"
+LLAMA = "from transformers import LlamaForCausalLM"
 RECIPE = str(ROOT / "recipes" / "train_ft.py")
 
 
@@ -81,8 +83,10 @@ def main() -> None:
         rows = {
             "--help": cpu_seconds(sys.executable, RECIPE, "--help"),
             "--cfg job": cpu_seconds(sys.executable, RECIPE, "--config-name", "llama_packed", "--cfg", "job"),
-            "imports of our recipe": cpu_seconds(sys.executable, "-c", "import recipes.train_ft"),
+            "imports of our recipe": cpu_seconds(sys.executable, "-c", IMPORTS),
             "imports of NeMo AutoModel's recipe": cpu_seconds(nemo, "-c", "import nemo_automodel.recipes.llm.train_ft"),
+            "the same, and a Llama": cpu_seconds(sys.executable, "-c", f"{IMPORTS}; {LLAMA}"),
+            "NeMo's, and a Llama": cpu_seconds(nemo, "-c", f"import nemo_automodel.recipes.llm.train_ft; {LLAMA}"),
             "raw JSONL to first step, recipe": cpu_seconds(*recipe_command(job, "first", "cache")),
             "raw JSONL to first step, TRL": cpu_seconds(trl, "-m", "benchmarks.peers.trl_from_files", job.to_argv()),
             "second start, recipe": cpu_seconds(*recipe_command(job, "second", "cache")),

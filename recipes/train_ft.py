@@ -26,6 +26,7 @@ from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
 from automodel_lite.distributed.cp_checks import check_ranks_read_alike
 from automodel_lite.distributed.mesh import init_mesh, rank, use_threads, world_size
+from automodel_lite.garbage import collecting_seldom
 from automodel_lite.loggers.console import Console, quiet_libraries
 from automodel_lite.loggers.start import position_line, start_lines
 from automodel_lite.loggers.tracker import open_metrics
@@ -69,7 +70,8 @@ def main(config: Config) -> int:
         return 0
     recipe = TrainFinetuneRecipe(config)
     with recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text), recipe.lock:
-        recipe.setup()
+        with collecting_seldom():
+            recipe.setup()
         return recipe.run()
 
 
@@ -206,10 +208,6 @@ class TrainFinetuneRecipe:
         """The tokens of this context-parallel rank."""
         return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange)
 
-    def this_ranks_part(self, batch: ThdBatch) -> ThdBatch:
-        """The tokens of this context-parallel rank, on its device."""
-        return self.shard(batch).to(self.mesh.device)
-
     def is_due(self, every_steps: int) -> bool:
         """At every so many steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
@@ -228,7 +226,7 @@ class TrainFinetuneRecipe:
         self.watchdog.beat(f"validating after step {self.num_steps}")
         losses = {}
         for name, packs in self.data.val_packs.items():
-            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.this_ranks_part, self.edge.must_stop)
+            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.shard, self.edge.must_stop)
             if loss is None:
                 return
             losses[name] = loss

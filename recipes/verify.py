@@ -22,8 +22,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.kernel import AttentionKernel
@@ -192,7 +192,7 @@ class Verification:
         return Step(float(self.mesh.sum(total)), take_gradients(model.loss_model.lm.named_parameters()))
 
     # ---------------------------------------------------------------------------------------------------- the pieces
-    def model(self, attention: str | AttentionKernel) -> PreTrainedModel:
+    def model(self, attention: str | AttentionKernel) -> transformers.PreTrainedModel:
         """The same weights each time, without dropout."""
         seed_all(self.config.seed, "model")
         lm, _ = load_and_adapt(self.config, self.source, self.sample.tokenizer, self.mesh.device, self.strategy)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli import compose_config, groups, help_text, presets
+from automodel_lite.cli import choose_allocator, compose_config, groups, help_text, presets
 from automodel_lite.config import check_config
 from automodel_lite.errors import ConfigError
 
@@ -131,3 +131,13 @@ def test_help_lists_presets_of_ones_own(tmp_path: Path) -> None:
     lines = help_text(config_dir=str(tmp_path)).splitlines()
     assert "  mine             Mine" in lines
     assert "  bare             " in lines
+
+
+def test_a_chosen_allocator_stays() -> None:
+    plain: dict[str, str] = {}
+    choose_allocator(plain)
+    assert plain == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        chosen = {name: "max_split_size_mb:64"}
+        choose_allocator(chosen)
+        assert chosen == {name: "max_split_size_mb:64"}

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
 
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.spec import UNPACKED, layer_window
@@ -24,12 +24,12 @@ ATTENTION_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 """What `ThdBatch.model_inputs` gives to attention alone."""
 
 
-def install(model: PreTrainedModel, kernel: AttentionKernel) -> None:
+def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> None:
     """Makes all attention layers of `model` run on `kernel`.
 
     Raises ConfigError when the family does not go through AttentionInterface: transformers itself only warns.
     """
-    AttentionInterface.register(kernel.name, outside_of_graphs(packed_attention(kernel)))
+    transformers.AttentionInterface.register(kernel.name, outside_of_graphs(packed_attention(kernel)))
     model.set_attn_implementation(kernel.name)
     if model.config._attn_implementation != kernel.name:
         raise ConfigError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 
 
@@ -19,6 +17,10 @@ def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
         raise ConfigError("mesh.cp_exchange=te needs attention=te: set it, or take mesh.cp_exchange=all_gather.")
     if spec.device.type != "cuda":
         return ReferenceAttention(), f"reference: the only packed kernel that trains on {spec.device.type}"
+    # imported here: flex_attention brings torch._dynamo, 1 CPU-s that a CPU has no use for
+    from automodel_lite.attention.flex import FlexAttention
+    from automodel_lite.attention.varlen import VarlenAttention
+
     refused = []
     for kernel in (VarlenAttention(), FlexAttention()):
         try:

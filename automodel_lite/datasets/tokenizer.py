@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.datasets.cache import build_once, default_cache_dir, short_hash
 from automodel_lite.datasets.documents import Documents, document_texts
@@ -39,7 +40,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrained
     if looks_local and not Path(source).is_dir():
         raise ConfigError(f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub name.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {first_line}") from error

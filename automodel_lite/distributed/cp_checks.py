@@ -96,14 +96,17 @@ def check_context_parallel(
     batch = _small_stream(model.get_input_embeddings().num_embeddings, cp)  # type: ignore[operator]
     model.eval()
     try:
-        whole = model(**batch.to(device).model_inputs()).logits[0].float()
+        logits = model(**batch.to(device).model_inputs()).logits[0]
+        whole = logits.float()
         part = model(**cp_shard(batch, cp_mesh, exchange).to(device).model_inputs()).logits[0].float()
     finally:
         model.train(was_training)
     mine = shard_indices(batch.cu_seqlens_padded, cp, cp_mesh.get_local_rank()).to(device)
     worst = ((part - whole[mine]).abs().max() / whole.std()).reshape(1)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=cp_mesh.get_group())
-    if not worst.item() < TOLERANCE_STD:
+    # bf16 rounds kernels and shapes differently: 0.018 measured for a Llama that is exact in fp32
+    tolerance = TOLERANCE_STD if logits.dtype == torch.float32 else 5 * TOLERANCE_STD
+    if not worst.item() < tolerance:
         raise ConfigError(
             f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by {worst.item():.1e} standard "
             "deviations): a layer mixes tokens outside of attention; set mesh.cp=1."

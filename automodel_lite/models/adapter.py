@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 
 class Adapter(Protocol):
@@ -31,11 +31,11 @@ class Peft(Protocol):
     def load_arguments(self, device: torch.device) -> dict[str, Any]:
         """More arguments of `from_pretrained` (quantization)."""
 
-    def adapt(self, model: PreTrainedModel, base: str) -> Adapter:
+    def adapt(self, model: transformers.PreTrainedModel, base: str) -> Adapter:
         """Puts adapters into the model, in place, and freezes the rest. `base` is where its weights came from."""
 
 
-def cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
     """Frozen weights need no fp32 master: they take the compute dtype, in place. Quantized ones stay as they are."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.auto import auto_attention
@@ -76,7 +77,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
 
 def load_and_adapt(
     config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device, strategy: str
-) -> tuple[PreTrainedModel, Adapter | None]:
+) -> tuple[transformers.PreTrainedModel, Adapter | None]:
     """The model on the CPU (quantized: on its device), with adapters inside when `peft` asks for them."""
     if not config.peft:
         return source.build(tokenizer), None
@@ -86,7 +87,7 @@ def load_and_adapt(
     return lm, peft.adapt(lm, str(source.pretrained))
 
 
-def speed_up_layers(training: TrainingConfig, lm: PreTrainedModel) -> None:
+def speed_up_layers(training: TrainingConfig, lm: transformers.PreTrainedModel) -> None:
     """fp8, compilation and recomputation, in this order: checkpoint(compile(layer)). Changes the model in place."""
     layers = decoder_layers(lm)
     if training.fp8 != "none":
@@ -127,7 +128,7 @@ def check_cp(config: Config, model_config: PretrainedConfig, mesh: Mesh, dtype: 
     return checkpointing_hint(spec, num_layers, num_tokens, mesh.shape.cp, config.mesh.cp_exchange)
 
 
-def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tuple[Loss, str]:
+def choose_loss(config: Config, lm: transformers.PreTrainedModel, device: torch.device) -> tuple[Loss, str]:
     """The configured loss; heads that are not `hidden @ weight.T` take the model's own head, and it is said."""
     loss: Loss = build(config.loss)
     name = type(loss).__name__
@@ -136,7 +137,7 @@ def choose_loss(config: Config, lm: PreTrainedModel, device: torch.device) -> tu
     return loss, name
 
 
-def probe_inputs(lm: PreTrainedModel, device: torch.device) -> dict[str, object]:
+def probe_inputs(lm: transformers.PreTrainedModel, device: torch.device) -> dict[str, object]:
     """Model inputs of one short document."""
     num_tokens = 8
     ids = torch.arange(num_tokens)[None] % embedding_rows(lm)

@@ -1,4 +1,8 @@
-"""Causal LMs from a folder, a hub name or a config."""
+"""Causal LMs from a folder, a hub name or a config.
+
+Here and elsewhere the models' code is named as `transformers.PreTrainedModel`, because transformers imports it at its
+first use: 2 CPU-s that a mistake in the settings or the data does not wait for.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from automodel_lite.config import did_you_mean
@@ -61,12 +66,14 @@ class CausalLM:
             return config
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
         settings = {"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}, **self.overrides}
-        _check_settings(settings, AutoConfig.for_model(settings["model_type"]))
-        return AutoConfig.for_model(**settings)  # in one call: other values follow from these, such as head_dim
+        _check_settings(settings, transformers.AutoConfig.for_model(settings["model_type"]))
+        return transformers.AutoConfig.for_model(
+            **settings
+        )  # in one call: other values follow from these, such as head_dim
 
     def build(
         self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
-    ) -> PreTrainedModel:
+    ) -> transformers.PreTrainedModel:
         """The model in fp32 on the CPU, in training mode; random weights come from torch's generator.
 
         load_arguments   more arguments of `from_pretrained` (quantization)
@@ -80,7 +87,7 @@ class CausalLM:
         if self.pretrained:
             model = _load(self.pretrained, config, {**self.source, **(load_arguments or {})})
         else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         rows = embedding_rows(model)
         if len(tokenizer) > rows:
             raise ConfigError(
@@ -99,12 +106,12 @@ def check_pinned(revision: str | None) -> None:
         )
 
 
-def runs_remote_code(model: PreTrainedModel) -> bool:
+def runs_remote_code(model: transformers.PreTrainedModel) -> bool:
     """Is its class from the model's repository? transformers puts such code into a package of its own."""
     return type(model).__module__.startswith("transformers_modules.")
 
 
-def embedding_rows(model: PreTrainedModel) -> int:
+def embedding_rows(model: transformers.PreTrainedModel) -> int:
     """Token ids that the model knows."""
     embedding: Any = model.get_input_embeddings()
     rows: int = embedding.weight.shape[0]
@@ -135,7 +142,7 @@ def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
 
 def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(source, **options)
     except OSError as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
@@ -152,11 +159,11 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     return config
 
 
-def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
+def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> transformers.PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=torch.float32,

@@ -10,15 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.probe import stream_of
 from automodel_lite.models.adapter import Adapter
@@ -102,10 +97,12 @@ def generation_config(
     return result
 
 
-def _rebuild(lm: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
+def _rebuild(
+    lm: transformers.PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised."""
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(
+        whole = transformers.AutoModelForCausalLM.from_config(
             lm.config, attn_implementation="eager", dtype=dtype, trust_remote_code=runs_remote_code(lm)
         )
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
@@ -126,9 +123,9 @@ def _replace(temporary: Path, folder: Path) -> None:
     os.rename(temporary, folder)
 
 
-def _compare(folder: Path, expected: nn.Module, trust_remote_code: bool) -> PreTrainedModel:
+def _compare(folder: Path, expected: nn.Module, trust_remote_code: bool) -> transformers.PreTrainedModel:
     """The model as it is read back."""
-    read: Any = AutoModelForCausalLM.from_pretrained(
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code
     )
     loaded, report = read
@@ -138,11 +135,11 @@ def _compare(folder: Path, expected: nn.Module, trust_remote_code: bool) -> PreT
     for name, value in expected.state_dict().items():
         if value.dtype != weights[name].dtype or not torch.equal(value, weights[name]):
             raise RuntimeError(f"the exported weight {name} differs from the trained one.")
-    assert isinstance(loaded, PreTrainedModel)
+    assert isinstance(loaded, transformers.PreTrainedModel)
     return loaded
 
 
-def _probe_ids(lm: PreTrainedModel) -> Tensor:
+def _probe_ids(lm: transformers.PreTrainedModel) -> Tensor:
     """One document, int64 [1, T]."""
     vocab = embedding_rows(lm)
     return torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -159,7 +156,7 @@ def _logits_of(model: nn.Module, logits: Callable[[ThdBatch], Tensor], probe: Th
 
 
 @torch.no_grad()
-def _compare_logits(loaded: PreTrainedModel, probe: ThdBatch, expected_TV: Tensor) -> None:
+def _compare_logits(loaded: transformers.PreTrainedModel, probe: ThdBatch, expected_TV: Tensor) -> None:
     """Compares the median token: in low precision single tokens of a mixture of experts take other experts."""
     got_TV = loaded.eval()(probe.input_ids[None].cpu(), use_cache=False).logits[0]
     is_exact = got_TV.dtype == expected_TV.dtype == torch.float32

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.distributed.parallelize import decoder_layers
@@ -50,7 +51,7 @@ class StepFlops:
 def model_size(config: PretrainedConfig) -> ModelSize:
     """Of a model config, mixture-of-experts layers by the experts that a token visits."""
     with torch.device("meta"):
-        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        lm: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     layers = decoder_layers(lm)
     matrices = [(name, p) for layer in layers for name, p in layer.named_parameters() if p.ndim > 1]
     visited = sum(_visited(lm.config, name) * p.numel() for name, p in matrices)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+import transformers
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from automodel_lite.config import locate
 from automodel_lite.errors import ConfigError
@@ -19,7 +20,7 @@ from automodel_lite.models.causal_lm import check_source
 class Generator:
     """A model and its tokenizer, ready to answer."""
 
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
     @torch.no_grad()
@@ -72,20 +73,24 @@ def load_generator(source: str, trust_remote_code: bool = False) -> Generator:
     """
     folder = exported_folder(source)
     has_gpu = torch.cuda.is_available()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model: Any = load_model(folder, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
     return Generator(model.to("cuda" if has_gpu else "cpu"), tokenizer)
 
 
-def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """A model's folder or hub name, or an adapter's folder with its base.
 
     Raises ConfigError for a model of code that is not trusted.
     """
     is_adapter = (Path(folder) / "adapter_config.json").is_file()
-    load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else AutoModelForCausalLM.from_pretrained
+    load = (
+        locate("automodel_lite.models.lora.load_adapted")
+        if is_adapter
+        else transformers.AutoModelForCausalLM.from_pretrained
+    )
     try:
-        model: PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        model: transformers.PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise

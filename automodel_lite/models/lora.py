@@ -12,9 +12,9 @@ from typing import Any
 
 import peft
 import torch
+import transformers
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from automodel_lite.errors import ConfigError
 
@@ -48,7 +48,7 @@ class Lora:
     def load_arguments(self, device: torch.device) -> dict[str, Any]:
         return {}
 
-    def adapt(self, model: PreTrainedModel, base: str) -> LoraAdapter:
+    def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         """Puts adapters into `model`, in place; raises ConfigError when no layer has a name of target_modules."""
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -68,7 +68,7 @@ class Lora:
         wrapped.peft_config["default"].base_model_name_or_path = _absolute(base)
         return LoraAdapter(wrapped, self._describe(model))
 
-    def _check_saved_modules(self, model: PreTrainedModel) -> None:
+    def _check_saved_modules(self, model: transformers.PreTrainedModel) -> None:
         found = {
             name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
         }
@@ -76,7 +76,7 @@ class Lora:
         if missing:
             raise ConfigError(f"peft.modules_to_save={self.modules_to_save}: the model has no module {missing[0]}.")
 
-    def _describe(self, model: PreTrainedModel) -> str:
+    def _describe(self, model: transformers.PreTrainedModel) -> str:
         names = {name.split(".lora_A")[0].split(".")[-1] for name, _ in model.named_parameters() if ".lora_A" in name}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = f", whole {', '.join(self.modules_to_save)}" if self.modules_to_save else ""
@@ -102,13 +102,13 @@ class LoraAdapter:
         self.wrapped.merge_and_unload(safe_merge=True)
 
 
-def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """The base that an adapter's folder names, with the adapter in it.
 
     Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 starts DoRA's magnitudes anew.
     """
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype, trust_remote_code=trust_remote_code)
     peft.PeftModel.from_pretrained(model, folder)  # puts the adapter's layers into `model`
     return model
 

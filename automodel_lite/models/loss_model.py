@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.loss import Loss
@@ -19,7 +19,7 @@ from automodel_lite.training.loss import Loss
 class LossModel(nn.Module):
     """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's label tokens."""
 
-    def __init__(self, lm: PreTrainedModel, loss: Loss) -> None:
+    def __init__(self, lm: transformers.PreTrainedModel, loss: Loss) -> None:
         super().__init__()
         self.lm = lm
         self.loss = loss
@@ -47,7 +47,7 @@ class LossModel(nn.Module):
 
 
 @torch.no_grad()
-def head_is_plain(lm: PreTrainedModel, inputs: dict[str, Any]) -> bool:
+def head_is_plain(lm: transformers.PreTrainedModel, inputs: dict[str, Any]) -> bool:
     """Are the model's logits `softcap(hidden @ weight.T)`? Granite, Cohere and heads with a bias or adapter are not."""
     head = lm.get_output_embeddings()
     if [name for name, _ in head.named_parameters()] != ["weight"]:  # a fresh adapter adds nothing yet

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+import transformers
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.models.causal_lm import CausalLM
 
@@ -31,7 +32,7 @@ def first_layers(source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: t
 def num_parameters(config: PretrainedConfig) -> int:
     """Of a model of this config, without making it."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

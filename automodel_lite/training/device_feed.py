@@ -4,7 +4,8 @@
     host             stage 2: read ─┐      stage 3: read ─┐
     copy stream                     └ copy ▶              └ copy ▶
 
-`stage()` is called once the work of a step has been handed to the GPU and before its result is waited for.
+`stage()` is called once the work of a step has been handed to the GPU and before its result is waited for. A batch of
+validation is a step of one micro-batch.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ class DeviceFeed:
         return self
 
     def stage(self) -> None:
-        """Reads the next step and starts its copy; nothing when that was done already."""
-        if self._staged is None:
-            self._staged = self._read()
+        """Reads the next step and starts its copy; nothing when that was done already, or when no step is left."""
+        if self._staged is None and (batches := next(self._steps, None)) is not None:
+            self._staged = self._ready(batches)
 
     def peek(self) -> ReadyStep:
-        """The step that comes next."""
+        """The step that comes next; raises StopIteration when there is none."""
         self.stage()
-        assert self._staged is not None
+        if self._staged is None:
+            raise StopIteration
         return self._staged
 
     def __next__(self) -> ReadyStep:
@@ -66,8 +68,7 @@ class DeviceFeed:
                 part.moved(lambda tensor: _used_on(tensor, compute))
         return ready
 
-    def _read(self) -> ReadyStep:
-        batches = next(self._steps)
+    def _ready(self, batches: StepBatches) -> ReadyStep:
         micro_batches = [to_thd(batch) for batch in batches.micro_batches]
         parts = [self._place(batch) for batch in micro_batches]
         if self._copies is None:

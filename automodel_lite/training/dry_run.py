@@ -8,7 +8,8 @@ written to the run's folder. One process answers for any mesh: set mesh.dp_shard
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+import transformers
+from transformers import PretrainedConfig
 
 from automodel_lite.config import Config, build
 from automodel_lite.distributed.mesh import MeshShape, mesh_shape, rank, world_size
@@ -78,6 +79,6 @@ def _adapter_weights(
     peft: Peft = build(config.peft)
     peft.check(device, strategy, source.pretrained)
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(model_config)
+        lm = transformers.AutoModelForCausalLM.from_config(model_config)
         peft.adapt(lm, str(source.pretrained))
     return sum(p.numel() for p in lm.parameters() if p.requires_grad)

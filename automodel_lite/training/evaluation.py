@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoTokenizer
+import transformers
 
 from automodel_lite.models.generate import load_model
 
@@ -41,7 +41,7 @@ class ExactMatch:
 
     def ask(self, model_folder: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> Answers:
         """Greedy answers of the exported model or adapter, loaded as a user would load it."""
-        tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
         model = load_model(str(model_folder), torch.float32, trust_remote_code)
         answers = [self._ask_one(model, tokenizer, question) for question in questions[: self.num_questions]]
         return Answers(answers, self.num_shown)

@@ -9,7 +9,7 @@ from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinea
 from torch import Tensor
 
 from automodel_lite.thd import IGNORE_INDEX
-from automodel_lite.training.loss import LinearCrossEntropy
+from automodel_lite.training.loss import LinearCrossEntropy, in_compute_dtype
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class LigerLinearCrossEntropy(LinearCrossEntropy):
         kernel = LigerFusedLinearCrossEntropyLoss(
             ignore_index=IGNORE_INDEX, reduction="sum", softcap=softcap, accum_dtype=torch.float32
         )
+        hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
         with torch.autocast(hidden_RC.device.type, enabled=False):
-            loss: Tensor = kernel(weight_VC.to(hidden_RC.dtype), hidden_RC, labels_R)
+            loss: Tensor = kernel(weight_VC, hidden_RC, labels_R)
         return loss.float()

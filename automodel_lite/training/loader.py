@@ -111,8 +111,11 @@ def _leave_later(number: int, frame: FrameType | None) -> None:
     timer.start()
 
 
-def validation_batches(
+def validation_steps(
     packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig
-) -> StatefulDataLoader:
-    """Every pack once over all ranks; ranks that run short get empty packs, so all run equally often."""
-    return read_batches(packs, MicroBatchSampler([deal(np.arange(len(packs)), shape)], dp_rank), config)
+) -> Iterator[StepBatches]:
+    """Every pack once over all ranks, one micro-batch at a time; ranks that run short get empty packs, so all run
+    equally often.
+    """
+    for batch in read_batches(packs, MicroBatchSampler([deal(np.arange(len(packs)), shape)], dp_rank), config):
+        yield StepBatches([batch], [], 0, Cursor(), 0.0)

@@ -69,10 +69,20 @@ def linear_cross_entropy(
     Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does (arXiv:2410.10989), so that the
     backward pass needs no logits. Rows labelled -100 must have been left out. No rows: zero, with zero gradients.
     """
+    hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
     with torch.autocast(hidden_RC.device.type, enabled=False):
-        weight_VC = weight_VC.to(hidden_RC.dtype)  # fp32 masters under autocast
         total: Tensor = _LinearCrossEntropy.apply(hidden_RC, weight_VC, labels_R, chunk_tokens, softcap)
     return total
+
+
+def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in autocast's dtype, or in that of the hidden states without it.
+
+    Under autocast the last norm gives fp32, and the weight is an fp32 master: a linear layer casts both.
+    """
+    device = hidden_RC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RC.dtype
+    return hidden_RC.to(dtype), weight_VC.to(dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

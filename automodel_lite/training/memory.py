@@ -12,6 +12,7 @@ The allocator's slack, the kernels' workspaces and communication buffers come on
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -118,12 +119,26 @@ def _activations(config: Config, shape: MeshShape, model: PretrainedConfig, toke
 def _logits(
     config: Config, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool
 ) -> float:
-    vocabulary = model.get_text_config().vocab_size
+    vocabulary, hidden = model.get_text_config().vocab_size, model.get_text_config().hidden_size
+    head_gradient = 0 if is_frozen else _MASTER * size.head_weights
     if "chunk_tokens" in config.loss:
-        rows = min(local, chunk_rows(config.loss["chunk_tokens"], model.get_text_config().hidden_size))
-        head_gradient = 0 if is_frozen else _MASTER * size.head_weights
+        rows = min(local, chunk_rows(config.loss["chunk_tokens"], hidden))
         return rows * vocabulary * (compute + 2 * _MASTER) + head_gradient
+    if _is_liger(config):  # its gradient takes the place of the logits; a chunk's share of the head's is made apart
+        return liger_rows(local, vocabulary, hidden) * vocabulary * compute + 2 * head_gradient
     return local * vocabulary * (compute + 2 * _MASTER)
+
+
+def liger_rows(tokens: float, vocabulary: int, hidden: int) -> int:
+    """Rows of logits that Liger's kernel has at one time: about as much memory as its input (liger-kernel 0.5 to 0.6,
+    from its source).
+    """
+    least = math.ceil(tokens / math.ceil(vocabulary / hidden))
+    return int(min(tokens, 2 ** math.ceil(math.log2(max(least, 1)))))
+
+
+def _is_liger(config: Config) -> bool:
+    return str(config.loss["_target_"]).endswith(".LigerLinearCrossEntropy")
 
 
 def remedies(config: Config) -> list[str]:
@@ -132,7 +147,7 @@ def remedies(config: Config) -> list[str]:
     found = []
     if training.micro_batch_size > 1:
         found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (the same numbers, more forwards)")
-    if "chunk_tokens" not in config.loss:
+    if "chunk_tokens" not in config.loss and not _is_liger(config):
         found.append("loss=fused_linear_cross_entropy (no logits of the whole stream)")
     if training.activation_checkpointing == "none":
         found.append("training.activation_checkpointing=full (about a third slower)")

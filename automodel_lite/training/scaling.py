@@ -85,7 +85,8 @@ def estimate(
     compute_s = work / (hardware.peak_flops * hardware.mfu_frac)
     shards = shape.dp_shard * shape.cp
     part = (shards - 1) / shards
-    gather = 2 * micro_steps * _BF16 * size.parameters * part
+    gathered_twice = size.parameters - size.embedding  # the root's own parameters stay whole until its backward
+    gather = micro_steps * _BF16 * (2 * gathered_twice + size.embedding) * part
     reduce = _FP32 * size.parameters * part
     replicas = 2 * _FP32 * size.parameters / shards * (shape.dp_replicate - 1) / shape.dp_replicate  # HSDP's all-reduce
     exchange = _exchange_bytes(model, tokens, shape.cp) * (3 if recomputed > 1 else 2)

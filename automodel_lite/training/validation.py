@@ -9,8 +9,9 @@ import torch
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import ParallelModel
 from automodel_lite.packing.packs import PackedDataset
-from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.loader import PackLoader, validation_batches
+from automodel_lite.thd import ThdBatch
+from automodel_lite.training.device_feed import DeviceFeed
+from automodel_lite.training.loader import PackLoader, validation_steps
 from automodel_lite.training.stream_loader import StreamLoader
 
 
@@ -20,20 +21,22 @@ def validation_loss(
     packs: PackedDataset,
     loader: PackLoader | StreamLoader,
     mesh: Mesh,
-    this_ranks_part: Callable[[ThdBatch], ThdBatch],
+    shard: Callable[[ThdBatch], ThdBatch],
     must_stop: Callable[[], bool],
 ) -> float | None:
     """Mean over all label tokens of the packs; ranks that run short of packs get empty ones. Every rank calls it.
 
-    `must_stop` is asked after every batch, on all ranks; None when it said so.
+    `shard` takes this rank's part of a stream. `must_stop` is asked after every batch, on all ranks; None when it says
+    so.
     """
     model.module.eval()
     loss_sum = torch.zeros((), device=mesh.device)
     num_label_tokens = 0
-    for batch in validation_batches(packs, loader.shape, loader.dp_rank, loader.config):
-        thd = to_thd(batch)
-        loss_sum += model(this_ranks_part(thd))
-        num_label_tokens += thd.num_label_tokens
+    feed = DeviceFeed(validation_steps(packs, loader.shape, loader.dp_rank, loader.config), shard, mesh.device)
+    for ready in feed:
+        loss_sum += model(ready.parts[0])
+        num_label_tokens += ready.micro_batches[0].num_label_tokens
+        feed.stage()
         if must_stop():
             model.module.train()
             return None

@@ -6,9 +6,10 @@ import torch
 
 from automodel_lite.config import build
 from automodel_lite.distributed.mesh import Mesh, MeshShape
+from automodel_lite.distributed.parallelize import ParallelModel
 from automodel_lite.models.build import build_model
 from automodel_lite.models.cost import cost_model
-from automodel_lite.thd import to_thd
+from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.loader import PackLoader
 from automodel_lite.training.optim import adamw, clip_gradients
 from automodel_lite.training.pack_order import BatchShape, Cursor
@@ -17,8 +18,8 @@ from benchmarks.peers.job import LR, Clock, Job, use_one_thread
 from benchmarks.peers.recipe import recipe_config
 
 
-def main(job: Job) -> None:
-    use_one_thread()
+def parts(job: Job) -> tuple[ParallelModel, torch.optim.Optimizer, list[ThdBatch]]:
+    """Model, optimizer, and the batches of all steps."""
     config = recipe_config(job)
     mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     data = prepare_data(config, mesh.shape)
@@ -31,14 +32,23 @@ def main(job: Job) -> None:
     steps = PackLoader(lambda epoch: data.order_of(epoch, config, shape, costs), shape, 0, config.dataloader).steps(
         Cursor()
     )
-    batches = [to_thd(next(steps).micro_batches[0]) for _ in range(job.all_steps)]
+    return model, optimizer, [to_thd(next(steps).micro_batches[0]) for _ in range(job.all_steps)]
+
+
+def train(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: ThdBatch) -> None:
+    """One step."""
+    (model(batch) / batch.num_label_tokens).backward()
+    clip_gradients(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main(job: Job) -> None:
+    use_one_thread()
+    model, optimizer, batches = parts(job)
     clock = Clock()
     for batch in batches:
-        loss = model(batch)
-        (loss / batch.num_label_tokens).backward()
-        clip_gradients(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, batch)
         clock.step_done()
     clock.report(job, [batch.num_tokens for batch in batches])
 

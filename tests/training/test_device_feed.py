@@ -54,3 +54,12 @@ def test_what_is_placed_is_what_the_device_gets() -> None:
     assert ready.parts[0].input_ids.tolist() == [7] * 4
     assert ready.micro_batches[0].input_ids.tolist() == [0] * 4
     assert ready.batches.wait_s == 0.5
+
+
+def test_the_end_of_the_steps_is_the_end_of_the_feed() -> None:
+    feed = DeviceFeed(steps(2, []), lambda batch: batch, torch.device("cpu"))
+    seen = []
+    for ready in feed:
+        seen.append(ready.batches.after.packs)
+        feed.stage()
+    assert seen == [1, 2]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy, linear_cross_entropy
 
@@ -56,3 +59,34 @@ def test_bf16_keeps_an_fp32_sum() -> None:
     assert loss.dtype == torch.float32
     expected = F.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-3)
+
+
+def test_under_autocast_the_heads_products_are_bf16() -> None:
+    """The last norm leaves fp32 under autocast; a linear layer casts it, and so must the fused loss."""
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 16, requires_grad=True)
+    weight = torch.randn(64, 16, requires_grad=True)
+    labels = torch.randint(64, (40,))
+    products: list[torch.dtype] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                products.append(args[-1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
+    loss.backward()
+    assert products
+    assert set(products) == {torch.bfloat16}
+    fused = [loss.detach(), hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        twin = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+    twin.backward()
+    for got, want in zip(fused, [twin.detach(), hidden.grad, weight.grad]):
+        assert got is not None
+        assert want is not None
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)

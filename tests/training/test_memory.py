@@ -12,7 +12,7 @@ from automodel_lite.distributed.mesh import MeshShape
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.flops import model_size
 from automodel_lite.training.failures import recorded
-from automodel_lite.training.memory import estimate_memory, out_of_memory_text, remedies
+from automodel_lite.training.memory import estimate_memory, liger_rows, out_of_memory_text, remedies
 from automodel_lite.training.run_folder import RunFolder
 from recipes.train_ft import main
 from tests.recipes.runs import config_of
@@ -88,6 +88,18 @@ def test_fsdp_keeps_whole_gradients_over_micro_batches():
     size = model_size(LLAMA)
     estimate = estimate_memory(config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
     assert estimate.gradients == 4 * size.parameters / 2 + 4 * size.parameters
+
+
+def test_liger_holds_a_chunk_of_logits():
+    """Llama-3.1-8B, 8,192 tokens: 8192 / ceil(128256 / 4096) = 256 rows, a power of 2 already."""
+    assert liger_rows(8192, 128_256, 4096) == 256
+    assert liger_rows(100, 64, 64) == 100
+    config = config_with()
+    config.loss = {"_target_": "automodel_lite.training.liger_loss.LigerLinearCrossEntropy"}
+    size = model_size(LLAMA)
+    estimate = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
+    assert estimate.logits == TOKENS * 64 * 2 + 2 * 4 * 64 * 64
+    assert "loss=" not in " ".join(remedies(config))
 
 
 def test_remedies_come_in_order_and_fit_the_settings():
