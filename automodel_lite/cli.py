@@ -31,9 +31,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.__main__ import RECIPES, as_typed
-from automodel_lite.config import Config, check_config, did_you_mean, with_defaults
-from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.commands import RECIPES, as_typed
+from automodel_lite.config import Config
+from automodel_lite.config_check import check_config, with_defaults
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError, did_you_mean
 from automodel_lite.garbage import collecting_seldom
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.sweep import expand, run_sweep

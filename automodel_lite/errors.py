@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """A setting that cannot work: `packed_sequence.packed_sequence_size=63 must be a multiple of 4: use 64.`"""
@@ -13,3 +16,24 @@ class DataError(ValueError):
 
 class RunStoppedError(RuntimeError):
     """A run that cannot go on, and why, in a sentence that needs no traceback."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` or nothing: the closest last part in the same group, then the closest group, then any
+    group.
+    """
+    known = [k for k in known if not k.split(".")[-1].startswith("_")]
+    group, _, last = name.rpartition(".")
+    here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    tops = {k.split(".")[0] for k in known}
+    anywhere = {k.rpartition(".")[2]: k for k in known}
+    top, _, rest = name.partition(".")
+    if close := difflib.get_close_matches(last, here, n=1, cutoff=0.6):
+        near = here[close[0]]
+    elif rest and top not in tops and (close := difflib.get_close_matches(top, tops, n=1, cutoff=0.6)):
+        near = f"{close[0]}.{rest}"
+    elif close := difflib.get_close_matches(last, anywhere, n=1, cutoff=0.75):
+        near = anywhere[close[0]]
+    else:
+        return ""
+    return f"; did you mean {near}?"

@@ -65,7 +65,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
     import torch
 
     from automodel_lite.cli import compose_config
-    from automodel_lite.config import check_config
+    from automodel_lite.config_check import check_config
     from automodel_lite.training.device_feed import DeviceFeed
     from automodel_lite.training.scaling import Hardware, estimate
     from recipes.train_ft import TrainFinetuneRecipe

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 
 from automodel_lite.cli import argument_parser, compose_config, run_tool
-from automodel_lite.config import build, check_config
+from automodel_lite.config_check import check_config
+from automodel_lite.parts import build
 
 
 def main(argv: list[str] | None = None) -> None:

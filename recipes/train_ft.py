@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from automodel_lite.config import Config, build
+from automodel_lite.config import Config
 from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.control import open_control
 from automodel_lite.distributed.cp_checks import check_ranks_read_alike
@@ -34,6 +34,7 @@ from automodel_lite.models.build import build_model
 from automodel_lite.models.causal_lm import CausalLM, runs_remote_code
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.export import export
+from automodel_lite.parts import build
 from automodel_lite.report import draw_at_end
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.checkpoint import Checkpointer

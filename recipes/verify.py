@@ -30,7 +30,7 @@ from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.collate import packed_sequence_thd_collater
-from automodel_lite.config import Config, build
+from automodel_lite.config import Config
 from automodel_lite.distributed.context_parallel import cp_shard
 from automodel_lite.distributed.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.distributed.parallelize import choose_precision, choose_strategy, parallelize
@@ -39,6 +39,7 @@ from automodel_lite.models.build import check_cp, choose_attention, choose_loss,
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.part import first_layers
+from automodel_lite.parts import build
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labelled_rows, to_thd
 from automodel_lite.training.equality import Check, Step, difference, names, table, take_gradients
 from automodel_lite.training.seed import seed_all

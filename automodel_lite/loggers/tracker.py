@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from automodel_lite.config import Config, build
+from automodel_lite.config import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.loggers.jsonl import JsonlLogger
+from automodel_lite.parts import build
 from automodel_lite.training.run_folder import RunFolder, config_yaml_values
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from automodel_lite.attention.auto import auto_attention
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation, stream_of
 from automodel_lite.attention.spec import attention_spec
-from automodel_lite.config import Config, TrainingConfig, build, locate
+from automodel_lite.config import Config, TrainingConfig
 from automodel_lite.distributed.cp_checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.distributed.mesh import Mesh
 from automodel_lite.distributed.parallelize import (
@@ -28,6 +28,7 @@ from automodel_lite.models.causal_lm import CausalLM, embedding_rows
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
 from automodel_lite.models.loss_model import LossModel, head_is_plain
+from automodel_lite.parts import build, locate
 from automodel_lite.training.loss import CrossEntropy, Loss
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 

@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from automodel_lite.config import did_you_mean
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, did_you_mean
 
 
 class CausalLM:

@@ -10,12 +10,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.config import Config, build, build_with, check_config
+from automodel_lite.config import Config
+from automodel_lite.config_check import check_config
 from automodel_lite.datasets.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Peft
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.loss_model import LossModel
+from automodel_lite.parts import build, build_with
 from automodel_lite.training.checkpoint import load_weights
 from automodel_lite.training.checkpoint_folder import survey
 from automodel_lite.training.loss import CrossEntropy

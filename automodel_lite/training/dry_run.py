@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from automodel_lite.config import Config, build
+from automodel_lite.config import Config
 from automodel_lite.distributed.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.distributed.parallelize import choose_precision, choose_strategy
 from automodel_lite.loggers.console import Console
@@ -21,6 +21,7 @@ from automodel_lite.models.build import choose_attention
 from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.flops import model_size
+from automodel_lite.parts import build
 from automodel_lite.training.memory import estimate_memory, out_of_memory_text
 from automodel_lite.training.plan import batch_shape
 from automodel_lite.training.prepare import prepare_data

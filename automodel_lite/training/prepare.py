@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config import Config, TrainingConfig, build, build_with
+from automodel_lite.config import Config, TrainingConfig
 from automodel_lite.datasets.documents import Documents
 from automodel_lite.datasets.streaming import StreamingDataset
 from automodel_lite.datasets.token_stream import TokenStream
@@ -22,6 +22,7 @@ from automodel_lite.packing.balance import CostModel, deal, pack_costs
 from automodel_lite.packing.packer import Packer
 from automodel_lite.packing.packs import PackedDataset
 from automodel_lite.packing.report import PackingReport, packing_report
+from automodel_lite.parts import build, build_with
 from automodel_lite.training.loader import PackLoader
 from automodel_lite.training.pack_order import BatchShape, epoch_order
 from automodel_lite.training.plan import TrainingPlan, stream_plan, training_plan

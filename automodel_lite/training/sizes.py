@@ -5,9 +5,10 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config import Config, build_with
+from automodel_lite.config import Config
 from automodel_lite.distributed.mesh import MeshShape, mesh_shape
 from automodel_lite.errors import ConfigError
+from automodel_lite.parts import build_with
 from automodel_lite.training.pack_order import BatchShape
 from automodel_lite.training.plan import batch_shape
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from automodel_lite.config import build
 from automodel_lite.distributed.mesh import Mesh, MeshShape
 from automodel_lite.distributed.parallelize import ParallelModel
 from automodel_lite.models.build import build_model
 from automodel_lite.models.cost import cost_model
+from automodel_lite.parts import build
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.loader import PackLoader
 from automodel_lite.training.optim import adamw, clip_gradients

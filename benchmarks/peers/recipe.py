@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config import Config, check_config
+from automodel_lite.config import Config
+from automodel_lite.config_check import check_config
 from automodel_lite.training.loader import StepBatches
 from automodel_lite.training.metrics import StepResult
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job

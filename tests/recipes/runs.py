@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config import Config, check_config
+from automodel_lite.config import Config
+from automodel_lite.config_check import check_config
 from recipes.train_ft import main
 from tests.ranks import run_ranks
 

@@ -42,6 +42,7 @@ def test_100_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance:
     assert found["not_equal"] == 0 or tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("worlds", "overrides", "tolerance", "share"), CASES)
 def test_1000_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float) -> None:
     found = fuzz(tmp_path, round(1000 * share), worlds, 2, *overrides)
