@@ -17,6 +17,7 @@ from omegaconf import MISSING as REQUIRED
 
 from automodel_lite import config as schema
 from automodel_lite.cli import CONF_DIR, groups, presets
+from automodel_lite.config_check import describe
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\
@@ -98,7 +99,7 @@ def _comment_and_body(path: Path) -> tuple[str, str]:
 
 
 def _type(hint: object) -> str:
-    return schema.describe(hint).removeprefix("a ")
+    return describe(hint).removeprefix("a ")
 
 
 def _yaml(value: object) -> str:
