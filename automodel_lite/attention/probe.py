@@ -15,8 +15,10 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionPlan, ThdBatch
 
 DOCUMENT_TOKENS = 16
-TOLERANCE_STD = 1e-2
-"""In standard deviations of the logits; bf16 noise is below, a leak of one token above."""
+_TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.2
+"""In standard deviations of the logits, in fp32 and below it. Documents that see each other move them by 1 to 7; in
+bf16, an exact mixture of experts moves them by 0.1, where other documents give its experts groups of another size.
+"""
 
 
 @torch.no_grad()
@@ -24,7 +26,7 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
     """Changes the first of two packed documents: the logits of the second must not move.
 
     Then the second document alone must give the logits that it has inside of the pack.
-    Raises ConfigError when either moves by more than TOLERANCE_STD.
+    Raises ConfigError when either moves by more than `tolerance_std`.
     """
     vocab = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
@@ -37,18 +39,23 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
         alone = _logits_of_second(model, second[None], device)
     finally:
         model.train(was_training)
-    scale = packed.std()
-    leak, place = ((packed - other).abs().max() / scale for other in (changed, alone))
-    if not leak < TOLERANCE_STD:
+    scale, limit = packed.float().std(), tolerance_std(packed.dtype)
+    leak, place = ((packed.float() - other.float()).abs().max() / scale for other in (changed, alone))
+    if not leak < limit:
         raise ConfigError(
             f"{type(model).__name__}: documents of a pack see each other (changing one moves the logits of the next "
             f"by {leak:.1e} standard deviations): {UNPACKED}."
         )
-    if not place < TOLERANCE_STD:
+    if not place < limit:
         raise ConfigError(
             f"{type(model).__name__}: the logits of a document depend on its place in the pack (by {place:.1e} "
             f"standard deviations): {UNPACKED}."
         )
+
+
+def tolerance_std(dtype: torch.dtype) -> float:
+    """How far logits of this dtype may move where nothing should move them."""
+    return _TOLERANCE_STD if dtype == torch.float32 else _ROUNDED_TOLERANCE_STD
 
 
 def stream_of(documents: Tensor, device: torch.device | str) -> ThdBatch:
@@ -71,5 +78,6 @@ def stream_of(documents: Tensor, device: torch.device | str) -> ThdBatch:
 
 
 def _logits_of_second(model: nn.Module, documents: Tensor, device: torch.device | str) -> Tensor:
-    """fp32 [L, V], of the last document."""
-    return model(**stream_of(documents, device).model_inputs()).logits[0, -documents.shape[1] :].float()
+    """[L, V], of the last document."""
+    logits: Tensor = model(**stream_of(documents, device).model_inputs()).logits[0, -documents.shape[1] :]
+    return logits

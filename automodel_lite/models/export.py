@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.probe import stream_of
+from automodel_lite.attention.probe import stream_of, tolerance_std
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.build import BuiltModel
 from automodel_lite.models.causal_lm import embedding_rows, runs_remote_code
@@ -23,8 +23,6 @@ from automodel_lite.models.loss_model import LossModel
 from automodel_lite.thd import ThdBatch
 
 _PROBE_TOKENS = 16
-_TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.25
-"""How far logits may be off, in their standard deviations, in fp32 and below it. Another model is off by 1."""
 
 
 def export(folder: Path, built: BuiltModel, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -159,10 +157,10 @@ def _logits_of(model: nn.Module, logits: Callable[[ThdBatch], Tensor], probe: Th
 def _compare_logits(loaded: transformers.PreTrainedModel, probe: ThdBatch, expected_TV: Tensor) -> None:
     """Compares the median token: in low precision single tokens of a mixture of experts take other experts."""
     got_TV = loaded.eval()(probe.input_ids[None].cpu(), use_cache=False).logits[0]
-    is_exact = got_TV.dtype == expected_TV.dtype == torch.float32
+    limit = max(tolerance_std(got_TV.dtype), tolerance_std(expected_TV.dtype))
     off_T = (got_TV.float() - expected_TV.float()).abs().amax(1) / expected_TV.float().std()
     off = float(off_T.median())
-    if not off <= (_TOLERANCE_STD if is_exact else _ROUNDED_TOLERANCE_STD):
+    if not off <= limit:
         raise RuntimeError(
             f"the exported model answers otherwise than the trained one: its logits are off by {off:.1e} standard "
             "deviations, though its weights are equal. Its config.json does not describe the trained model."
