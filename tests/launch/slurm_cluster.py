@@ -42,15 +42,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def install() -> str | None:
-    """Makes the commands available; a sentence when that cannot be."""
+def missing() -> str | None:
+    """Why there can be no cluster here; None when there can."""
     if not shutil.which("slurmctld"):
-        if os.geteuid() != 0 or not shutil.which("apt-get"):
-            return "needs SLURM (apt-get install slurm-wlm)"
-        for command in (["update"], ["install", "-y", "--no-install-recommends", "slurm-wlm"]):
-            done = subprocess.run(["apt-get", "-q", *command], capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            return f"slurm-wlm cannot be installed: {done.stderr.strip().splitlines()[-1:]}"
+        return "needs SLURM: apt-get install slurm-wlm"
     return None if os.geteuid() == 0 else "needs root to start slurmd"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.slurm_cluster import Cluster, _free_port, install
+from tests.launch.slurm_cluster import Cluster, _free_port, missing
 from tests.training.small_run import QUICK, losses, train_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ WAIT_S = 240
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := install():
+    if reason := missing():
         pytest.skip(reason)
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     cluster.up()

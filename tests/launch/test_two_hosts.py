@@ -26,7 +26,7 @@ def _ip(*arguments: str) -> None:
 def hosts() -> Iterator[list[str]]:
     """Names of two namespaces with the addresses 10.77.0.1 and 10.77.0.2."""
     if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("needs root and iproute2")
+        pytest.skip("needs root and iproute2: apt-get install iproute2")
     names = [f"aml{os.getpid()}h{number}" for number in (1, 2)]
     try:
         for name in names:
