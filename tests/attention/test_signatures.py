@@ -111,7 +111,7 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn"):
         pytest.skip("flash-attn is installed here")
-    with pytest.raises(ConfigError, match=r"pip install 'automodel-lite\[flash\]'"):
+    with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"):
         importlib.import_module("automodel_lite.attention.flash")
 
 
