@@ -134,6 +134,8 @@ class RunFolder:
     def with_saved_layout(self, config: Config) -> Config:
         """The configuration with the values that the run began with where the layout of ranks would decide: the global
         batch and the slots of documents stay the same on another number of ranks.
+
+        Raises ConfigError when those slots cannot be shared by this many context-parallel ranks.
         """
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config
@@ -142,8 +144,18 @@ class RunFolder:
         for group, key in LAYOUT_SETTINGS:
             if key in changed[group] and changed[group][key] is None:
                 changed[group][key] = saved.get(group, {}).get(key)
+                if key == "slot_multiple":
+                    self._check_slots(changed[group][key] or 1, config.mesh.cp)
         training = replace(config.training, global_batch_size=changed["training"]["global_batch_size"])
         return replace(config, training=training, packed_sequence=changed["packed_sequence"])
+
+    def _check_slots(self, slot_multiple: int, cp: int) -> None:
+        if cp > 1 and slot_multiple % (2 * cp):
+            raise ConfigError(
+                f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and {self.path} was begun with "
+                f"packed_sequence.slot_multiple={slot_multiple}: go on with another mesh.cp, or start a new run with "
+                f"name=... (packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and {cp})."
+            )
 
     def finished_message(self, config: Config) -> str | None:
         """What to tell someone who starts a run again that has reached its end; None when there is work to do."""

@@ -109,6 +109,17 @@ def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(tmp_path, "training.stop_margin_s=60")[0] == 0
 
 
+def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Path) -> None:
+    assert train(tmp_path, "training.max_steps=2")[0] == 0
+    with pytest.raises(ConfigError) as refusal:
+        train(tmp_path, "training.max_steps=4", "mesh.cp=2", "checkpoint.accept_changes=true")
+    assert str(refusal.value) == (
+        f"mesh.cp=2 needs documents padded to multiples of 4, and {tmp_path} was begun with "
+        "packed_sequence.slot_multiple=1: go on with another mesh.cp, or start a new run with name=... "
+        "(packed_sequence.slot_multiple=4 from the start fits mesh.cp=1 and 2)."
+    )
+
+
 def test_changed_settings_are_refused_with_the_ways_out(tmp_path: Path) -> None:
     assert train(tmp_path, "training.max_steps=2")[0] == 0
     with pytest.raises(ConfigError) as refusal:
