@@ -16,9 +16,11 @@ from automodel_lite.errors import ConfigError, did_you_mean
 EXTRAS = {  # optional package -> the extra that brings it
     "bitsandbytes": "qlora",
     "flash_attn": "flash",
+    "liger_kernel": "liger",
     "matplotlib": "plots",
     "peft": "peft",
     "tensorboard": "tensorboard",
+    "torchao": "ao",
     "trackio": "trackio",
     "transformer_engine": "te",
     "wandb": "wandb",

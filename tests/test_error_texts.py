@@ -22,7 +22,13 @@ import pytest
 from tests.docs.test_messages import QUOTED, pattern_of
 from tests.ranks import PRELOADED
 
-ABSENT = ("wandb", "transformer_engine", "flash_attn")  # as in an environment without the extras
+ABSENT = (
+    "wandb",
+    "transformer_engine",
+    "flash_attn",
+    "liger_kernel",
+    "torchao",
+)  # as in an environment without the extras
 PRESETS = "finetune, llama3_1_8b, llama3_2_1b, llama_packed, llama_unpacked, qwen3_0_6b, smoke"
 KNOWN_COLUMNS = (
     "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, instruction + output, "
@@ -99,6 +105,13 @@ MISTAKES = {
     ),
     "no wandb": Mistake(
         "--config-name smoke logger=wandb", "logger.wandb needs the package wandb: pip install 'automodel-lite[wandb]'."
+    ),
+    "no liger": Mistake(
+        "--config-name smoke loss=liger", "loss needs the package liger_kernel: pip install 'automodel-lite[liger]'."
+    ),
+    "no torchao": Mistake(
+        "--config-name smoke optimizer=adamw_8bit",
+        "optimizer needs the package torchao: pip install 'automodel-lite[ao]'.",
     ),
     "token ids beyond the vocabulary": Mistake(
         "--config-name smoke model.config.vocab_size=50",

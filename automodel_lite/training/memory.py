@@ -130,8 +130,8 @@ def _logits(
 
 
 def liger_rows(tokens: float, vocabulary: int, hidden: int) -> int:
-    """Rows of logits that Liger's kernel has at one time: about as much memory as its input (liger-kernel 0.5 to 0.6,
-    from its source).
+    """Rows of logits that Liger's kernel has at one time: about as much memory as its input (read in the source of
+    liger-kernel 0.6.4 and 0.8.5).
     """
     least = math.ceil(tokens / math.ceil(vocabulary / hidden))
     return int(min(tokens, 2 ** math.ceil(math.log2(max(least, 1)))))
