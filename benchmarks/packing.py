@@ -35,7 +35,8 @@ from automodel_lite.config import DataloaderConfig
 from automodel_lite.packing.balance import CostModel, deal, imbalance, pack_costs
 from automodel_lite.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.packing.order import seeded_order
-from automodel_lite.packing.packs import PackedDataset, TokenArrays, pack_dataset
+from automodel_lite.packing.pack_dataset import pack_dataset
+from automodel_lite.packing.packs import PackedDataset, TokenArrays
 from automodel_lite.packing.plan import plan_packs
 from automodel_lite.training.loader import read_batches
 from automodel_lite.training.pack_order import BatchShape, MicroBatchSampler, epoch_order

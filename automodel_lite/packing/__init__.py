@@ -3,7 +3,8 @@
 plan.py               plan_packs(lengths, ...) -> PackPlan: settings, over-long documents, counts
 strategies.py         the strategies
 packer.py             Packer: the options of the config node `packed_sequence`
-packs.py              PackedDataset (lazy), pack_dataset (materialised), EMPTY_PACK
+packs.py              PackedDataset, which reads packs lazily; EMPTY_PACK
+pack_dataset.py       pack_dataset: all packs at once
 report.py             what a plan costs and gains, as text and as data
 balance.py            packs of equal attention work side by side
 stream.py             StreamedPacks: packs of documents that arrive one by one

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.packing.packs import CROSS_ENTROPY_IGNORE_IDX, flat_samples, split_of
+from automodel_lite.packing.pack_dataset import flat_samples, split_of
+from automodel_lite.packing.packs import CROSS_ENTROPY_IGNORE_IDX
 from automodel_lite.packing.strategies import worst_fit
 
 logger = logging.getLogger(__name__)

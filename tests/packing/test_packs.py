@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from automodel_lite.collate import packed_sequence_thd_collater
 from automodel_lite.datasets.token_rows import IndexedRows
 from automodel_lite.errors import DataError
-from automodel_lite.packing.packs import (
-    CROSS_ENTROPY_IGNORE_IDX,
-    EMPTY_PACK,
-    PackedDataset,
-    TokenArrays,
-    flatten,
-    pack_dataset,
-)
+from automodel_lite.packing.pack_dataset import pack_dataset
+from automodel_lite.packing.packs import CROSS_ENTROPY_IGNORE_IDX, EMPTY_PACK, PackedDataset, TokenArrays, flatten
 from automodel_lite.packing.plan import padding_segments, plan_packs
 
 TWO = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5, 6, 7, 8], "labels": [5, 6, 7, 8, -100]}]
