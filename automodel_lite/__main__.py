@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from automodel_lite.commands import RECIPES, recipes_package
+from automodel_lite.commands import RECIPES, RECIPES_PACKAGE
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     module, _ = RECIPES[name]
     sys.argv = [f"automodel-lite {name}", *sys.argv[2:]]
-    runpy.run_module(f"{recipes_package()}.{module}", run_name="__main__")
+    runpy.run_module(f"{RECIPES_PACKAGE}.{module}", run_name="__main__")
 
 
 if __name__ == "__main__":

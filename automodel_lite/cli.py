@@ -31,14 +31,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.commands import RECIPES, as_typed
+from automodel_lite.commands import RECIPES, RECIPES_PACKAGE, as_typed
 from automodel_lite.config import Config
 from automodel_lite.config_check import check_config, with_defaults
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError, did_you_mean
 from automodel_lite.garbage import collecting_seldom
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.sweep import expand, run_sweep
-from automodel_lite.targets import CONF_DIR, IS_INSTALLED
+from automodel_lite.targets import CONF_DIR
 from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
@@ -99,9 +99,9 @@ def choose_allocator(environment: MutableMapping[str, str]) -> None:
 
 def imported(main: str) -> Callable[[Config], int | None]:
     """The function that "recipes.train_ft:main" names."""
-    module, function = main.split(":")
+    module, function = main.removeprefix("recipes.").split(":")
     with collecting_seldom():
-        loaded = importlib.import_module(f"automodel_lite.{module}" if IS_INSTALLED else module)
+        loaded = importlib.import_module(f"{RECIPES_PACKAGE}.{module}")
     found: Callable[[Config], int | None] = vars(loaded)[function]
     return found
 

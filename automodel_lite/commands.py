@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 
+from automodel_lite.targets import IS_INSTALLED
+
+RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
 RECIPES = {
     "train": ("train_ft", "fine-tune a Hugging Face causal LM on packed sequences"),
     "prepare": ("prepare_data", "tokenise and pack, and stop"),
@@ -22,14 +24,9 @@ def as_typed(text: str) -> str:
 
     >>> torchrun --nproc-per-node 4 recipes/train_ft.py   ->   torchrun --nproc-per-node 4 -m automodel_lite train
     """
-    if recipes_package() == "recipes":
+    if not IS_INSTALLED:
         return text
     for verb, (module, _) in RECIPES.items():
         text = re.sub(rf"(torchrun|python) recipes/{module}\.py", f"automodel-lite {verb}", text)
         text = text.replace(f"recipes/{module}.py", f"-m automodel_lite {verb}")
     return text
-
-
-def recipes_package() -> str:
-    """Where the recipes are: inside of an installed package, beside it in a checkout."""
-    return "automodel_lite.recipes" if find_spec("automodel_lite.recipes") else "recipes"
