@@ -90,3 +90,26 @@ def test_under_autocast_the_heads_products_are_bf16() -> None:
         assert want is not None
         assert got.dtype == want.dtype == torch.float32
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_the_fused_head_under_autocast_is_that_of_a_linear_layer() -> None:
+    """fp32 hidden states (the last norm's) and an fp32 master: products in bf16, as F.linear does them."""
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(40, 16), torch.randn(50, 16), torch.randint(0, 50, (40,))
+
+    def run(plain: bool) -> list[torch.Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            if plain:
+                loss = torch.nn.functional.cross_entropy(
+                    torch.nn.functional.linear(h, w).float(), labels, reduction="sum"
+                )
+            else:
+                loss = FusedLinearCrossEntropy()(h, w, labels, None)
+        loss.backward()
+        assert h.grad is not None
+        assert w.grad is not None
+        return [loss.detach(), h.grad, w.grad]
+
+    for got, want in zip(run(plain=False), run(plain=True), strict=True):
+        assert float((got - want).norm() / want.norm()) < 5e-3
