@@ -32,14 +32,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.commands import RECIPES, RECIPES_PACKAGE, as_typed
-from automodel_lite.config import Config
-from automodel_lite.config_check import check_config, with_defaults
+from automodel_lite.config.check import check_config, with_defaults
+from automodel_lite.config.schema import Config
+from automodel_lite.config.targets import CONF_DIR
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError, did_you_mean
 from automodel_lite.garbage import collecting_seldom
 from automodel_lite.redact import ScrubbedStream, scrub
+from automodel_lite.run.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 from automodel_lite.sweep import expand, run_sweep
-from automodel_lite.targets import CONF_DIR
-from automodel_lite.training.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend

@@ -30,7 +30,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from automodel_lite.errors import ConfigError, RunStoppedError
-from automodel_lite.training.stopping import PREEMPTED_EXIT
+from automodel_lite.run.stopping import PREEMPTED_EXIT
 
 _CHILD = "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
 _GRACE_S = 30.0  # that the other ranks get to notice by themselves that a job has failed

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.distributed.zigzag import concatenated_ranges, owned_segments, shard_indices
 from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.zigzag import concatenated_ranges, owned_segments, shard_indices
 
 KERNELS = {
     "varlen": "automodel_lite.attention.varlen.VarlenAttention",

@@ -23,7 +23,7 @@ def measure(variant: str, vocabulary: int, tokens: int, hidden: int) -> dict[str
     import torch
     import torch.nn.functional as F
 
-    from automodel_lite.training.loss import FusedLinearCrossEntropy
+    from automodel_lite.models.loss import FusedLinearCrossEntropy
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

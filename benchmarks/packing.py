@@ -30,17 +30,18 @@ import datasets
 import numpy as np
 import torch
 
-from automodel_lite.collate import packed_sequence_thd_collater
-from automodel_lite.config import DataloaderConfig
-from automodel_lite.packing.balance import CostModel, deal, imbalance, pack_costs
-from automodel_lite.packing.histogram import assign, best_fit, lower_bound
-from automodel_lite.packing.order import seeded_order
-from automodel_lite.packing.pack_dataset import pack_dataset
-from automodel_lite.packing.packs import PackedDataset, TokenArrays
-from automodel_lite.packing.plan import plan_packs
-from automodel_lite.training.loader import read_batches
-from automodel_lite.training.pack_order import BatchShape, MicroBatchSampler, epoch_order
-from automodel_lite.training.pack_order import deal as deal_steps
+from automodel_lite.config.schema import DataloaderConfig
+from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.data.loader import read_batches
+from automodel_lite.data.pack_order import BatchShape, MicroBatchSampler, epoch_order
+from automodel_lite.data.pack_order import deal as deal_steps
+from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
+from automodel_lite.data.packing.histogram import assign, best_fit, lower_bound
+from automodel_lite.data.packing.order import seeded_order
+from automodel_lite.data.packing.packs import PackedDataset, TokenArrays
+from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.flops import CostModel
+from automodel_lite.nemo_api.packed_sequence import pack_dataset
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs

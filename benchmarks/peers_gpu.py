@@ -135,11 +135,10 @@ def build(variant: Variant, device: str) -> Any:
     from automodel_lite.attention.adapter import install
     from automodel_lite.attention.auto import auto_attention
     from automodel_lite.attention.spec import attention_spec
-    from automodel_lite.distributed.parallelize import decoder_layers
-    from automodel_lite.models.layers import compile_layers, recompute_layers
+    from automodel_lite.config.components import locate
+    from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
+    from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
     from automodel_lite.models.loss_model import LossModel
-    from automodel_lite.parts import locate
-    from automodel_lite.training.loss import CrossEntropy, FusedLinearCrossEntropy
 
     hidden, layers, heads, kv_heads, inner, vocabulary, tied = SHAPES[variant.shape]
     config = LlamaConfig(
@@ -175,7 +174,7 @@ def build(variant: Variant, device: str) -> Any:
     losses = {
         "fused": FusedLinearCrossEntropy,
         "plain": CrossEntropy,
-        "liger": lambda: locate("automodel_lite.training.liger_loss.LigerLinearCrossEntropy")(),
+        "liger": lambda: locate("automodel_lite.models.liger.LigerLinearCrossEntropy")(),
     }
     return LossModel(lm, losses[variant.loss]())
 

@@ -65,8 +65,8 @@ def measure(overrides: list[str], folder: str) -> Measured:
     import torch
 
     from automodel_lite.cli import compose_config
-    from automodel_lite.config_check import check_config
-    from automodel_lite.training.device_feed import DeviceFeed
+    from automodel_lite.config.check import check_config
+    from automodel_lite.data.device_feed import DeviceFeed
     from automodel_lite.training.scaling import Hardware, estimate
     from recipes.train_ft import TrainFinetuneRecipe
 
@@ -115,7 +115,7 @@ def _traffic() -> Iterator[Counter[str]]:
     from torch.distributed import ProcessGroup
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from automodel_lite.distributed import exchange
+    from automodel_lite.parallel import exchange
 
     received: Counter[str] = Counter()
     in_exchange: list[str] = []

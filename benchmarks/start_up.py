@@ -51,10 +51,10 @@ def data_seconds(job: Job) -> tuple[float, float]:
     """CPU seconds of tokenising and packing, cold and from the cache, in this process after a warm-up of imports."""
     import time
 
-    from automodel_lite.datasets.tokenize import tokenize_documents
-    from automodel_lite.datasets.tokenizer import load_tokenizer
-    from automodel_lite.packing.plan import plan_packs
-    from automodel_lite.parts import build
+    from automodel_lite.config.components import build
+    from automodel_lite.data.packing.plan import plan_packs
+    from automodel_lite.data.tokenize import tokenize_documents
+    from automodel_lite.data.tokenizer import load_tokenizer
     from benchmarks.peers.recipe import recipe_config
 
     config = recipe_config(job)

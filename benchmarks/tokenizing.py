@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.datasets.files import FilesDataset
-from automodel_lite.datasets.render import SampleRenderer
-from automodel_lite.datasets.tokenize import tokenize_documents
-from automodel_lite.datasets.tokenize_chunks import num_cores
-from automodel_lite.datasets.tokenizer import train_bpe_tokenizer
+from automodel_lite.data.files import FilesDataset
+from automodel_lite.data.render import SampleRenderer
+from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenize_chunks import num_cores
+from automodel_lite.data.tokenizer import train_bpe_tokenizer
 
 
 def main() -> None:

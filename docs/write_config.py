@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the schema (automodel_lite/config.py) and the groups and presets (conf/).
+"""Writes docs/config.md from the schema (automodel_lite/config/schema.py) and the groups and presets (conf/).
 
 python docs/write_config.py            (--check: exit with 1 when it is stale)
 """
@@ -15,15 +15,15 @@ from typing import get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from automodel_lite import config as schema
 from automodel_lite.cli import CONF_DIR, groups, presets
-from automodel_lite.config_check import describe
+from automodel_lite.config import schema
+from automodel_lite.config.check import describe
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\
 # Configuration reference
 
-Written by `python docs/write_config.py` from `automodel_lite/config.py` and `conf/`: do not edit.
+Written by `python docs/write_config.py` from `automodel_lite/config/schema.py` and `conf/`: do not edit.
 
 A preset (`--config-name`) chooses one option of each group and sets a few values. Everything can be overridden on the
 command line without a `+`: `group=option` chooses, `group.key=value` sets. `--cfg job` prints the whole configuration.

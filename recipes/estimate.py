@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 
 from automodel_lite.cli import argument_parser, compose_config, run_tool
-from automodel_lite.config_check import check_config
-from automodel_lite.parts import build
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import build
 
 
 def main(argv: list[str] | None = None) -> None:

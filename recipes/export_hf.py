@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 
-    from automodel_lite.loggers.console import quiet_libraries  # --help needs no torch
-    from automodel_lite.models.export import export_hf
-    from automodel_lite.models.merge import load_trained
+    from automodel_lite.run.export import export_hf
+    from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
+    from automodel_lite.tools.merge import load_trained
 
     quiet_libraries()
     trained = load_trained(

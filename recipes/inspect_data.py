@@ -17,15 +17,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from automodel_lite.config import Config
-from automodel_lite.datasets.show import mark_trained
-from automodel_lite.datasets.streaming import NUM_HEAD_DOCUMENTS, StreamingDataset
-from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.config.schema import Config
+from automodel_lite.data.packing.draw import draw_histogram, draw_mask, draw_pack
+from automodel_lite.data.packing.packs import PackedDataset
+from automodel_lite.data.packing.report import packing_report
+from automodel_lite.data.prepare import PreparedData, prepare_first_documents
+from automodel_lite.data.show import mark_trained
+from automodel_lite.data.streaming import NUM_HEAD_DOCUMENTS, StreamingDataset
 from automodel_lite.errors import DataError
-from automodel_lite.packing.draw import draw_histogram, draw_mask, draw_pack
-from automodel_lite.packing.packs import PackedDataset
-from automodel_lite.packing.report import packing_report
-from automodel_lite.training.prepare import PreparedData, prepare_first_documents
+from automodel_lite.parallel.mesh import MeshShape
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3

@@ -12,10 +12,10 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.prepare_data:main")
 
-from automodel_lite.config import Config
-from automodel_lite.distributed.mesh import MeshShape
-from automodel_lite.packing.report import packing_report
-from automodel_lite.training.prepare import StreamedData, prepare_data
+from automodel_lite.config.schema import Config
+from automodel_lite.data.packing.report import packing_report
+from automodel_lite.data.prepare import StreamedData, prepare_data
+from automodel_lite.parallel.mesh import MeshShape
 
 
 def main(config: Config) -> int:

@@ -19,11 +19,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="the folder to write to (default: the run's; of several: report)")
     args = parser.parse_args(argv)
 
-    from automodel_lite.report import CAN_DRAW, HOW_TO_DRAW  # --help needs no matplotlib
+    from automodel_lite.tools.report import CAN_DRAW, HOW_TO_DRAW  # --help needs no matplotlib
 
     if not CAN_DRAW:
         raise ConfigError(HOW_TO_DRAW)
-    from automodel_lite.report.page import write_report
+    from automodel_lite.tools.report.page import write_report
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
     for path in write_report(args.runs, target):

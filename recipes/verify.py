@@ -29,21 +29,21 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.collate import packed_sequence_thd_collater
-from automodel_lite.config import Config
-from automodel_lite.distributed.context_parallel import cp_shard
-from automodel_lite.distributed.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
-from automodel_lite.distributed.parallelize import choose_precision, choose_strategy, parallelize
-from automodel_lite.loggers.console import Console, quiet_libraries
-from automodel_lite.models.build import check_cp, choose_attention, choose_loss, load_and_adapt
-from automodel_lite.models.causal_lm import CausalLM
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config
+from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.models.part import first_layers
-from automodel_lite.parts import build
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
+from automodel_lite.parallel.shard import cp_shard
+from automodel_lite.parallel.sharding import choose_precision, choose_strategy, parallelize
+from automodel_lite.seed import seed_all
+from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labelled_rows, to_thd
-from automodel_lite.training.equality import Check, Step, difference, names, table, take_gradients
-from automodel_lite.training.seed import seed_all
-from automodel_lite.training.verify_sample import Sample, draw_sample
+from automodel_lite.tools.equality import Check, Step, difference, names, table, take_gradients
+from automodel_lite.tools.first_layers import first_layers
+from automodel_lite.tools.verify_sample import Sample, draw_sample
+from automodel_lite.training.build import check_cp, choose_attention, choose_loss, load_and_adapt
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""

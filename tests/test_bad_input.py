@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from automodel_lite.errors import ConfigError, DataError
-from tests.training.small_run import train
+from tests.run.small_run import train
 
 
 def chat(number: int, answer: str = "it is {}.") -> str:
@@ -202,7 +202,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_for_a_while_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from automodel_lite.training import durable
+    from automodel_lite.run import durable
 
     answers = iter([0, 0, *[1 << 40] * 100])
     monkeypatch.setattr(durable, "free_bytes", lambda folder: next(answers))

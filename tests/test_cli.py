@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import choose_allocator, compose_config, groups, help_text, presets
-from automodel_lite.config_check import check_config
+from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config_check import check_config
+from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub, secrets
 
@@ -32,12 +32,12 @@ def check(*overrides: str) -> None:
         "torch.load",
         "torch.hub.load",
         "torch.nn.modules.module.os.system",
-        "automodel_lite.parts.importlib.import_module",
-        "automodel_lite.training.durable.write_file",
+        "automodel_lite.config.components.importlib.import_module",
+        "automodel_lite.run.durable.write_file",
         "automodel_lite.training.optim.torch.load",
         "torch.optimism",
-        "automodel_lite.datasets.files.FilesDataset.__init__",
-        "automodel_lite.datasets.files.os",
+        "automodel_lite.data.files.FilesDataset.__init__",
+        "automodel_lite.data.files.os",
         "notes/evil.py",
         "evil",
     ],
@@ -46,7 +46,7 @@ def test_foreign_targets_are_refused_before_they_are_imported(target: str, monke
     def no_import(path: str) -> None:
         raise AssertionError(f"{path} was imported")
 
-    monkeypatch.setattr("automodel_lite.config_check.locate", no_import)
+    monkeypatch.setattr("automodel_lite.config.check.locate", no_import)
     with pytest.raises(ConfigError, match=r"optimizer\._target_=.*(is not allowed|not the dotted path)"):
         check(f"optimizer._target_={target}")
 
@@ -81,7 +81,7 @@ def test_a_preset_cannot_grant_anything(tmp_path: Path, grant: str) -> None:
 
 @pytest.mark.parametrize("revision", ["null", "main", "v1.0", "abc123"])
 def test_remote_code_needs_a_pinned_commit(revision: str) -> None:
-    from automodel_lite.parts import build
+    from automodel_lite.config.components import build
 
     chosen = ["model=pretrained", "model.pretrained=someone/model", "model.trust_remote_code=true"]
     config = check_config(compose_config("smoke", [*chosen, f"model.revision={revision}"]))

@@ -56,7 +56,7 @@ def test_a_plain_run_imports_nothing_that_only_other_configs_use(tmp_path: Path)
         *("checkpoint.export_hf=false", "report=false", "training.num_threads=1"),
     ]
     run = (
-        "from automodel_lite.cli import compose_config, imported; from automodel_lite.config_check import check_config; "
+        "from automodel_lite.cli import compose_config, imported; from automodel_lite.config.check import check_config; "
         f"assert imported('recipes.train_ft:main')(check_config(compose_config('llama_packed', {overrides}))) == 0"
     )
     assert imported_of(ONLY_SOME_CONFIGS, run) == []

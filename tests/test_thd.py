@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.collate import packed_sequence_thd_collater
+from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.thd import (
     process_input_for_thd,
     split_batch_into_thd_chunks,

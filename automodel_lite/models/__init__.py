@@ -1,1 +1,4 @@
-"""Hugging Face models: built or loaded, with the loss as their output, and exported."""
+"""Hugging Face models: built or loaded, with the loss as their output.
+
+Knows: layers, heads, adapters; no ranks and no files of data. Imports: attention and the rooms below.
+"""

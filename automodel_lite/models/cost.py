@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value, layer_window
-from automodel_lite.packing.balance import CostModel
+from automodel_lite.flops import CostModel
 
 
 def cost_model(model_config: PretrainedConfig) -> CostModel:

@@ -17,9 +17,9 @@ import transformers
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.distributed.parallelize import decoder_layers
+from automodel_lite.flops import CostModel
 from automodel_lite.models.cost import cost_model
-from automodel_lite.packing.balance import CostModel
+from automodel_lite.models.layers import decoder_layers
 
 
 @dataclass(frozen=True)

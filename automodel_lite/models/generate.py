@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.causal_lm import check_source
-from automodel_lite.parts import locate
+from automodel_lite.models.source import check_source
 
 
 @dataclass(frozen=True)

@@ -93,3 +93,11 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_kept = op in KEPT_OPS or op.namespace in _KEPT_NAMESPACES
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+    """The transformer's layers: the outermost ModuleList. Raises ValueError without one."""
+    for module in lm.modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            return list(module)
+    raise ValueError(f"{type(lm).__name__} has no list of layers to shard.")

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from automodel_lite.models.loss import Loss
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.loss import Loss
 
 
 class LossModel(nn.Module):

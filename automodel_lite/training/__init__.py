@@ -1,1 +1,4 @@
-"""What a step is made of: loss, optimizer, schedule, order of packs, checkpoints, metrics."""
+"""What the recipe puts together: the built model, optimizers, evaluation, memory, the dry run.
+
+Imports: every room below (telemetry, run, data, parallel, models, attention, config).
+"""

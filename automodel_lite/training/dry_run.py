@@ -11,20 +11,20 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from automodel_lite.config import Config
-from automodel_lite.distributed.mesh import MeshShape, mesh_shape, rank, world_size
-from automodel_lite.distributed.parallelize import choose_precision, choose_strategy
-from automodel_lite.loggers.console import Console
-from automodel_lite.loggers.start import count, data_lines, packing_text, steps_text, warmup_steps
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config
+from automodel_lite.data.plan import batch_shape
+from automodel_lite.data.prepare import prepare_data
 from automodel_lite.models.adapter import Peft
-from automodel_lite.models.build import choose_attention
-from automodel_lite.models.causal_lm import CausalLM
 from automodel_lite.models.cost import cost_model
 from automodel_lite.models.flops import model_size
-from automodel_lite.parts import build
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
+from automodel_lite.parallel.sharding import choose_precision, choose_strategy
+from automodel_lite.telemetry.console import Console
+from automodel_lite.training.build import choose_attention
 from automodel_lite.training.memory import estimate_memory, out_of_memory_text
-from automodel_lite.training.plan import batch_shape
-from automodel_lite.training.prepare import prepare_data
+from automodel_lite.training.start_lines import count, data_lines, packing_text, steps_text, warmup_steps
 
 
 def dry_run(config: Config) -> int:

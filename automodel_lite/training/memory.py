@@ -19,11 +19,11 @@ import torch
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config import Config
-from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.config.schema import Config
+from automodel_lite.data.plan import batch_shape
 from automodel_lite.models.flops import ModelSize
-from automodel_lite.training.loss import chunk_rows
-from automodel_lite.training.plan import batch_shape
+from automodel_lite.models.loss import chunk_rows
+from automodel_lite.parallel.mesh import MeshShape
 
 _MASTER = 4  # bytes of an fp32 value
 

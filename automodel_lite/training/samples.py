@@ -12,9 +12,9 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.attention.probe import stream_of
-from automodel_lite.config import SamplesConfig
-from automodel_lite.distributed.mesh import Mesh
-from automodel_lite.distributed.parallelize import ParallelModel
+from automodel_lite.config.schema import SamplesConfig
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.sharding import ParallelModel
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ import torch
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config import Config
-from automodel_lite.distributed.mesh import mesh_shape
+from automodel_lite.config.schema import Config
 from automodel_lite.models.flops import model_size, step_flops
+from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.memory import estimate_memory
 
 _BF16, _FP32 = 2, 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config import Config
-from automodel_lite.distributed.mesh import MeshShape, mesh_shape
+from automodel_lite.config.components import build_with
+from automodel_lite.config.schema import Config
+from automodel_lite.data.pack_order import BatchShape
+from automodel_lite.data.plan import batch_shape
 from automodel_lite.errors import ConfigError
-from automodel_lite.parts import build_with
-from automodel_lite.training.pack_order import BatchShape
-from automodel_lite.training.plan import batch_shape
+from automodel_lite.parallel.mesh import MeshShape, mesh_shape
 
 
 def check_sizes(config: Config, num_processes: int) -> tuple[MeshShape, BatchShape]:

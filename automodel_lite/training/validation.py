@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from automodel_lite.distributed.mesh import Mesh
-from automodel_lite.distributed.parallelize import ParallelModel
-from automodel_lite.packing.packs import PackedDataset
+from automodel_lite.data.device_feed import DeviceFeed
+from automodel_lite.data.loader import PackLoader, validation_steps
+from automodel_lite.data.packing.packs import PackedDataset
+from automodel_lite.data.stream_loader import StreamLoader
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.device_feed import DeviceFeed
-from automodel_lite.training.loader import PackLoader, validation_steps
-from automodel_lite.training.stream_loader import StreamLoader
 
 
 @torch.no_grad()

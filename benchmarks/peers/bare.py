@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from automodel_lite.distributed.mesh import Mesh, MeshShape
-from automodel_lite.distributed.parallelize import ParallelModel
-from automodel_lite.models.build import build_model
+from automodel_lite.config.components import build
+from automodel_lite.data.loader import PackLoader
+from automodel_lite.data.pack_order import BatchShape, Cursor
+from automodel_lite.data.prepare import prepare_data
 from automodel_lite.models.cost import cost_model
-from automodel_lite.parts import build
+from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.loader import PackLoader
+from automodel_lite.training.build import build_model
 from automodel_lite.training.optim import adamw, clip_gradients
-from automodel_lite.training.pack_order import BatchShape, Cursor
-from automodel_lite.training.prepare import prepare_data
 from benchmarks.peers.job import LR, Clock, Job, use_one_thread
 from benchmarks.peers.recipe import recipe_config
 

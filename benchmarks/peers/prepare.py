@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_lite.datasets.tokenize import tokenize_documents
-from automodel_lite.parts import build, build_with
+from automodel_lite.config.components import build, build_with
+from automodel_lite.data.tokenize import tokenize_documents
 from benchmarks.peers.job import Job
 from benchmarks.peers.recipe import recipe_config
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config import Config
-from automodel_lite.config_check import check_config
-from automodel_lite.training.loader import StepBatches
-from automodel_lite.training.metrics import StepResult
+from automodel_lite.config.check import check_config
+from automodel_lite.config.schema import Config
+from automodel_lite.data.loader import StepBatches
+from automodel_lite.telemetry.metrics import StepResult
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
 from recipes import train_ft
 

@@ -15,7 +15,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config_check import check_config
+from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.sweep import expand
 

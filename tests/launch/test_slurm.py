@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm_cluster import Cluster, _free_port, missing
-from tests.training.small_run import QUICK, losses, train_on
+from tests.run.small_run import QUICK, losses, train_on
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = [*QUICK, "training.max_steps=150", "training.log_every_steps=1", "checkpoint.every_steps=50"]

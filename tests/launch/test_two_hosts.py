@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.small_run import QUICK, losses
+from tests.run.small_run import QUICK, losses
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ import pytest
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
 from recipes import export_hf
-from tests.training.small_run import train
+from tests.run.small_run import train
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM

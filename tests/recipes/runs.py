@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config import Config
-from automodel_lite.config_check import check_config
+from automodel_lite.config.check import check_config
+from automodel_lite.config.schema import Config
 from recipes.train_ft import main
 from tests.ranks import run_ranks
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config import Config
-from automodel_lite.config_check import check_config
+from automodel_lite.config.check import check_config
+from automodel_lite.config.schema import Config
 from recipes import inspect_data, prepare_data
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from automodel_lite.data.device_feed import ReadyStep
 from automodel_lite.errors import ConfigError
-from automodel_lite.training.device_feed import ReadyStep
-from automodel_lite.training.metrics import StepResult
+from automodel_lite.telemetry.metrics import StepResult
 from recipes.train_ft import TrainFinetuneRecipe, main
 from tests.ranks import run_ranks
 from tests.recipes.runs import config_of, losses, rows_of, train

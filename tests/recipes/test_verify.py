@@ -17,7 +17,7 @@ from tests.attention.test_adapter import LeakingAttention
 from tests.ranks import run_ranks
 from tests.recipes.runs import config_of
 
-CAUSAL_LM = "automodel_lite.models.causal_lm.CausalLM"
+CAUSAL_LM = "automodel_lite.models.source.CausalLM"
 
 
 def verify(folder: Path, *overrides: str) -> int:

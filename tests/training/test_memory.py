@@ -7,18 +7,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.probe import stream_of
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.config import Config, MeshConfig, TrainingConfig
-from automodel_lite.distributed.mesh import MeshShape
+from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.flops import model_size
-from automodel_lite.training.failures import recorded
+from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.run.failures import recorded
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.training.memory import estimate_memory, liger_rows, out_of_memory_text, remedies
-from automodel_lite.training.run_folder import RunFolder
 from recipes.train_ft import main
 from tests.recipes.runs import config_of
 
 TOKENS = 64
-FUSED = {"_target_": "automodel_lite.training.loss.FusedLinearCrossEntropy", "chunk_tokens": 16}
+FUSED = {"_target_": "automodel_lite.models.loss.FusedLinearCrossEntropy", "chunk_tokens": 16}
 LLAMA = LlamaConfig(
     vocab_size=64,
     hidden_size=64,
@@ -95,7 +95,7 @@ def test_liger_holds_a_chunk_of_logits():
     assert liger_rows(8192, 128_256, 4096) == 256
     assert liger_rows(100, 64, 64) == 100
     config = config_with()
-    config.loss = {"_target_": "automodel_lite.training.liger_loss.LigerLinearCrossEntropy"}
+    config.loss = {"_target_": "automodel_lite.models.liger.LigerLinearCrossEntropy"}
     size = model_size(LLAMA)
     estimate = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
     assert estimate.logits == TOKENS * 64 * 2 + 2 * 4 * 64 * 64

@@ -1,0 +1,247 @@
+"""The check of a configuration before anything is loaded: every problem at once, each with the closest name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from automodel_lite.config.components import locate
+from automodel_lite.config.schema import AT_LEAST, CHOICES, Config, Part
+from automodel_lite.config.targets import check_origin, own_targets, target_problem
+from automodel_lite.errors import ConfigError, did_you_mean
+
+
+def check_config(raw: DictConfig) -> Config:
+    """A composed configuration -> the typed one; raises one ConfigError that lists every problem, a line each.
+
+    Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}` before anything is
+    loaded.
+    """
+    problems = list(_unresolved(raw))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    plain: Any = OmegaConf.to_container(raw, resolve=True)
+    problems = [*_schema_problems(plain, Config, ""), *_target_problems(plain)]
+    problems += [*_choice_problems(plain), *_range_problems(plain), *_name_problems(plain)]
+    if not any("_target_" in problem for problem in problems):
+        for key, part in _parts(plain):
+            problems += _part_problems(key, part)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+    assert isinstance(config, Config)
+    return config
+
+
+def with_defaults(raw: DictConfig) -> DictConfig:
+    """The configuration with the schema's defaults filled in; keys that the schema does not know stay."""
+    merged = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(Config)), raw)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _unresolved(raw: DictConfig) -> Iterator[str]:
+    """Missing values (`???`) and interpolations that do not resolve, each with its key."""
+
+    def walk(node: Any, literal: Any, prefix: str) -> Iterator[str]:
+        for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
+            path = prefix + str(key)
+            if OmegaConf.is_missing(node, key):
+                yield f"{path} has no value: set {path}=..."
+                continue
+            try:
+                child = node[key]
+            except OmegaConfBaseException as error:
+                text = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+                cause = text.strip('"').rstrip(".")
+                yield f"{path}={literal[key]}: {cause}."
+                continue
+            if OmegaConf.is_config(child) and not isinstance(literal[key], str):
+                yield from walk(child, literal[key], f"{path}.")
+
+    yield from walk(raw, OmegaConf.to_container(raw, resolve=False), "")
+
+
+def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:
+    hints = typing.get_type_hints(schema)
+    for key, value in node.items():
+        path = f"{prefix}{key}"
+        if key not in hints:
+            leaf, shown = _first_leaf(path, value)
+            yield f"{leaf}={_show(shown)}: unknown key{did_you_mean(leaf, known_keys()) or '.'}"
+        elif is_dataclass(hints[key]):
+            if isinstance(value, dict):
+                yield from _schema_problems(value, hints[key], f"{path}.")
+            else:
+                yield f"{path}={_show(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
+        elif hints[key] == Part:
+            if not isinstance(value, dict):
+                yield f"{path}={_show(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
+        elif not matches(value, hints[key]):
+            yield f"{path}={_show(value)} must be {describe(hints[key])}."
+
+
+def _choice_problems(plain: dict[str, Any]) -> Iterator[str]:
+    for key, choices in CHOICES.items():
+        value = _lookup(plain, key)
+        if value is not None and value not in choices:
+            yield f"{key}={_show(value)} must be one of {', '.join(choices)}{did_you_mean(str(value), choices) or '.'}"
+
+
+def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
+    for key, least in AT_LEAST.items():
+        value = _lookup(plain, key)
+        if isinstance(value, (int, float)) and value < least:
+            yield f"{key}={value} must be at least {least}."
+
+
+def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
+    name = str(plain["name"])
+    if not re.fullmatch(r"[\w][\w.,=+@ -]*", name):
+        yield f"name={name!r} must be a plain folder name (letters, digits, _-.=+@): set output_dir=... for a path."
+
+
+def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
+    """Targets that are not allowed; nothing is imported before this is known."""
+    allowed = _lookup(plain, "security.allow_targets") or []
+    refused = False
+    for key, part in _parts(plain):
+        if problem := target_problem(part["_target_"], allowed):
+            refused = True
+            yield f"{key}.{problem}"
+    if refused:
+        return
+    for key, part in _parts(plain):
+        if part["_target_"] not in own_targets():
+            try:
+                check_origin(part["_target_"], locate(part["_target_"]), allowed)
+            except ConfigError as error:
+                yield f"{key}.{error}"
+
+
+def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
+    """Arguments that the part's target does not take, or takes as another type."""
+    try:
+        target = locate(part["_target_"])
+    except ConfigError as error:
+        text, path = str(error), part["_target_"]
+        if text.startswith(f"{path} needs the package"):
+            text = f"{key}{text.removeprefix(path)}"
+        yield text if text.startswith(key) else f"{key}.{text}"
+        return
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = _parameter_hints(target)
+    for name, value in part.items():
+        path = f"{key}.{name}"
+        if name == "_target_" or (takes_any and name not in parameters):
+            continue
+        if name not in parameters:
+            options = [f"{key}.{p}" for p in parameters]
+            near = did_you_mean(path, options) or f"; if the preset sets it, ~{path} takes it out."
+            yield f"{path}={_show(value)}: unknown key{near}"
+        elif (
+            name in hints and not (isinstance(value, dict) and "_target_" in value) and not matches(value, hints[name])
+        ):
+            yield f"{path}={_show(value)} must be {describe(hints[name])}."
+
+
+def _parameter_hints(target: Callable[..., Any]) -> dict[str, Any]:
+    annotated = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(annotated)
+    except (NameError, TypeError):  # annotations of another library that only exist for its type checker
+        return {}
+
+
+def _parts(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every block with a `_target_`, with its key."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield prefix, node
+        for key, value in node.items():
+            yield from _parts(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _parts(value, f"{prefix}.{index}")
+
+
+def known_keys() -> list[str]:
+    """Every key of the schema, dotted: `training.max_steps`."""
+
+    def walk(schema: type, prefix: str) -> Iterator[str]:
+        for name, hint in typing.get_type_hints(schema).items():
+            yield prefix + name
+            if is_dataclass(hint):
+                yield from walk(typing.cast(type, hint), f"{prefix}{name}.")
+
+    return list(walk(Config, ""))
+
+
+def matches(value: Any, hint: Any) -> bool:
+    """Does a YAML value fit a type annotation? An int serves as a float; annotations of objects take anything."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(matches(value, arg) for arg in args)
+    if origin is typing.Literal:
+        return value in args
+    if hint is type(None):
+        return value is None
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str)
+    if (origin or hint) in (list, tuple):
+        item = args[0] if args else Any
+        return isinstance(value, (list, tuple)) and all(matches(v, item) for v in value)
+    if (origin or hint) is dict:
+        return isinstance(value, dict)
+    return True
+
+
+def describe(hint: Any) -> str:
+    """A type annotation in words: `int | None` -> `a whole number or null`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(hint, "a list" if (origin or hint) in (list, tuple) else "a group of keys")
+
+
+def _lookup(plain: Mapping[str, Any], key: str) -> Any:
+    node: Any = plain
+    for step in key.split("."):
+        if not isinstance(node, dict) or step not in node:
+            return None
+        node = node[step]
+    return node
+
+
+def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
+    """`optimizr`, {"lr": 1} -> `optimizr.lr`, 1: the key as it was typed."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        path = f"{path}.{key}"
+    return path, value
+
+
+def _first_option(key: str) -> str:
+    return {"model": "pretrained", "dataset": "path", "optimizer": "lr"}.get(key, "_target_")
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,247 @@
+"""Corpora that were tokenised beforehand: flat token files, mapped into memory and read as they are.
+
+    corpus.bin             a b c d e f g …      uint16 or uint32, documents end to end
+    corpus.offsets.npy     0     3       7 …    int64 [N + 1], documents (absent: a separator token ends each)
+    corpus.json            {"dtype": "uint16"}
+
+Megatron's pairs (`corpus.bin`, `corpus.idx`) are read too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from automodel_lite.data.documents import Question
+from automodel_lite.data.token_rows import ID_DTYPE, IndexedRows
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.thd import IGNORE_INDEX
+
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+DTYPES = ("uint16", "uint32")
+SCAN_TOKENS = 1 << 24
+
+
+class MemmapRows(IndexedRows):
+    """The documents of a mapped token file; every token but the first of a document is trained on.
+
+    Args:
+        path: the `.bin` file; opened again where the rows are unpickled.
+        offsets: int64 [N + 1], where each document starts; the tokens between are the document.
+        bos_id, eos_id: put before and behind documents that do not have it already.
+    """
+
+    def __init__(
+        self, path: Path, dtype: str, offsets: np.ndarray, bos_id: int | None = None, eos_id: int | None = None
+    ):
+        self._arguments = (path, dtype, offsets, bos_id, eos_id)
+        self._bos_id, self._eos_id = bos_id, eos_id
+        self.tokens = _map_tokens(path, dtype)
+        self._offsets = offsets
+        self._lengths = np.diff(offsets)
+        if bos_id is not None:
+            self._lengths = self._lengths + self._lacks(bos_id, offsets[:-1])
+        if eos_id is not None:
+            self._lengths = self._lengths + self._lacks(eos_id, offsets[1:] - 1)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._lengths
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        """A view of the file's tokens where nothing is added to them; labels are made here."""
+        tokens = self.tokens[self._offsets[index] : self._offsets[index + 1]]
+        if self._lengths[index] != len(tokens):
+            tokens = self._framed(tokens)
+        labels = np.full(len(tokens), IGNORE_INDEX, ID_DTYPE)
+        labels[:-1] = tokens[1:]
+        return {"input_ids": tokens, "labels": labels}
+
+    def __reduce__(self) -> tuple:
+        return MemmapRows, self._arguments
+
+    def _lacks(self, token: int, places: np.ndarray) -> np.ndarray:
+        """Which documents, empty ones left out, have another token at their place; looks into every document."""
+        filled = np.diff(self._offsets) > 0
+        lacks = np.zeros(len(places), bool)
+        lacks[filled] = self.tokens[places[filled]] != token
+        return lacks
+
+    def _framed(self, tokens: np.ndarray) -> np.ndarray:
+        bos = [self._bos_id] if self._bos_id is not None and tokens[0] != self._bos_id else []
+        eos = [self._eos_id] if self._eos_id is not None and tokens[-1] != self._eos_id else []
+        return np.concatenate([np.array(bos, ID_DTYPE), tokens.astype(ID_DTYPE), np.array(eos, ID_DTYPE)])
+
+
+@dataclass
+class MemmapCorpus:
+    """Pre-tokenised corpora; nothing is tokenised or cached, the files are the rows.
+
+    Args:
+        path: a `.bin` file (or the name without its ending), or several.
+        val_path: validation corpora by name, or one.
+        dtype: `uint16` or `uint32`, for files without a `.json` or `.idx` that says so.
+        separator_id: the token that ends each document, for files without document boundaries.
+        bos_id, eos_id: put before and behind documents that do not have it already.
+    """
+
+    path: str | Sequence[str]
+    val_path: str | Mapping[str, str] | None = None
+    dtype: str | None = None
+    separator_id: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+
+    train: IndexedRows = field(init=False)
+    val: dict[str, IndexedRows] = field(init=False)
+    kind: str = field(init=False, default="rows")
+    questions: list[Question] = field(init=False, default_factory=list)
+    description: str = field(init=False)
+    identity: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        paths = [self.path] if isinstance(self.path, str) else list(self.path)
+        parts = [self._open(path, "dataset.path") for path in paths]
+        self.train = parts[0] if len(parts) == 1 else JoinedRows(parts)
+        named = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
+        self.val = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
+        self.description = f"{', '.join(Path(path).name for path in paths)}: {len(self.train):,} documents, "
+        self.description += f"{self.train.num_tokens:,} tokens, mapped as they are"
+        stamps = [
+            f"{path} {_bin_path(path).stat().st_size} B at {_bin_path(path).stat().st_mtime_ns}" for path in paths
+        ]
+        self.identity = f"memmap({'; '.join(stamps)}; separator_id={self.separator_id}, bos_id={self.bos_id}, "
+        self.identity += f"eos_id={self.eos_id})"
+
+    def _open(self, path: str, key: str) -> MemmapRows:
+        if not _bin_path(path).is_file():
+            raise ConfigError(f"{key}={path}: there is no file {_bin_path(path)}.")
+        index = _bin_path(path).with_suffix(".idx")
+        dtype, offsets = (
+            read_megatron_index(index)
+            if index.is_file()
+            else _own_index(_bin_path(path), self.dtype, self.separator_id)
+        )
+        return MemmapRows(_bin_path(path), dtype, offsets, self.bos_id, self.eos_id)
+
+
+@dataclass(frozen=True)
+class JoinedRows(IndexedRows):
+    """Rows of several sources end to end."""
+
+    parts: Sequence[IndexedRows]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([part.lengths for part in self.parts])
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        for part in self.parts:
+            if index < len(part):
+                return part[index]
+            index -= len(part)
+        raise IndexError(index)
+
+
+def check_token_ids(rows: IndexedRows, name: str, vocab_size: int) -> None:
+    """Looks at a thousand documents spread over the set: ids beyond the tokenizer were made with another one.
+
+    Raises:
+        DataError: names the set and the document.
+    """
+    for index in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 1000)).astype(np.int64)).tolist():
+        tokens = rows[index]["input_ids"]
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise DataError(
+                f"{name}: document {index} holds the token {tokens.max()}, and the tokenizer has ids up to "
+                f"{vocab_size - 1}: the corpus was made with another tokenizer, or dataset.dtype is wrong."
+            )
+
+
+def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "uint32") -> None:
+    """Writes `<path>.bin`, `<path>.offsets.npy` and `<path>.json`; read them with `MemmapCorpus`.
+
+    Raises:
+        DataError: a token that `dtype` cannot hold.
+    """
+    most = np.iinfo(dtype).max
+    offsets = [0]
+    with path.with_suffix(".bin").open("wb") as file:
+        for number, document in enumerate(documents):
+            tokens = np.asarray(document, np.int64)
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= most:
+                raise DataError(f"document {number} holds the token {tokens.max()}; {dtype} holds up to {most}.")
+            file.write(tokens.astype(dtype).tobytes())
+            offsets.append(offsets[-1] + len(tokens))
+    np.save(path.with_suffix(".offsets.npy"), np.array(offsets, np.int64))
+    path.with_suffix(".json").write_text(json.dumps({"dtype": dtype}))
+
+
+def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
+    """The token type of a Megatron `.idx` file, and the offsets of its documents in tokens, int64 [N + 1].
+
+    Layout: magic, version (u64 = 1), type code (u8), number of sequences S (u64), number of document bounds D (u64),
+    int32 [S] lengths, int64 [S] byte pointers, int64 [D] first sequence of each document.
+    """
+    data = path.read_bytes()
+    header = struct.calcsize("<9sQBQQ")
+    if len(data) < header:
+        raise DataError(f"{path.name}: is too short for a Megatron index.")
+    magic, version, code, num_sequences, num_bounds = struct.unpack_from("<9sQBQQ", data)
+    if magic != MEGATRON_MAGIC or version != 1 or code not in MEGATRON_DTYPES:
+        raise DataError(f"{path.name}: is no Megatron index (magic {magic!r}, version {version}, token type {code}).")
+    if len(data) < header + 12 * num_sequences + 8 * num_bounds:
+        raise DataError(f"{path.name}: is cut off: it should hold {num_sequences:,} sequences.")
+    dtype = MEGATRON_DTYPES[code]
+    lengths = np.frombuffer(data, np.int32, num_sequences, header)
+    pointers = np.frombuffer(data, np.int64, num_sequences, header + 4 * num_sequences)
+    bounds = np.frombuffer(data, np.int64, num_bounds, header + 12 * num_sequences)
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if not np.array_equal(pointers, ends[:-1] * np.dtype(dtype).itemsize):
+        raise DataError(f"{path.name}: its sequences do not lie end to end in the .bin file.")
+    return dtype, ends[bounds]
+
+
+def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple[str, np.ndarray]:
+    described = path.with_suffix(".json")
+    if described.is_file():
+        dtype = json.loads(described.read_text())["dtype"]
+    if dtype not in DTYPES:
+        raise ConfigError(f"dataset.dtype={dtype} must be one of {', '.join(DTYPES)}: {path.name} does not say it.")
+    offsets = path.with_suffix(".offsets.npy")
+    if offsets.is_file():
+        return dtype, np.asarray(np.load(offsets, mmap_mode="r"))
+    if separator_id is None:
+        raise ConfigError(
+            f"dataset.separator_id=null: {path.name} has no {offsets.name}; name the token that ends its documents."
+        )
+    return dtype, _offsets_by_separator(_map_tokens(path, dtype), separator_id)
+
+
+def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:
+    """A document ends behind its separator; what follows the last one is a document too."""
+    ends = [
+        np.flatnonzero(tokens[start : start + SCAN_TOKENS] == separator_id) + start + 1
+        for start in range(0, len(tokens), SCAN_TOKENS)
+    ]
+    offsets = np.concatenate([[0], *ends]).astype(np.int64)
+    return offsets if offsets[-1] == len(tokens) else np.append(offsets, len(tokens))
+
+
+def _map_tokens(path: Path, dtype: str) -> np.ndarray:
+    if path.stat().st_size % np.dtype(dtype).itemsize:
+        raise DataError(f"{path.name}: {path.stat().st_size} bytes are no whole number of {dtype} tokens.")
+    return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _bin_path(path: str) -> Path:
+    return Path(path).expanduser() if path.endswith(".bin") else Path(f"{Path(path).expanduser()}.bin")

@@ -1,0 +1,177 @@
+"""Several datasets as one: by weights, repeats or caps, reproducible to the document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from automodel_lite.data.documents import DocumentRows, Documents, Question
+from automodel_lite.data.memmap import MemmapCorpus
+from automodel_lite.data.sources import ConcatenatedRows
+from automodel_lite.data.token_rows import IndexedRows, TokenRows
+from automodel_lite.errors import ConfigError
+
+Stop = Literal["first_exhausted", "all_exhausted"]
+MANY_REPEATS = 4  # times that a document may be seen an epoch before the table warns
+Rows = TokenRows | IndexedRows
+
+
+@dataclass(frozen=True)
+class Part:
+    """One dataset of a mixture: `weight` or `repeat`, and a cap on its documents."""
+
+    dataset: Documents | MemmapCorpus
+    weight: float | None = None
+    repeat: float = 1.0
+    max_documents: int | None = None
+
+
+class Mixture:
+    """Datasets by name.
+
+    Args:
+        parts: name -> `{dataset, weight}` or `{dataset, repeat}`, optional `max_documents` (the first ones).
+            Weights are shares of the tokens of an epoch, of any sum. A repeat of 2 takes every document twice, 0.5
+            takes half of them, drawn by `seed`.
+        stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
+            nothing is repeated), or until every one has (`all_exhausted`, small ones are repeated).
+        seed: draws the documents of partly taken datasets, and mixes the order.
+
+    Every dataset has its own validation sets and its own counts. What is drawn is the same in every epoch.
+
+    Raises:
+        ConfigError: weights for some datasets only, or a number that cannot be.
+    """
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Any]], stop: Stop = "first_exhausted", seed: int = 0):
+        if stop not in ("first_exhausted", "all_exhausted"):
+            raise ConfigError(f"dataset.stop={stop} must be first_exhausted or all_exhausted.")
+        self.parts = {name: _part(name, part) for name, part in parts.items()}
+        if not self.parts:
+            raise ConfigError("dataset.parts={} must name at least one dataset.")
+        weighted = [name for name, part in self.parts.items() if part.weight is not None]
+        if weighted and len(weighted) < len(self.parts):
+            other = next(name for name in self.parts if name not in weighted)
+            raise ConfigError(f"dataset.parts.{other}.weight=null: give all datasets weights, or none.")
+        self.stop: Stop = stop
+        self.seed = seed
+        self.kind = "mixture"
+        self.questions: Sequence[Question] = [q for part in self.parts.values() for q in part.dataset.questions]
+        self.description = "; ".join(f"{name} = {part.dataset.description}" for name, part in self.parts.items())
+
+    @property
+    def train(self) -> DocumentRows:
+        """The documents of all datasets, one after the other, as a tokenizer is trained on them."""
+        return ConcatenatedRows(
+            [p.dataset.train for p in self.parts.values() if not isinstance(p.dataset, MemmapCorpus)]
+        )
+
+    @property
+    def val(self) -> dict[str, DocumentRows]:
+        parts = {name: p.dataset for name, p in self.parts.items() if not isinstance(p.dataset, MemmapCorpus)}
+        return {key: rows for name, dataset in parts.items() for key, rows in prefixed(name, dataset.val).items()}
+
+    @property
+    def identity(self) -> str:
+        texts = [
+            f"{name}: {p.dataset.identity} {p.weight} {p.repeat} {p.max_documents}" for name, p in self.parts.items()
+        ]
+        return f"mixture({'; '.join(texts)}; {self.stop}, seed={self.seed})"
+
+    def mix(self, rows: Mapping[str, Rows]) -> MixedRows:
+        """The rows of an epoch, drawn from the rows of each dataset and shuffled."""
+        lengths = {name: part_rows.lengths[: self.parts[name].max_documents] for name, part_rows in rows.items()}
+        tokens = {name: int(part_lengths.sum()) for name, part_lengths in lengths.items()}
+        wanted = self._wanted_tokens(tokens)
+        chosen = [
+            choose_documents(lengths[name], wanted[name], np.random.default_rng([self.seed, number]))
+            for number, name in enumerate(rows)
+        ]
+        part_ids = np.repeat(np.arange(len(chosen)), [len(ids) for ids in chosen])
+        order = np.random.default_rng([self.seed, len(chosen)]).permutation(len(part_ids))
+        return MixedRows(tuple(rows.values()), tuple(rows), part_ids[order], np.concatenate(chosen)[order])
+
+    def table(self, mixed: MixedRows) -> list[str]:
+        """A line a dataset: what an epoch takes of it."""
+        taken = mixed.tokens_by_part()
+        total = max(1, sum(taken.values()))
+        lines = []
+        for name, rows in zip(mixed.names, mixed.parts):
+            own = int(rows.lengths[: self.parts[name].max_documents].sum())
+            times = taken[name] / max(1, own)
+            line = (
+                f"{name}: {taken[name]:,} tokens an epoch, {taken[name] / total:.1%} of all, {times:.2f} x its {own:,}"
+            )
+            lines.append(line + (f" (each document {times:.1f} times: more of it?)" if times > MANY_REPEATS else ""))
+        return lines
+
+    def _wanted_tokens(self, tokens: Mapping[str, int]) -> dict[str, float]:
+        weights = {name: part.weight for name, part in self.parts.items()}
+        if None in weights.values():
+            return {name: tokens[name] * self.parts[name].repeat for name in tokens}
+        sizes = [tokens[name] / weight for name, weight in weights.items() if weight]
+        epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
+        return {name: epoch * (weight or 0.0) for name, weight in weights.items()}
+
+
+class MixedRows(IndexedRows):
+    """Rows of several sets in one order: row i is row `row_ids[i]` of set `part_ids[i]`."""
+
+    def __init__(self, parts: Sequence[Rows], names: Sequence[str], part_ids: np.ndarray, row_ids: np.ndarray):
+        self.parts, self.names, self.part_ids, self.row_ids = parts, names, part_ids, row_ids
+        self._lengths = np.zeros(len(row_ids), np.int64)
+        for number, rows in enumerate(parts):
+            mine = part_ids == number
+            self._lengths[mine] = rows.lengths[row_ids[mine]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._lengths
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.parts[self.part_ids[index]][int(self.row_ids[index])]
+
+    def tokens_by_part(self) -> dict[str, int]:
+        """Tokens that an epoch takes of each set."""
+        sums = np.bincount(self.part_ids, weights=self._lengths, minlength=len(self.names))
+        return {name: int(tokens) for name, tokens in zip(self.names, sums)}
+
+
+def choose_documents(lengths: np.ndarray, num_tokens: float, rng: np.random.Generator) -> np.ndarray:
+    """Documents of about `num_tokens` tokens: all of them as often as they fit, then some that `rng` draws.
+
+    >>> choose_documents(np.array([2, 2]), 6, np.random.default_rng(0))
+    array([0, 1, 1])
+    """
+    total = int(lengths.sum())
+    if total == 0:
+        return np.zeros(0, np.int64)
+    num_whole = int(num_tokens / total + 1e-9)
+    whole = np.tile(np.arange(len(lengths)), num_whole)
+    drawn = rng.permutation(len(lengths))
+    before = np.concatenate([[0], np.cumsum(lengths[drawn])[:-1]])
+    rest = num_tokens - num_whole * total
+    # a document is in when at least half of it is
+    return np.concatenate([whole, np.sort(drawn[before + lengths[drawn] / 2 <= rest])])
+
+
+def _part(name: str, settings: Mapping[str, Any]) -> Part:
+    unknown = [key for key in settings if key not in ("dataset", "weight", "repeat", "max_documents")]
+    if unknown or "dataset" not in settings:
+        what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"
+        raise ConfigError(f"dataset.parts.{name}: {what}; a part has dataset, weight or repeat, max_documents.")
+    part = Part(**settings)
+    if part.weight is not None and "repeat" in settings:
+        raise ConfigError(f"dataset.parts.{name} has weight={part.weight} and repeat={part.repeat}: give one of them.")
+    for key, value in (("weight", part.weight), ("repeat", part.repeat), ("max_documents", part.max_documents)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"dataset.parts.{name}.{key}={value} must be over 0.")
+    return part
+
+
+def prefixed(name: str, sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Sets of a part under the mixture's names: its `val` is called like the part, others `part/name`."""
+    return {name if key == "val" else f"{name}/{key}": value for key, value in sets.items()}

@@ -1,0 +1,193 @@
+"""Plans on the histogram of lengths: cost grows with the distinct lengths, not with the documents.
+
+A plan is a list of placements: `bins` neighbouring bins from `first` on each receive `copies` documents of one length.
+Ten million documents make a few thousand placements; only `assign` touches the documents.
+
+    histogram {4: 2, 3: 1, 1: 3}, size 8     best_fit     length  first  bins  copies  slot
+                                                          4       0      1     2       0      bin 0 = 4 4
+                                                          3       1      1     1       0      bin 1 = 3 1 1 1
+                                                          1       1      1     3       1
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from automodel_lite.data.packing.order import longest_first, seeded_order
+
+ASSIGN_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Arrays of equal length [P], int64; `slot` is the place of the first copy inside of its bin.
+
+    Order: placements of the same length take the documents of that length one after the other.
+    """
+
+    length: np.ndarray
+    first: np.ndarray
+    bins: np.ndarray
+    copies: np.ndarray
+    slot: np.ndarray
+    num_bins: int
+
+    def per_bin(self, amount: np.ndarray) -> np.ndarray:
+        """Sum over the placements of each bin, int64 [num_bins]; `amount` is per placement and bin."""
+        steps = np.zeros(self.num_bins + 1, np.int64)
+        np.add.at(steps, self.first, amount)
+        np.subtract.at(steps, self.first + self.bins, amount)
+        return np.cumsum(steps)[:-1]
+
+    def filled(self) -> np.ndarray:
+        return self.per_bin(self.length * self.copies)
+
+
+def lower_bound(histogram: np.ndarray, size: int) -> int:
+    """No packing uses fewer bins: the larger of ceil(sum / size) and the L2 bound of Martello and Toth (1990).
+
+    histogram: int64 [size + 1], documents of each length. L2 counts, for each small length a, that documents over
+    size - a share a bin with none of length >= a, and documents over size / 2 with none of their kind.
+    """
+    lengths = np.arange(size + 1)
+    volume = histogram * lengths
+    total = int(volume.sum())
+    bound = -(-total // size)
+    if not histogram[size // 2 + 1 :].any():
+        return bound
+    count_over = np.concatenate([np.cumsum(histogram[::-1])[::-1], [0]])  # [a] = documents of length >= a
+    volume_over = np.concatenate([np.cumsum(volume[::-1])[::-1], [0]])
+    a = np.arange(size // 2 + 1)
+    half = size // 2 + 1
+    large = count_over[size - a + 1]
+    middle = count_over[half] - large
+    middle_volume = volume_over[half] - volume_over[size - a + 1]
+    small_volume = volume_over[a] - volume_over[half]
+    beyond = small_volume - (middle * size - middle_volume)
+    return max(bound, int((large + middle + np.maximum(0, -(-beyond // size))).max()))
+
+
+def best_fit(histogram: np.ndarray, size: int) -> Placements:
+    """Best-fit decreasing, exactly, in milliseconds: at most 11/9 of the optimum + 1 (Johnson 1973), usually + 2 bins.
+
+    All bins with the same free space are one class. Each step empties a class or a length, and the free space of a
+    used class falls below half: O(distinct lengths x log size) steps.
+    """
+    out: list[tuple[int, int, int, int, int]] = []
+    classes: dict[int, list[tuple[int, int, int]]] = {}  # free space -> (first bin, bins, documents in each)
+    spaces: list[int] = []  # the keys of `classes`, sorted
+    num_bins = 0
+
+    def file(space: int, ranges: tuple[int, int, int]) -> None:
+        if not space:
+            return
+        if space in classes:
+            classes[space].append(ranges)
+        else:
+            classes[space] = [ranges]
+            insort(spaces, space)
+
+    for length in np.flatnonzero(histogram)[::-1].tolist():
+        left = int(histogram[length])
+        while left:
+            at = bisect_left(spaces, length)
+            if at < len(spaces):
+                space = spaces[at]
+                first, bins, slot = classes[space].pop()
+            else:
+                space, slot, first = size, 0, num_bins
+                bins = -(-left // (size // length))
+                num_bins += bins
+            fit = space // length
+            whole = min(left // fit, bins)  # bins that take as many as fit
+            if whole:
+                out.append((length, first, whole, fit, slot))
+                file(space - fit * length, (first, whole, slot + fit))
+                left -= whole * fit
+            if whole < bins and left:  # then left < fit: one bin takes the last ones
+                out.append((length, first + whole, 1, left, slot))
+                file(space - left * length, (first + whole, 1, slot + left))
+                left, whole = 0, whole + 1
+            if whole < bins:
+                classes[space].append((first + whole, bins - whole, slot))
+            if at < len(spaces) and not classes.get(space, [()]):
+                del classes[space]
+                del spaces[bisect_left(spaces, space)]
+    return placements_of(out, num_bins)
+
+
+def assign(
+    placements: Placements, lengths: np.ndarray, size: int, seed: int, epoch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Document ids in pack order (int32 or int64 [N]) and offsets (int64 [packs + 1]).
+
+    Documents of equal length and the packs themselves stand in a seeded order.
+    """
+    n = len(lengths)
+    source = longest_first(lengths, size, seed, epoch)
+    by_length = np.argsort(-placements.length, kind="stable")
+    length, first, bins, copies, slot = (
+        x[by_length] for x in (placements.length, placements.first, placements.bins, placements.copies, placements.slot)
+    )
+    del length
+    amount = bins * copies
+    taken = np.cumsum(amount)
+    shuffled = seeded_order(placements.num_bins, seed, epoch)
+    counts = placements.per_bin(placements.copies)
+    offsets = np.zeros(placements.num_bins + 1, np.int64)
+    np.cumsum(counts[shuffled], out=offsets[1:])
+    begin = np.empty(placements.num_bins, np.int64)
+    begin[shuffled] = offsets[:-1]
+    doc_ids = np.empty(n, np.int32 if n < 2**31 else np.int64)
+    large = amount >= 4096
+    for j in np.flatnonzero(large).tolist():
+        stop = int(taken[j])
+        places = begin[first[j] : first[j] + bins[j]] + slot[j]
+        for copy in range(int(copies[j])):
+            doc_ids[places + copy] = source[stop - int(amount[j]) + copy : stop : int(copies[j])]
+    _assign_small(np.flatnonzero(~large), taken, amount, first, copies, slot, begin, source, doc_ids)
+    return doc_ids, offsets
+
+
+def _assign_small(
+    small: np.ndarray,
+    taken: np.ndarray,
+    amount: np.ndarray,
+    first: np.ndarray,
+    copies: np.ndarray,
+    slot: np.ndarray,
+    begin: np.ndarray,
+    source: np.ndarray,
+    doc_ids: np.ndarray,
+) -> None:
+    """Writes the documents of many small placements into doc_ids, about a million at a time."""
+    ends = np.cumsum(amount[small])
+    start = 0
+    while start < len(small):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + ASSIGN_BLOCK, side="right")))
+        part = small[start:stop]
+        which = np.repeat(part, amount[part])
+        nth = np.arange(len(which)) - np.repeat(np.cumsum(amount[part]) - amount[part], amount[part])
+        bin_of, copy = np.divmod(nth, copies[which])
+        doc_ids[begin[first[which] + bin_of] + slot[which] + copy] = source[(taken - amount)[which] + nth]
+        start = stop
+
+
+def join(a: Placements, b: Placements) -> Placements:
+    return Placements(
+        np.concatenate([a.length, b.length]),
+        np.concatenate([a.first, b.first + a.num_bins]),
+        np.concatenate([a.bins, b.bins]),
+        np.concatenate([a.copies, b.copies]),
+        np.concatenate([a.slot, b.slot]),
+        a.num_bins + b.num_bins,
+    )
+
+
+def placements_of(rows: list[tuple[int, int, int, int, int]], num_bins: int) -> Placements:
+    length, first, bins, copies, slot = np.array(rows, np.int64).reshape(-1, 5).T
+    return Placements(length, first, bins, copies, slot, num_bins)

@@ -1,0 +1,99 @@
+"""The options of the config node `packed_sequence`, checked when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from automodel_lite.data.packing.balance import BALANCES
+from automodel_lite.data.packing.packs import FlatRows, PackedDataset
+from automodel_lite.data.packing.plan import OVERLONG, PackPlan, check_settings, plan_packs
+from automodel_lite.data.token_rows import IndexedRows
+from automodel_lite.errors import ConfigError
+
+
+class Packer:
+    """Plans packs from lengths and reads them; what every option means stands in conf/packed_sequence/.
+
+    cp_size is the mesh's, handed over at build time: slots of documents are multiples of 2 * cp_size when it is over 1.
+    slot_multiple asks for wider slots, so that runs on other meshes use the same packs. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        packed_sequence_size: int,
+        strategy: str = "exact_fill",
+        max_packs: int | None = None,
+        overlong: str | None = None,
+        drop_long_samples: bool | None = None,
+        balance: str = "step",
+        slot_multiple: int | None = None,
+        seed: int = 0,
+        repack_each_epoch: bool = False,
+        padding_idx: int = 0,
+        column_generation: bool = False,
+        cp_size: int = 1,
+    ):
+        if balance not in BALANCES:
+            raise ConfigError(f"packed_sequence.balance={balance!r} is unknown: use one of {', '.join(BALANCES)}.")
+        self.packed_sequence_size = packed_sequence_size
+        self.strategy = strategy
+        self.max_packs = max_packs
+        self.overlong = _overlong(overlong, drop_long_samples)
+        check_settings(packed_sequence_size, strategy, self.overlong, max_packs, 1, column_generation)
+        self.balance = balance
+        self.slot_multiple = _slot_multiple(packed_sequence_size, slot_multiple, cp_size)
+        self.seed = seed
+        self.repack_each_epoch = repack_each_epoch
+        self.padding_idx = padding_idx
+        self.column_generation = column_generation
+
+    def plan(self, lengths: Sequence[int] | np.ndarray, epoch: int = 0) -> PackPlan:
+        """The plan of an epoch; all epochs share one unless `repack_each_epoch`."""
+        return plan_packs(
+            lengths,
+            self.packed_sequence_size,
+            strategy=self.strategy,
+            seed=self.seed,
+            epoch=epoch if self.repack_each_epoch else 0,
+            overlong=self.overlong,
+            max_packs=self.max_packs,
+            slot_multiple=self.slot_multiple,
+            column_generation=self.column_generation,
+        )
+
+    def packs(self, rows: FlatRows | IndexedRows, plan: PackPlan) -> PackedDataset:
+        return PackedDataset(rows, plan, self.padding_idx)
+
+
+def _overlong(overlong: str | None, drop_long_samples: bool | None) -> str:
+    """`drop_long_samples` is the reference's name for two of the four choices."""
+    if overlong is not None and overlong not in OVERLONG:
+        raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")
+    if drop_long_samples is None:
+        return overlong or "drop"
+    named = "drop" if drop_long_samples else "error"
+    if overlong not in (None, named):
+        raise ConfigError(
+            f"packed_sequence.drop_long_samples={drop_long_samples} means overlong={named} and contradicts "
+            f"packed_sequence.overlong={overlong}: set only overlong."
+        )
+    return named
+
+
+def _slot_multiple(size: int, slot_multiple: int | None, cp_size: int) -> int:
+    needed = 2 * cp_size if cp_size > 1 else 1
+    multiple = needed if slot_multiple is None else slot_multiple
+    if multiple < 1 or multiple % needed:
+        raise ConfigError(
+            f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * mesh.cp): use "
+            f"{max(1, -(-multiple // needed)) * needed}, or null."
+        )
+    if size % multiple:
+        rule = "2 * mesh.cp" if slot_multiple is None else "packed_sequence.slot_multiple"
+        raise ConfigError(
+            f"packed_sequence.packed_sequence_size={size} must be a multiple of {multiple} ({rule}): use "
+            f"{-(-size // multiple) * multiple}."
+        )
+    return multiple

@@ -1,0 +1,332 @@
+"""Pack plans: which documents form which pack, decided on lengths alone.
+
+    plan = plan_packs([900, 300, 2000, 724], 1024, overlong="split")
+    len(plan)                      4 packs
+    plan.doc_ids, plan.offsets     documents (or pieces of them) of pack i: doc_ids[offsets[i]:offsets[i + 1]]
+
+A plan is a pure function of its arguments: every rank makes the same one, and nothing is exchanged.
+
+strategy     packs are at most                      order of documents
+exact_fill   1.002 x best-fit                       seeded epoch order, moved by about ten places
+global       11/9 of the optimum + 1 (best-fit)     by length, shuffled inside equal lengths; packs shuffled
+worst_fit    2 x the optimum                        longest first into the emptiest pack
+next_fit     2 x the optimum                        the order of the dataset, one open pack
+wrapped      ceil(tokens / size), documents cut     the seeded epoch order
+none         one a document                         the order of the dataset
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from automodel_lite.data.packing.histogram import lower_bound
+from automodel_lite.data.packing.order import seeded_order
+from automodel_lite.data.packing.strategies import strategy_of
+from automodel_lite.errors import ConfigError, DataError
+
+STRATEGIES = ("exact_fill", "global", "worst_fit", "next_fit", "wrapped", "none")
+OVERLONG = ("drop", "truncate", "split", "error")
+PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
+
+
+@dataclass(frozen=True)
+class PlanCounts:
+    """What became of every document: packed + dropped + left out; of every token: the same + cut."""
+
+    documents: int
+    tokens: int
+    packed_documents: int
+    packed_tokens: int
+    dropped_documents: int  # over-long, overlong="drop"
+    dropped_tokens: int
+    truncated_documents: int  # over-long, overlong="truncate"
+    cut_tokens: int
+    split_documents: int  # in more than one piece
+    pieces: int  # entries of doc_ids
+    left_out_documents: int  # by max_packs
+    left_out_tokens: int
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """doc_ids int32|int64 [P], offsets int64 [packs + 1], tokens_per_pack int64 [packs] (real tokens).
+
+    starts, stops: int64 [P], the tokens of each document that are meant; None where every document is whole.
+    `lower_bound` and `num_packs_made` are packs before `max_packs` took its sample. `note` says what was decided on the
+    way (one sentence or empty).
+    """
+
+    doc_ids: np.ndarray
+    offsets: np.ndarray
+    tokens_per_pack: np.ndarray
+    starts: np.ndarray | None
+    stops: np.ndarray | None
+    packed_sequence_size: int
+    slot_multiple: int
+    strategy: str
+    seed: int
+    epoch: int
+    num_packs_made: int
+    lower_bound: int
+    counts: PlanCounts
+    note: str = ""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def ragged(self) -> bool:
+        """Rows have the length of their document (strategy none) instead of `packed_sequence_size`."""
+        return self.strategy == "none"
+
+    @property
+    def documents_per_pack(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def piece_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Real tokens of every entry of doc_ids, int64 [P]."""
+        if self.starts is None or self.stops is None:
+            return np.asarray(lengths)[self.doc_ids]
+        return self.stops - self.starts
+
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal for equal plans: ranks compare it, a resumed run compares it."""
+        digest = hashlib.sha256(f"{self.packed_sequence_size} {self.slot_multiple} {self.strategy}".encode())
+        for array in (self.doc_ids, self.offsets, self.starts, self.stops):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array, "<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    def save(self, folder: str | Path) -> None:
+        """Writes plan.json and one .npy file an array, which `load` maps into memory."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        scalars = {name: value for name, value in vars(self).items() if name not in _ARRAYS}
+        for name in _ARRAYS:
+            array = vars(self)[name]
+            if array is not None:
+                np.save(folder / f"{name}.npy", array)
+        scalars["counts"] = asdict(self.counts)
+        scalars["whole"] = self.starts is None
+        (folder / "plan.json").write_text(json.dumps(scalars, indent=1))
+
+    @staticmethod
+    def load(folder: str | Path) -> PackPlan:
+        folder = Path(folder)
+        if not (folder / "plan.json").is_file():
+            raise DataError(f"{folder} holds no pack plan (plan.json is missing): make it with PackPlan.save.")
+        scalars = json.loads((folder / "plan.json").read_text())
+        absent = ("starts", "stops") if scalars.pop("whole") else ()
+        arrays = {n: None if n in absent else np.load(folder / f"{n}.npy", mmap_mode="r") for n in _ARRAYS}
+        return PackPlan(**{**scalars, **arrays, "counts": PlanCounts(**scalars["counts"])})
+
+
+_ARRAYS = ("doc_ids", "offsets", "tokens_per_pack", "starts", "stops")
+
+
+def plan_packs(
+    lengths: Sequence[int] | np.ndarray,
+    packed_sequence_size: int,
+    *,
+    strategy: str = "exact_fill",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: str = "drop",
+    max_packs: int | None = None,
+    slot_multiple: int = 1,
+    column_generation: bool = False,
+) -> PackPlan:
+    """Distributes documents over packs of at most `packed_sequence_size` tokens.
+
+    lengths: positive integers [N], tokens of each document. slot_multiple: every document takes a slot that is a
+    multiple of it (2 * cp under context parallelism). overlong: what becomes of documents over the size; strategy
+    wrapped cuts every document where its pack ends, so none is over-long there. max_packs: a random sample of the
+    packs, each document with the same chance. column_generation: for strategy global, needs scipy.
+
+    Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
+    """
+    check_settings(packed_sequence_size, strategy, overlong, max_packs, slot_multiple, column_generation)
+    lengths = _checked_lengths(lengths)
+    note = ""
+    if strategy == "wrapped":
+        pieces, offsets = _wrapped(lengths, packed_sequence_size, slot_multiple, seed, epoch)
+        bound = len(offsets) - 1
+    else:
+        pool = _fit_overlong(lengths, packed_sequence_size, overlong)
+        slots = -(-pool.lengths // slot_multiple) if slot_multiple > 1 else pool.lengths
+        size = packed_sequence_size // slot_multiple
+        packed = strategy_of(strategy, column_generation)(slots, size, seed, epoch)
+        pieces, offsets, note = pool.taken(packed.order), packed.offsets, packed.note
+        bound = max(packed.lower_bound, lower_bound(np.bincount(slots, minlength=size + 1), size))
+    num_packs_made = len(offsets) - 1
+    if max_packs is not None and max_packs < num_packs_made:
+        pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
+    return PackPlan(
+        doc_ids=pieces.doc_ids.astype(np.int32 if len(lengths) < 2**31 else np.int64, copy=False),
+        offsets=offsets,
+        tokens_per_pack=np.add.reduceat(pieces.lengths, offsets[:-1], dtype=np.int64),
+        starts=pieces.starts,
+        stops=None if pieces.starts is None else pieces.starts + pieces.lengths,
+        packed_sequence_size=packed_sequence_size,
+        slot_multiple=slot_multiple,
+        strategy=strategy,
+        seed=seed,
+        epoch=epoch,
+        num_packs_made=num_packs_made,
+        lower_bound=bound,
+        counts=_count(lengths, pieces, packed_sequence_size, strategy, overlong),
+        note=note,
+    )
+
+
+def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
+    """Widths of the padding segments that fill a tail: at most PADDING_SEGMENT tokens, or one slot."""
+    widest = max(PADDING_SEGMENT // slot_multiple, 1) * slot_multiple
+    whole, rest = divmod(tail_tokens, widest)
+    return [widest] * whole + [rest] * (rest > 0)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Documents or parts of them: doc_ids [P], lengths [P], starts [P] (None: all whole)."""
+
+    doc_ids: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray | None
+
+    def taken(self, order: np.ndarray) -> _Pieces:
+        starts = None if self.starts is None else self.starts[order]
+        return _Pieces(self.doc_ids[order], self.lengths[order], starts)
+
+
+def _wrapped(lengths: np.ndarray, size: int, slot_multiple: int, seed: int, epoch: int) -> tuple[_Pieces, np.ndarray]:
+    """Documents one after the other in the seeded epoch order, cut where a pack ends. All in slots, then in tokens."""
+    order = seeded_order(len(lengths), seed, epoch)
+    ends = np.cumsum(-(-lengths[order] // slot_multiple))
+    width = size // slot_multiple
+    pack_starts = np.arange(0, int(ends[-1]), width)
+    starts = np.union1d(ends[:-1], pack_starts)
+    stops = np.append(starts[1:], ends[-1])
+    nth = np.searchsorted(ends, starts, side="right")
+    doc_ids = order[nth]
+    first_slot = ends[nth] - (-(-lengths[doc_ids] // slot_multiple))
+    piece_starts = (starts - first_slot) * slot_multiple
+    piece_lengths = np.minimum((stops - starts) * slot_multiple, lengths[doc_ids] - piece_starts)
+    offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
+    return _Pieces(doc_ids, piece_lengths, piece_starts), offsets
+
+
+def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> _Pieces:
+    """The documents, or what `overlong` leaves of them, none over `size` tokens."""
+    long = lengths > size
+    everything = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
+    if not long.any():
+        return _Pieces(everything, lengths, None)
+    if overlong == "error":
+        worst = int(lengths.argmax())
+        raise DataError(
+            f"document {worst} has {int(lengths[worst])} tokens and {int(long.sum())} of {len(lengths)} documents are "
+            f"over packed_sequence.packed_sequence_size={size}: raise it, or set packed_sequence.overlong to drop, "
+            "truncate or split."
+        )
+    if overlong == "truncate":
+        return _Pieces(everything, np.minimum(lengths, size), np.zeros(len(lengths), np.int64))
+    if overlong == "split":
+        num_pieces = -(-lengths // size)
+        doc_ids = np.repeat(everything, num_pieces)
+        nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+        starts = nth * size
+        return _Pieces(doc_ids, np.minimum(lengths[doc_ids] - starts, size), starts)
+    if long.all():
+        raise DataError(
+            f"all {len(lengths)} documents are over packed_sequence.packed_sequence_size={size} (the shortest has "
+            f"{int(lengths.min())} tokens) and would be dropped: raise it, or set packed_sequence.overlong to truncate "
+            "or split."
+        )
+    return _Pieces(everything[~long], lengths[~long], None)
+
+
+def _sample(pieces: _Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[_Pieces, np.ndarray]:
+    """`max_packs` random packs in the order of the plan: every document has the same chance."""
+    chosen = np.sort(seeded_order(len(offsets) - 1, seed, epoch)[:max_packs])
+    sizes = np.diff(offsets)[chosen]
+    kept = np.zeros(max_packs + 1, np.int64)
+    np.cumsum(sizes, out=kept[1:])
+    return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
+
+
+def _count(lengths: np.ndarray, pieces: _Pieces, size: int, strategy: str, overlong: str) -> PlanCounts:
+    long = lengths > size
+    tokens = int(lengths.sum())
+    dropped = long if strategy != "wrapped" and overlong == "drop" else np.zeros_like(long)
+    truncated = long if strategy != "wrapped" and overlong == "truncate" else np.zeros_like(long)
+    cut_tokens = int((lengths[truncated] - size).sum())
+    num_dropped, dropped_tokens = int(dropped.sum()), int(lengths[dropped].sum())
+    packed_tokens = int(pieces.lengths.sum())
+    if pieces.starts is None:
+        packed_documents, split = len(pieces.doc_ids), 0
+    else:
+        num_pieces = np.bincount(pieces.doc_ids, minlength=len(lengths))
+        packed_documents, split = int((num_pieces > 0).sum()), int((num_pieces > 1).sum())
+    return PlanCounts(
+        documents=len(lengths),
+        tokens=tokens,
+        packed_documents=packed_documents,
+        packed_tokens=packed_tokens,
+        dropped_documents=num_dropped,
+        dropped_tokens=dropped_tokens,
+        truncated_documents=int(truncated.sum()),
+        cut_tokens=cut_tokens,
+        split_documents=split,
+        pieces=len(pieces.doc_ids),
+        left_out_documents=len(lengths) - num_dropped - packed_documents,
+        left_out_tokens=tokens - dropped_tokens - cut_tokens - packed_tokens,
+    )
+
+
+def check_settings(
+    size: int, strategy: str, overlong: str, max_packs: int | None, slot_multiple: int, column_generation: bool
+) -> None:
+    """Raises ConfigError for arguments of plan_packs that cannot work, whatever the lengths."""
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"packed_sequence.strategy={strategy!r} is unknown: use one of {', '.join(STRATEGIES)}.")
+    if overlong not in OVERLONG:
+        raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")
+    for name, value in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+            cure = "use null for all packs" if name == "max_packs" else "use 1 or more"
+            raise ConfigError(f"packed_sequence.{name}={value!r} must be a whole number over 0: {cure}.")
+    if size % slot_multiple:
+        raise ConfigError(
+            f"packed_sequence.packed_sequence_size={size} must be a multiple of {slot_multiple} "
+            f"(packed_sequence.slot_multiple): use {-(-size // slot_multiple) * slot_multiple}."
+        )
+    if column_generation and strategy != "global":
+        raise ConfigError(
+            f"packed_sequence.column_generation=true needs packed_sequence.strategy=global, not {strategy}: set it so."
+        )
+    if column_generation and find_spec("scipy") is None:
+        raise ConfigError('packed_sequence.column_generation=true needs scipy: pip install "automodel-lite[packing]".')
+
+
+def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    array = np.asarray(lengths)
+    if array.ndim != 1:
+        raise DataError(f"lengths has shape {array.shape} and must be one whole number a document: pass a flat list.")
+    if not len(array):
+        raise DataError("there are no documents to pack: check the path, the split and the filters of the dataset.")
+    if array.dtype.kind not in "iu":
+        raise DataError(f"lengths[0]={array[0]!r} ({array.dtype}) must be whole numbers of tokens: pass integers.")
+    shortest = int(array.argmin())
+    if array[shortest] < 1:
+        raise DataError(
+            f"lengths[{shortest}]={int(array[shortest])} must be at least 1 token: leave empty documents out."
+        )
+    return array.astype(np.int64, copy=False)

@@ -1,0 +1,178 @@
+"""What a plan costs and gains, on one screen and as data (packing.json)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
+from automodel_lite.data.packing.order import seeded_order
+from automodel_lite.data.packing.plan import PackPlan
+from automodel_lite.flops import CostModel
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """All counts are of the plan; fractions are 0..1 of the positions that a model would compute.
+
+    padded_fill_frac: the same documents in a random order, batches of as many documents as a pack holds padded to
+    their longest. speedup_over_padding: positions of those batches over positions of the packs; attention is left
+    out, so with long documents it is more. slot_padding_tokens is what rounding to slot_multiple costs, apart from the
+    packing.
+    imbalance_before / after: see balance.imbalance; None without a cost model or with one rank.
+    """
+
+    strategy: str
+    packed_sequence_size: int
+    slot_multiple: int
+    seed: int
+    epoch: int
+    documents: int
+    tokens: int
+    packs: int
+    packed_documents: int
+    packed_tokens: int
+    packs_before_max_packs: int
+    lower_bound_packs: int
+    fill_frac: float
+    slot_padding_tokens: int
+    tail_padding_tokens: int
+    padded_fill_frac: float
+    speedup_over_padding: float
+    documents_per_pack_mean: float
+    documents_per_pack_min: int
+    documents_per_pack_max: int
+    longest_tokens: int
+    median_tokens: int
+    mean_tokens: float
+    dropped_documents: int
+    dropped_tokens: int
+    truncated_documents: int
+    cut_tokens: int
+    split_documents: int
+    left_out_documents: int
+    left_out_tokens: int
+    balance: str
+    imbalance_before: float | None
+    imbalance_after: float | None
+    note: str
+
+    def to_json(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {name:<20}{text}" for name, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        lines = [
+            ("documents", f"{self.documents:,} with {self.tokens:,} tokens"),
+            (
+                "length",
+                f"median {self.median_tokens:,}, mean {self.mean_tokens:,.1f}, longest {self.longest_tokens:,} tokens",
+            ),
+            ("strategy", f"{self.strategy}, {self.packed_sequence_size:,} tokens a pack, seed {self.seed}"),
+            ("packs", f"{self.packs_before_max_packs:,}; no plan has fewer than {self.lower_bound_packs:,}"),
+            (
+                "documents per pack",
+                f"{self.documents_per_pack_mean:.1f} (from {self.documents_per_pack_min:,} to "
+                f"{self.documents_per_pack_max:,})",
+            ),
+            ("fill", f"{_percent(self.fill_frac)}; padded batches {_percent(self.padded_fill_frac)}"),
+            ("speed-up", f"about {self.speedup_over_padding:.2f} x fewer positions than padded batches"),
+        ]
+        if self.packs != self.packs_before_max_packs:
+            left_out = f"{self.left_out_documents:,} documents, {self.left_out_tokens:,} tokens"
+            lines.append(("max_packs", f"a random sample of {self.packs:,} packs; left out {left_out}"))
+        if self.slot_padding_tokens:
+            frac = self.slot_padding_tokens / self.packed_tokens
+            rounding = f"slots of {self.slot_multiple} cost {self.slot_padding_tokens:,} tokens ({_percent(frac)})"
+            lines.append(("rounding", rounding))
+        if self.dropped_documents:
+            lines.append(("dropped", f"{self.dropped_documents:,} over-long documents, {self.dropped_tokens:,} tokens"))
+        if self.truncated_documents:
+            lines.append(("truncated", f"{self.truncated_documents:,} documents, {self.cut_tokens:,} tokens cut off"))
+        if self.split_documents:
+            lines.append(("split", f"{self.split_documents:,} documents over several packs or pieces"))
+        if self.imbalance_before is not None and self.imbalance_after is not None:
+            pace = f"slowest rank {self.imbalance_before:.3f} x the mean, {self.imbalance_after:.3f} x as dealt"
+            lines.append(("balance", f"{self.balance}: {pace}"))
+        if self.note:
+            lines.append(("note", self.note))
+        return lines
+
+
+def packing_report(
+    plan: PackPlan,
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    cost_model: CostModel | None = None,
+    balance: str = "none",
+    ranks: int = 1,
+    micro_steps: int = 1,
+    micro_batch_size: int = 1,
+) -> PackingReport:
+    """The report of a plan made from `lengths`; with a cost model and several ranks also its balance in one epoch."""
+    lengths = np.asarray(lengths)
+    slots = -(-plan.piece_lengths(lengths) // plan.slot_multiple) * plan.slot_multiple
+    counts = plan.counts
+    batch = micro_batch_size if plan.ragged else max(1, round(len(slots) / len(plan)))
+    padded = _padded_positions(plan, slots, batch)
+    positions = padded if plan.ragged else len(plan) * plan.packed_sequence_size
+    before, after = None, None
+    if cost_model is not None and ranks > 1:
+        layout = {"ranks": ranks, "micro_steps": micro_steps, "micro_batch_size": micro_batch_size}
+        costs = pack_costs(plan, lengths, cost_model)[seeded_order(len(plan), plan.seed, plan.epoch)]
+        before = imbalance(costs, **layout)
+        after = imbalance(costs[deal(costs, balance, **layout, seed=plan.seed)], **layout)
+    return PackingReport(
+        strategy=plan.strategy,
+        packed_sequence_size=plan.packed_sequence_size,
+        slot_multiple=plan.slot_multiple,
+        seed=plan.seed,
+        epoch=plan.epoch,
+        documents=counts.documents,
+        tokens=counts.tokens,
+        packs=len(plan),
+        packed_documents=counts.packed_documents,
+        packed_tokens=counts.packed_tokens,
+        packs_before_max_packs=plan.num_packs_made,
+        lower_bound_packs=plan.lower_bound,
+        fill_frac=counts.packed_tokens / positions,
+        slot_padding_tokens=int(slots.sum()) - counts.packed_tokens,
+        tail_padding_tokens=positions - int(slots.sum()),
+        padded_fill_frac=counts.packed_tokens / padded,
+        speedup_over_padding=padded / positions,
+        documents_per_pack_mean=counts.pieces / len(plan),
+        documents_per_pack_min=int(plan.documents_per_pack.min()),
+        documents_per_pack_max=int(plan.documents_per_pack.max()),
+        longest_tokens=int(lengths.max()),
+        median_tokens=int(np.median(lengths)),
+        mean_tokens=counts.tokens / counts.documents,
+        dropped_documents=counts.dropped_documents,
+        dropped_tokens=counts.dropped_tokens,
+        truncated_documents=counts.truncated_documents,
+        cut_tokens=counts.cut_tokens,
+        split_documents=counts.split_documents,
+        left_out_documents=counts.left_out_documents,
+        left_out_tokens=counts.left_out_tokens,
+        balance=balance,
+        imbalance_before=before,
+        imbalance_after=after,
+        note=plan.note,
+    )
+
+
+def _padded_positions(plan: PackPlan, slots: np.ndarray, batch: int) -> int:
+    """Positions of the plan's documents in a seeded order, `batch` at a time padded to the longest."""
+    slots = slots[seeded_order(len(slots), plan.seed, plan.epoch)]
+    starts = np.arange(0, len(slots), batch)
+    sizes = np.diff(np.append(starts, len(slots)))
+    return int((np.maximum.reduceat(slots, starts) * sizes).sum())
+
+
+def _percent(frac: float) -> str:
+    return f"{100 * frac:.2f} %"

@@ -1,0 +1,198 @@
+"""Batches of each optimizer step from a stream, with the same interface and the same promises as `PackLoader`.
+
+Shards take turns: pack k of the stream is the next pack of shard k % num_shards, or empty once that shard has ended.
+Rank r of W reads the shards r, r + W, …, so its packs are every W-th pack of the stream, and the global batches depend
+neither on the number of ranks nor on workers. The position is the state of every shard, taken behind the last pack
+that was trained on; what workers have read ahead is not in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from automodel_lite.config.schema import DataloaderConfig
+from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.data.loader import StepBatches, outlive_signals
+from automodel_lite.data.pack_order import BatchShape, Cursor
+from automodel_lite.data.packing.packer import Packer
+from automodel_lite.data.packing.packs import flatten, lay_out
+from automodel_lite.data.packing.stream import StreamedPacks
+from automodel_lite.data.token_stream import TokenStream
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parallel.mesh import Mesh
+
+Pack = dict[str, Any]
+ShardState = dict[str, Any]
+Turn = tuple[int, Pack | None, ShardState | None]  # shard, its next pack and its state behind it; None: it has ended
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class StreamLoader:
+    """Endless optimizer steps over a stream, which begins again when it ends."""
+
+    tokens: TokenStream
+    packer: Packer
+    shape: BatchShape
+    mesh: Mesh
+    config: DataloaderConfig
+
+    def __post_init__(self) -> None:
+        readers = self.shape.dp_size * max(1, self.config.num_workers)
+        if self._num_shards % readers:
+            raise ConfigError(
+                f"dataset.num_shards={self._num_shards} must be a multiple of {readers} ({self.shape.dp_size} "
+                f"data-parallel ranks x dataloader.num_workers={self.config.num_workers}): use "
+                f"{-(-self._num_shards // readers) * readers}."
+            )
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank
+
+    @property
+    def _num_shards(self) -> int:
+        return self.tokens.dataset.num_shards
+
+    def steps(self, cursor: Cursor) -> Iterator[StepBatches]:
+        """The steps that follow `cursor`, for ever.
+
+        Raises:
+            DataError: the stream ends without a pack.
+        """
+        while True:
+            num_steps = 0
+            for batches in self._epoch(cursor):
+                num_steps += 1
+                yield batches
+            if not num_steps and not cursor.packs:
+                raise DataError(
+                    f"{self.tokens.dataset.stream.name}: the stream ends without a document that fits a pack."
+                )
+            cursor = Cursor(cursor.epoch + 1)
+
+    def left_out(self, cursor: Cursor) -> dict[str, int]:
+        """Documents left out of this epoch so far, over all ranks: over-long ones, and those that train nothing."""
+        own = [s for shard, s in (cursor.shards or {}).items() if int(shard) % self.shape.dp_size == self.dp_rank]
+        counts = [sum(state[name] for state in own) for name in ("num_dropped", "num_empty")]
+        dropped, empty = (self.mesh.sum(torch.tensor(counts)) // self.mesh.shape.cp).tolist()
+        return {"stream/num_dropped": dropped, "stream/num_empty": empty}
+
+    def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
+        per_step = self.shape.global_batch_size // self.shape.dp_size
+        turns = self._turns(cursor)
+        states = dict(cursor.shards or {})
+        for step in itertools.count():
+            began = time.perf_counter()
+            taken = [next(turns, None) for _ in range(per_step)]
+            packs = [turn[1] if turn is not None else None for turn in taken]
+            batches = [self._collate(packs[i : i + self.shape.micro_batch_size]) for i in self._micro_starts(per_step)]
+            num_packs = self.mesh.sum(torch.tensor([sum(pack is not None for pack in packs)]))
+            wait_s = time.perf_counter() - began
+            if not num_packs.item():  # the same on all ranks, so all end the epoch at this step
+                return
+            states |= {str(turn[0]): turn[2] for turn in taken if turn is not None and turn[2] is not None}
+            num_taken = cursor.packs + (step + 1) * self.shape.global_batch_size
+            yield StepBatches(batches, [], cursor.epoch, Cursor(cursor.epoch, num_taken, dict(states)), wait_s)
+
+    def _turns(self, cursor: Cursor) -> Iterator[Turn | None]:
+        """This rank's turns from `cursor` on; None for a shard that has ended."""
+        own = range(self.mesh.dp_rank, self._num_shards, self.shape.dp_size)
+        first = cursor.packs // self.shape.dp_size % len(own)
+        shards = [*own[first:], *own[:first]]
+        states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
+        read = iter(read_turns(ShardTurns(self.tokens, self.packer, shards, states), self.config))
+        ahead = next(read, None)
+        for shard in itertools.cycle(shards):
+            if ahead is None:
+                return
+            if ahead[0] != shard:  # the worker that reads this shard has nothing left
+                yield None
+                continue
+            yield ahead
+            ahead = next(read, None)
+
+    def _micro_starts(self, num_packs: int) -> range:
+        return range(0, num_packs, self.shape.micro_batch_size)
+
+    def _collate(self, packs: list[Pack | None]) -> dict[str, Any]:
+        packer = self.packer
+        none = np.zeros(0, np.int64)
+        size = packer.packed_sequence_size
+        empty = lay_out(flatten([]), none, none, size, packer.slot_multiple, packer.padding_idx)
+        batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
+        pins = self.config.pin_memory and torch.cuda.is_available()
+        return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def gather_cursor(cursor: Cursor, mesh: Mesh) -> Cursor:
+    """The position with the states of all shards, which are spread over the ranks; for a checkpoint."""
+    if cursor.shards is None or mesh.root is None:
+        return cursor
+    own = {k: v for k, v in cursor.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
+    parts: list[dict[str, ShardState]] = [{}] * mesh.shape.world_size
+    dist.all_gather_object(parts, own)
+    return replace(cursor, shards={shard: state for part in parts for shard, state in part.items()})
+
+
+class ShardTurns(IterableDataset):
+    """The packs of some shards in turns; in a worker, of the worker's part of them.
+
+    A shard that has ended gives None in its turn, until all have ended.
+    """
+
+    def __init__(self, tokens: TokenStream, packer: Packer, shards: list[int], states: dict[int, ShardState]):
+        self.tokens, self.packer, self.shards, self.states = tokens, packer, shards, states
+
+    def __iter__(self) -> Iterator[Turn]:
+        worker = get_worker_info()
+        shards = self.shards[worker.id :: worker.num_workers] if worker else self.shards
+        streams = {shard: self._packs(shard) for shard in shards}
+        alive = set(shards)
+        while alive:
+            for shard in shards:
+                pack = next(streams[shard], None) if shard in alive else None
+                if pack is None:
+                    alive.discard(shard)
+                yield shard, pack, None if pack is None else streams[shard].state_dict()
+
+    def _packs(self, shard: int) -> StreamedPacks:
+        packs = StreamedPacks(
+            partial(self.tokens.read, shard),
+            self.packer.packed_sequence_size,
+            overlong=self.packer.overlong,
+            slot_multiple=self.packer.slot_multiple,
+            padding_idx=self.packer.padding_idx,
+        )
+        if shard in self.states:
+            packs.load_state_dict(self.states[shard])
+        return packs
+
+
+def read_turns(turns: ShardTurns, config: DataloaderConfig) -> StatefulDataLoader:
+    """A StatefulDataLoader over turns; its own state is not used (each turn carries the state behind it)."""
+    return StatefulDataLoader(
+        turns,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=config.num_workers,
+        multiprocessing_context="fork" if config.num_workers else None,  # a rank that is killed takes its workers along
+        prefetch_factor=config.prefetch_factor if config.num_workers else None,
+        worker_init_fn=outlive_signals,
+        snapshot_every_n_steps=_NEVER,
+    )
+
+
+def _as_it_is(turn: Turn) -> Turn:
+    return turn

@@ -1,0 +1,118 @@
+"""Tokenizers: loaded from a folder or the hub, or trained on the documents themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from automodel_lite.data.cache import build_once, default_cache_dir, short_hash
+from automodel_lite.data.documents import Documents, document_texts
+from automodel_lite.errors import ConfigError
+
+PAD, END = "<|pad|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] -}}<|end|>{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] -}}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+"""
+"""A turn is `<|role|>content<|end|>`; what an assistant says, its end token included, is marked as generated."""
+
+
+def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Loads a fast tokenizer from a folder or by its hub name.
+
+    `chat_template`: a file with a Jinja template, or the template itself, in place of the tokenizer's own.
+    """
+    looks_local = path.startswith((".", "/", "~")) or Path(path).expanduser().exists()
+    source = str(Path(path).expanduser()) if looks_local else path
+    if looks_local and not Path(source).is_dir():
+        raise ConfigError(f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub name.")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {first_line}") from error
+    if chat_template is not None:
+        is_file = "{" not in chat_template
+        tokenizer.chat_template = _read_template(chat_template) if is_file else chat_template
+    return require_fast(tokenizer, path)
+
+
+def require_fast(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerFast:
+    """Only fast tokenizers say which characters a token covers, which the training mask is made from."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"tokenizer.path={name} is a slow tokenizer ({type(tokenizer).__name__}): use a fast one.")
+    return tokenizer
+
+
+def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id that fills packs up: pad, else end, else 0. Padding is masked by position, so any id is right."""
+    return next(int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+
+
+def train_bpe_tokenizer(
+    documents: Documents, vocab_size: int = 384, *, max_chars: int = 20_000_000, cache_dir: str | Path | None = None
+) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it.
+
+    Args:
+        vocab_size: at least 262 (256 bytes, six special tokens).
+        max_chars: characters of the training documents that are looked at, from the first document on.
+    """
+    least = 256 + 2 + len(ROLES)
+    if vocab_size < least:
+        raise ConfigError(
+            f"tokenizer.vocab_size={vocab_size} must be at least {least} (256 bytes, {2 + len(ROLES)} special tokens)."
+        )
+    if documents.kind in ("tokens", "rows"):
+        raise ConfigError("tokenizer=bpe needs text to train on, and dataset has token ids: use tokenizer=pretrained.")
+    key = {
+        "data": documents.identity,
+        "vocab_size": str(vocab_size),
+        "max_chars": str(max_chars),
+        "template": short_hash(CHAT_TEMPLATE),
+    }
+
+    def build(folder: Path) -> None:
+        _train(document_texts(documents.train, max_chars), vocab_size).save_pretrained(folder)
+
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    entry = build_once(root, "tokenizers", f"bpe{vocab_size}", key, build)
+    return PreTrainedTokenizerFast.from_pretrained(entry.folder)
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, *ROLES],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD, eos_token=END, additional_special_tokens=list(ROLES)
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except OSError as error:
+        raise ConfigError(f"tokenizer.chat_template={path} cannot be read ({error.strerror}).") from error

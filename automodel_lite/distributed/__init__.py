@@ -1,1 +1,0 @@
-"""Processes: the device mesh, sharding of the model, context parallelism."""

@@ -1,1 +1,0 @@
-"""Where metrics go: the screen, metrics.jsonl, trackers."""

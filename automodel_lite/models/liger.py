@@ -1,0 +1,28 @@
+"""Liger's Triton kernel for head and loss in one (the package liger-kernel, CUDA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from torch import Tensor
+
+from automodel_lite.models.loss import LinearCrossEntropy, in_compute_dtype
+from automodel_lite.thd import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class LigerLinearCrossEntropy(LinearCrossEntropy):
+    """The same sum as `FusedLinearCrossEntropy`; the gradient of the head is accumulated in fp32."""
+
+    def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
+        if not len(labels_R):  # the kernel's grid would be empty
+            return hidden_RC.float().sum() + weight_VC.float().sum() * 0
+        kernel = LigerFusedLinearCrossEntropyLoss(
+            ignore_index=IGNORE_INDEX, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+        )
+        hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
+        with torch.autocast(hidden_RC.device.type, enabled=False):
+            loss: Tensor = kernel(weight_VC, hidden_RC, labels_R)
+        return loss.float()

@@ -1,0 +1,185 @@
+"""All packs at once as a dataset, next-fit in its order: the function that NeMo AutoModel has under this name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from automodel_lite.data.packing.packs import CROSS_ENTROPY_IGNORE_IDX, TokenArrays, flatten, spread
+from automodel_lite.data.packing.strategies import next_fit
+from automodel_lite.errors import ConfigError, DataError
+
+if TYPE_CHECKING:  # most of a second of start-up, which packs read lazily do without; who needs them imports them
+    import datasets
+    import pyarrow as pa
+
+BLOCK_TOKENS = 1 << 20  # written about so many at a time, which stay in the cache
+
+logger = logging.getLogger(__name__)
+
+
+def pack_dataset(
+    dataset: Any,
+    split: str,
+    packed_sequence_size: int,
+    max_packs: int | None = None,
+    padding_idx: int = 0,
+    drop_long_samples: bool = True,
+    cp_size: int = 1,
+) -> datasets.Dataset:
+    """Next-fit in dataset order, all packs at once, as NeMo AutoModel's function of this name does.
+
+    Columns input_ids, labels, position_ids [packed_sequence_size], seq_lens (real tokens), seq_lens_padded (slots of
+    2 * cp_size when cp_size > 1; all padding of the pack is added to the last). position_ids run on through the
+    padding, clamped to the last position of the pack. `max_packs` takes the first ones. PackedDataset reads the same
+    packs lazily.
+
+    Raises ValueError for a sample over packed_sequence_size unless drop_long_samples, and when there is no pack at all.
+    """
+    if max_packs is not None and max_packs < 1:
+        raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    rows, num_dropped = _fitting_samples(split_of(dataset, split), packed_sequence_size, multiple, drop_long_samples)
+    lengths = np.diff(rows.offsets)
+    if not len(lengths):
+        raise DataError(
+            f"No packs were produced: every sample was longer than packed_sequence_size={packed_sequence_size} and was "
+            f"dropped ({num_dropped} were), or the dataset is empty: raise the size or check the dataset."
+        )
+    if num_dropped:
+        logger.warning("Dropped %d samples longer than packed_sequence_size=%d.", num_dropped, packed_sequence_size)
+    slots = -(-lengths // multiple) * multiple
+    offsets = next_fit(slots, packed_sequence_size)[: None if max_packs is None else max_packs + 1]
+    return _materialise(rows, slots, offsets, packed_sequence_size, padding_idx)
+
+
+def split_of(dataset: Any, split: str) -> Any:
+    """Only a DatasetDict is indexed by `split`."""
+    import datasets
+
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if split not in dataset:
+        logger.warning("Split %r is not in the dataset.", split)
+        raise DataError(f"split={split!r} is not in the dataset: use one of {', '.join(map(repr, dataset))}.")
+    return dataset[split]
+
+
+def flat_samples(samples: Any) -> TokenArrays:
+    """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
+    import datasets
+
+    rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
+    return flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
+
+
+def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenArrays, int]:
+    """The samples that fit a pack, and how many were too long."""
+    rows = flat_samples(samples)
+    lengths = np.diff(rows.offsets)
+    slots = -(-lengths // multiple) * multiple
+    long = slots > size
+    if long.any() and not drop_long:
+        n = int(slots[long][0]) if lengths[long][0] <= size else int(lengths[long][0])
+        raise DataError(f"Dataset sample is too long ({n} > {size}). Please increase `packed_sequence_size`.")
+    empty = lengths == 0
+    if empty.any():
+        logger.warning("Left out %d samples without a token.", int(empty.sum()))
+    kept = ~long & ~empty
+    if kept.all():
+        return rows, 0
+    tokens = np.repeat(kept, lengths)
+    offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
+    return TokenArrays(rows.input_ids[tokens], rows.labels[tokens], offsets), int(long.sum())
+
+
+def _each(samples: Any) -> Iterable[dict[str, Any]]:
+    """Anything with __len__ and __getitem__, or an iterable."""
+    if isinstance(samples, Iterable):
+        return samples
+    return (samples[i] for i in range(len(samples)))
+
+
+def _without_masked_labels(sample: dict[str, Any]) -> dict[str, Any]:
+    if "loss_mask" not in sample:
+        return sample
+    labels = np.where(np.asarray(sample["loss_mask"]) == 0, CROSS_ENTROPY_IGNORE_IDX, np.asarray(sample["labels"]))
+    return {"input_ids": sample["input_ids"], "labels": labels}
+
+
+def _flat_columns(dataset: datasets.Dataset) -> TokenArrays | None:
+    """The columns of an Arrow dataset without a Python object a token; None where only its rows say what is meant."""
+    if dataset.format["type"] not in (None, "numpy", "torch", "python") or not len(dataset):
+        return None
+    names = [name for name in ("input_ids", "labels", "loss_mask") if name in dataset.column_names]
+    arrow = dataset.with_format("arrow", columns=names)
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    lengths: list[np.ndarray] = []
+    for table in arrow.iter(batch_size=10_000):
+        widths = [table[name].combine_chunks().value_lengths().to_numpy(zero_copy_only=False) for name in names]
+        if any((w != widths[0]).any() for w in widths):
+            return None  # the way row by row says which one it is
+        lengths.append(widths[0])
+        for name in names:
+            columns[name].append(table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False))
+    flat = {name: np.concatenate(parts) for name, parts in columns.items()}
+    if "loss_mask" in flat:
+        flat["labels"] = np.where(flat["loss_mask"] == 0, CROSS_ENTROPY_IGNORE_IDX, flat["labels"])
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    return TokenArrays(flat["input_ids"], flat["labels"], offsets)
+
+
+def _materialise(
+    rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
+) -> datasets.Dataset:
+    """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
+    import datasets
+    import pyarrow as pa
+    from datasets.fingerprint import Hasher
+
+    per_block = max(1, BLOCK_TOKENS // size)
+    blocks = [
+        _materialise_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
+        for start in range(0, len(offsets) - 1, per_block)
+    ]
+    arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
+    fingerprint = Hasher.hash_bytes([np.ascontiguousarray(values).data for values in arrays])
+    return datasets.Dataset(pa.concat_tables(blocks), fingerprint=fingerprint)  # or it would pickle the whole table
+
+
+def _materialise_block(
+    rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
+) -> pa.Table:
+    """The packs between the first and the last of `offsets`."""
+    import pyarrow as pa
+
+    num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))
+    starts, lengths, slots = rows.offsets[:-1][documents], np.diff(rows.offsets)[documents], slots[documents]
+    offsets = offsets - offsets[0]
+    pack = np.repeat(np.arange(num_packs), np.diff(offsets))
+    ends = np.cumsum(slots)
+    used = np.concatenate([[0], ends])[offsets]
+    begins = ends - slots - used[pack] + pack * size
+    padded = slots.copy()
+    padded[offsets[1:] - 1] += size - np.diff(used)
+    tokens = slice(int(starts[0]), int(starts[0] + lengths.sum()))
+    position_ids = np.arange(num_packs * size, dtype=np.int32)
+    position_ids -= begins.astype(np.int32).repeat(padded)
+    real = position_ids < lengths.astype(np.int32).repeat(padded)
+    input_ids = spread(rows.input_ids[tokens], real, padding_idx, np.int32)
+    labels = spread(rows.labels[tokens], real, CROSS_ENTROPY_IGNORE_IDX, np.int32)
+    np.minimum(position_ids, size - 1, out=position_ids)
+    by_pack = np.arange(num_packs + 1) * size
+    columns = {
+        "input_ids": (by_pack, input_ids),
+        "labels": (by_pack, labels),
+        "position_ids": (by_pack, position_ids),
+        "seq_lens": (offsets, lengths),
+        "seq_lens_padded": (offsets, padded),
+    }
+    return pa.table(
+        {name: pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values) for name, (ends, values) in columns.items()}
+    )

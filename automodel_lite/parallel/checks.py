@@ -1,0 +1,146 @@
+"""What is checked before a context-parallel run trains: its settings, its data, and the model's arithmetic."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.attention.probe import tolerance_std
+from automodel_lite.attention.spec import config_value
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.exchange import check_heads_divide
+from automodel_lite.parallel.shard import cp_shard
+from automodel_lite.parallel.zigzag import shard_indices
+from automodel_lite.thd import AttentionPlan, ThdBatch
+
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+MUCH_KV_GIB = 2.0
+"""Gathered keys and values kept for the backward pass above which recomputing them is worth its time."""
+
+
+def check_cp_settings(
+    model_config: PretrainedConfig, spec: AttentionSpec, cp_size: int, exchange: str, packed_sequence_size: int
+) -> None:
+    """Raises ConfigError where context parallelism over `cp_size` ranks would be wrong or impossible.
+
+    packed_sequence_size  tokens of a pack: no document is longer
+    """
+    if cp_size == 1:
+        return
+    if packed_sequence_size % (2 * cp_size):
+        good = -(-packed_sequence_size // (2 * cp_size)) * 2 * cp_size
+        raise ConfigError(
+            f"packed_sequence.packed_sequence_size={packed_sequence_size} must be a multiple of {2 * cp_size} "
+            f"(2 * mesh.cp): use {good}."
+        )
+    if exchange == "all_to_all":
+        check_heads_divide(cp_size, spec.num_heads, spec.num_kv_heads)
+    _refuse_length_dependent_rope(model_config.get_text_config(), cp_size, packed_sequence_size)
+
+
+def checkpointing_hint(
+    spec: AttentionSpec, num_layers: int, num_tokens: int, cp_size: int, exchange: str
+) -> str | None:
+    """A sentence when the gathered keys and values of all layers would fill memory until the backward pass.
+
+    num_tokens  of one micro-batch's whole stream. 32 layers x 8 heads x (128 + 128) x 2 bytes x 131072 tokens = 16 GiB.
+    """
+    if cp_size == 1 or exchange != "all_gather":
+        return None
+    per_token = num_layers * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
+    gib = per_token * num_tokens / 2**30
+    if gib < MUCH_KV_GIB:
+        return None
+    return (
+        f"mesh.cp={cp_size} keeps {gib:.1f} GiB of gathered keys and values on each rank until the backward pass: "
+        "training.activation_checkpointing=full gathers them again instead."
+    )
+
+
+def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:
+    """All ranks of a context-parallel group must read the same packs: compares a hash of one batch (not yet sharded).
+
+    Raises ConfigError on every rank of the group when they differ.
+    """
+    if cp_mesh is None or cp_mesh.size() == 1:
+        return
+    own = torch.stack([_hash(x) for x in (batch.input_ids, batch.labels, batch.cu_seqlens_padded)]).to(
+        cp_mesh.device_type
+    )
+    largest, smallest = own.clone(), own.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=cp_mesh.get_group())
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=cp_mesh.get_group())
+    if not torch.equal(largest, smallest):
+        raise ConfigError(
+            f"the {cp_mesh.size()} context-parallel ranks of a group read different packs (hash of token ids, labels "
+            "or boundaries): give all of them the same data, seed and packed_sequence settings."
+        )
+
+
+@torch.no_grad()
+def check_context_parallel(
+    model: nn.Module, cp_mesh: DeviceMesh | None, exchange: str = "all_gather", device: torch.device | str = "cpu"
+) -> None:
+    """A small stream, whole and sharded: every rank must compute the same logits.
+
+    Finds what the settings do not show: layers that mix tokens outside of attention, positions that are used in other
+    ways than one by one. Raises ConfigError on every rank of the group.
+    """
+    if cp_mesh is None or cp_mesh.size() == 1:
+        return
+    cp, was_training = cp_mesh.size(), model.training
+    batch = _small_stream(model.get_input_embeddings().num_embeddings, cp)  # type: ignore[operator]
+    model.eval()
+    try:
+        logits = model(**batch.to(device).model_inputs()).logits[0]
+        whole = logits.float()
+        part = model(**cp_shard(batch, cp_mesh, exchange).to(device).model_inputs()).logits[0].float()
+    finally:
+        model.train(was_training)
+    mine = shard_indices(batch.cu_seqlens_padded, cp, cp_mesh.get_local_rank()).to(device)
+    worst = ((part - whole[mine]).abs().max() / whole.std()).reshape(1)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=cp_mesh.get_group())
+    if not worst.item() < tolerance_std(logits.dtype):
+        raise ConfigError(
+            f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by {worst.item():.1e} standard "
+            "deviations): a layer mixes tokens outside of attention; set mesh.cp=1."
+        )
+
+
+def _refuse_length_dependent_rope(config: PretrainedConfig, cp_size: int, longest_document: int) -> None:
+    """DynamicNTK and LongRoPE pick their frequencies by the largest position that the *local* batch holds."""
+    rope = config_value(config, "rope_parameters", {})
+    by_layer = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
+    for parameters in by_layer:
+        kind = parameters.get("rope_type")
+        if kind not in LENGTH_DEPENDENT_ROPE:
+            continue
+        at_top = config_value(config, "original_max_position_embeddings", config.max_position_embeddings)
+        original = parameters.get("original_max_position_embeddings") or at_top
+        if longest_document > original:
+            raise ConfigError(
+                f"model.config.rope_parameters.rope_type={kind} picks its frequencies by the longest document a rank "
+                f"sees, so mesh.cp={cp_size} ranks would disagree beyond {original} tokens: set "
+                f"packed_sequence.packed_sequence_size={original}, or mesh.cp=1, or another rope_type."
+            )
+
+
+def _small_stream(vocab: int, cp_size: int) -> ThdBatch:
+    """Three documents of 2, 6 and 4 tokens a chunk pair; labels are the ids."""
+    lens = torch.tensor([2, 6, 4]) * cp_size
+    cu = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
+    total, longest = int(lens.sum()), int(lens.max())
+    ids = torch.randint(min(3, vocab - 1), vocab, (total,), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lens.tolist()])
+    plan = AttentionPlan(cu, cu, longest, longest)
+    return ThdBatch(ids, ids, positions, torch.arange(total), cu, cu, longest, total, total, plan)
+
+
+def _hash(values: Tensor) -> Tensor:
+    """int64: a sum over values and places, with wrap-around."""
+    values = values.long()
+    return ((values + 1) * (torch.arange(len(values)) * 2654435761 + 40503)).sum()

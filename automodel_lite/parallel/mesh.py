@@ -1,0 +1,135 @@
+"""The device mesh: dp_replicate x dp_shard x cp, and what each axis means for data and gradients."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from automodel_lite.config.schema import MeshConfig
+from automodel_lite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the axes, known before any process group exists."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: each reads packs of its own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp
+
+
+def world_size() -> int:
+    """Processes of this job, as torchrun or srun started them; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process' number in the job."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
+    """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
+    processes.
+    """
+    fixed = config.dp_replicate * config.cp
+    dp_shard = config.dp_shard
+    if dp_shard == -1:
+        if num_processes % fixed:
+            raise ConfigError(
+                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp} = {fixed} must divide the number of "
+                f"processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
+                "(torchrun --nproc-per-node), or lower these."
+            )
+        dp_shard = num_processes // fixed
+    elif dp_shard < 1:
+        raise ConfigError(f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for all processes that remain.")
+    shape = MeshShape(config.dp_replicate, dp_shard, config.cp)
+    if shape.world_size != num_processes:
+        raise ConfigError(
+            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp} = "
+            f"{shape.world_size} must equal the number of processes, {num_processes}: set mesh.dp_shard=-1, or "
+            f"start {shape.world_size}."
+        )
+    return shape
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The process groups of a run. Without a launcher (one process) there are none and the sub-meshes are None."""
+
+    shape: MeshShape
+    device: torch.device
+    root: DeviceMesh | None  # axes dp_replicate, dp_shard, cp
+
+    @property
+    def rank(self) -> int:
+        return self.root.get_rank() if self.root else 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Which packs this rank reads: the ranks of one context-parallel group read the same."""
+        return self.rank // self.shape.cp
+
+    @property
+    def cp(self) -> DeviceMesh | None:
+        return self.root["cp"] if self.root and self.shape.cp > 1 else None
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks; value is left as it is."""
+        total = value.detach().clone()
+        if self.root:
+            dist.all_reduce(total)
+        return total
+
+    def barrier(self) -> None:
+        if self.root:
+            dist.barrier()
+
+    def close(self) -> None:
+        if self.root:
+            dist.destroy_process_group()
+
+
+def use_threads(num_threads: int) -> None:
+    """CPU threads of this process; 0 = the cores divided by the processes on this host."""
+    share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(num_threads or share)
+
+
+def init_mesh(config: MeshConfig) -> Mesh:
+    """Starts the process group (gloo on CPU, nccl on GPU) when a launcher set RANK, and lays the mesh over it."""
+    shape = mesh_shape(config, world_size())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return Mesh(shape, device, None)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    names = ("dp_replicate", "dp_shard", "cp")
+    return Mesh(
+        shape,
+        device,
+        init_device_mesh(device.type, (shape.dp_replicate, shape.dp_shard, shape.cp), mesh_dim_names=names),
+    )

@@ -1,0 +1,108 @@
+"""Parallelism applied to a model from outside: FSDP2, HSDP, DDP or none; the model knows no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.layers import decoder_layers
+from automodel_lite.models.loss_model import LossModel
+from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.thd import ThdBatch
+
+
+def choose_strategy(strategy: str, shape: MeshShape, device: torch.device) -> str:
+    """auto -> fsdp with several processes or on a GPU, else none; raises ConfigError for what cannot work."""
+    if strategy == "auto":
+        return "fsdp" if shape.world_size > 1 else "none"
+    if strategy == "none" and shape.world_size > 1:
+        raise ConfigError(
+            f"mesh.strategy=none with {shape.world_size} processes would train as many models: use fsdp or ddp."
+        )
+    if strategy == "ddp" and shape.dp_replicate > 1:
+        raise ConfigError("mesh.strategy=ddp replicates over all ranks: set mesh.dp_replicate=1, or use fsdp for HSDP.")
+    return strategy
+
+
+def choose_precision(precision: str, device: torch.device) -> torch.dtype:
+    """The compute dtype; master weights, gradients and optimizer states stay fp32."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A LossModel spread over the mesh.
+
+    `mean_ranks` is the number of ranks whose gradients the wrapper averages: the loss is multiplied by it, so that
+    gradients are sums.
+    """
+
+    module: nn.Module  # what is called: LossModel, FSDP's or DDP's
+    loss_model: LossModel  # what was wrapped: its parameters, its names
+    mean_ranks: int
+    compute_dtype: torch.dtype
+    autocasts: bool
+
+    def __call__(self, batch: ThdBatch) -> Tensor:
+        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts):
+            loss: Tensor = self.module(batch)
+            return loss
+
+    def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
+        """See LossModel.logits; every rank calls it with the same batch."""
+        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts):
+            return self.loss_model.logits(batch, num_last)
+
+    def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch: gradients are reduced after the last one only."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(is_last)
+            self.module.set_is_last_backward(is_last)
+            return nullcontext()
+        if isinstance(self.module, DistributedDataParallel) and not is_last:
+            return self.module.no_sync()
+        return nullcontext()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.loss_model.parameters()
+
+
+def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torch.dtype) -> ParallelModel:
+    """Moves the model to the mesh's device and wraps it; `strategy` as `choose_strategy` gave it."""
+    model.to(mesh.device)
+    autocasts = compute_dtype != torch.float32
+    if strategy == "fsdp" and mesh.root is not None:
+        policy = (
+            MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+            if autocasts
+            else MixedPrecisionPolicy()
+        )
+        fsdp_mesh = _fsdp_mesh(mesh.device.type, mesh.shape)
+        for layer in decoder_layers(model.lm):
+            fully_shard(layer, mesh=fsdp_mesh, mp_policy=policy)
+        fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
+        register_fsdp_forward_method(model, "logits")
+        return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False)
+    if strategy == "ddp":
+        return ParallelModel(DistributedDataParallel(model), model, mesh.shape.world_size, compute_dtype, autocasts)
+    return ParallelModel(model, model, 1, compute_dtype, autocasts)
+
+
+def _fsdp_mesh(device_type: str, shape: MeshShape) -> DeviceMesh:
+    """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP); ranks in the mesh's order."""
+    num_shards = shape.dp_shard * shape.cp
+    if shape.dp_replicate == 1:
+        return init_device_mesh(device_type, (num_shards,), mesh_dim_names=("dp_shard_cp",))
+    return init_device_mesh(
+        device_type, (shape.dp_replicate, num_shards), mesh_dim_names=("dp_replicate", "dp_shard_cp")
+    )

@@ -1,0 +1,304 @@
+"""Saving and loading a run: complete or absent, sharded, without pickle, in the foreground or behind the training.
+
+    save      stage (copy, asynchronous only) -> temporary folder -> shards of every rank -> manifest -> rename
+    load      newest complete one -> checksums -> shards; one that does not load gives way to the one before
+
+A save that fails (no space, a network disk that is gone) costs a warning: it leaves nothing behind, and is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from automodel_lite.config.schema import CheckpointConfig, Config
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.control import Control
+from automodel_lite.run import checkpoint_folder as on_disk
+from automodel_lite.run.checkpoint_folder import Retention
+from automodel_lite.run.folder import RunFolder, config_yaml
+from automodel_lite.run.sharded_files import BrokenCheckpointError, ShardReader, ShardWriter, check_fits
+
+JsonState = dict[str, Any]
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""Frozen weights (the base of an adapter) come from where the model came from; `check_fits` misses a trained one."""
+_BROKEN = (BrokenCheckpointError, CheckpointException, SafetensorError, OSError, ValueError, KeyError, RuntimeError)
+
+
+@dataclass
+class _Save:
+    """A save under way; the fields below are set by the thread that writes."""
+
+    step: int
+    path: Path
+    began: float  # time.monotonic()
+    num_bytes: int
+    error: BaseException | None = None  # CheckpointException is no Exception
+    is_done: bool = False
+    thread: threading.Thread | None = None
+
+
+@dataclass
+class Checkpointer:
+    """Every rank calls every method. `control` and `saver` are control groups of their own, so that a save in the
+    background and the training never wait in one another's messages.
+    """
+
+    run: RunFolder
+    run_config: Config
+    control: Control
+    saver: Control
+    say: Callable[[str], None]
+    newest: Path | None = None  # loaded or written by this process
+    failed_step: int | None = None  # of the last save, when it failed
+    blocked_s: float = 0.0  # time that saving has taken from the training
+    longest_s: float = 0.0  # of a save, from its start to the rename
+    _is_owed: bool = False
+    _current: _Save | None = None
+    _stager: DefaultStager | None = field(default=None, repr=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.run.checkpoints
+
+    @property
+    def config(self) -> CheckpointConfig:
+        return self.run_config.checkpoint
+
+    # ------------------------------------------------------------------------------------------------------ saving
+    def is_due(self, step: int, is_planned: bool) -> bool:
+        """Planned, owed since a step that could not be saved, or failed a while ago."""
+        pause_steps = max(1, self.config.every_steps // 10)
+        is_retry = self.failed_step is not None and step >= self.failed_step + pause_steps
+        self._is_owed |= is_planned or is_retry
+        return self._is_owed
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: JsonState, *, wait: bool = False
+    ) -> bool:
+        """Starts a checkpoint of this step. In `mode=sync`, or with `wait`, it is done on return: True when it is on
+        disk. A failure is said, never raised.
+        """
+        began = time.monotonic()
+        self.finish()
+        path = self.folder / on_disk.name_of(step)
+        if self.newest == path:
+            return True
+        tensors, scalars = _flat_state(model, optimizer)
+        state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy that nobody changes
+        current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
+        self._current, self._is_owed = current, False
+        if self.config.mode == "sync" or wait:
+            self._write(current, tensors, state)
+            self.finish()
+        else:
+            staged = self._stage(tensors)
+            current.thread = threading.Thread(target=self._write, args=(current, staged, state), daemon=True)
+            current.thread.start()
+        self.blocked_s += time.monotonic() - began
+        return self.newest == path
+
+    def is_busy(self) -> bool:
+        """Is this rank still writing?"""
+        return self._current is not None and not self._current.is_done
+
+    def finish(self) -> None:
+        """Waits for the save under way, if there is one, and says how it went. Ranks call it at the same step."""
+        current, self._current = self._current, None
+        if current is None:
+            return
+        if current.thread:
+            current.thread.join()
+        took_s = time.monotonic() - current.began
+        self.longest_s = max(self.longest_s, took_s)
+        if current.error is None:
+            self.newest, self.failed_step = current.path, None
+            self.say(f"{current.step:7d}  saved {current.path.name} ({_size(current.num_bytes)}, {took_s:.1f} s)")
+        else:
+            self.failed_step = current.step
+            text = " ".join(_cause(current.error).split())[:300]
+            self.say(f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; it is tried again")
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy on the CPU that training does not change; the memory is used again by the next save."""
+        if self._stager is None:
+            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged = self._stager.stage(tensors)
+        assert isinstance(staged, dict)
+        return staged
+
+    def _write(self, current: _Save, tensors: dict[str, Tensor], state: JsonState) -> None:
+        """The whole of a save, in this thread; the outcome is left in `current`, alike on all ranks."""
+        temporary = self.folder / f".tmp-{current.path.name}"
+        config = self.config
+        try:
+            self.saver.on_first(lambda: str(on_disk.begin(self.folder, current.step, current.num_bytes)))
+            dcp.save(
+                tensors,
+                storage_writer=ShardWriter(temporary / on_disk.TENSORS, self.saver.rank),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=self.saver.group,
+                no_dist=self.saver.group is None,
+            )
+            self.saver.on_first(
+                lambda: on_disk.complete(temporary, current.path, state, config_yaml(self.run_config), config.checksums)
+            )
+        except (Exception, CheckpointException) as error:  # whatever it is, the run goes on without this checkpoint
+            current.error = error
+            if self.saver.is_first:
+                on_disk.clean(self.folder)
+        else:
+            if self.saver.is_first:
+                self._delete_old()
+        finally:
+            current.is_done = True
+
+    def _delete_old(self) -> None:
+        try:
+            config = self.config
+            on_disk.delete_old(self.folder, Retention(config.keep_last, config.keep_best, config.keep_every))
+        except OSError as error:
+            self.say(f"WARNING: old checkpoints could not be deleted ({error}); it is tried again after the next save")
+
+    # ------------------------------------------------------------------------------------------------------ loading
+    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
+        """Restores the newest checkpoint that is complete and loads, and returns its JSON state; None without any.
+
+        Says which it skipped and why. Raises ConfigError when there are complete ones and none loads.
+        """
+        found: dict[str, list[str]] = self.control.on_first(self._survey)
+        for sentence in found["skipped"]:
+            self.say(sentence)
+        reasons = []
+        for name in found["complete"]:
+            try:
+                state = self._load(self.folder / name, model, optimizer)
+            except _BROKEN as error:
+                reasons.append(f"{name} does not load: {' '.join(_cause(error).split())[:300]}")
+                self.say(reasons[-1])
+                continue
+            self.newest = self.folder / name
+            return state
+        if reasons:
+            raise ConfigError(
+                f"{self.folder} has no checkpoint that loads (" + "; ".join(reasons) + "): bring one back from a "
+                "backup, move the folder away to start from step 0, or start a new run with name=... ."
+            )
+        return None
+
+    def _survey(self) -> dict[str, list[str]]:
+        if not self.folder.is_dir():
+            return {"complete": [], "skipped": []}
+        on_disk.clean(self.folder)
+        complete, skipped = on_disk.survey(self.folder)
+        return {"complete": [path.name for path in complete], "skipped": skipped}
+
+    def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState:
+        self._check_sums(path)
+        state: JsonState = self.control.on_first(lambda: on_disk.read_state(path))
+        reader = ShardReader(path / on_disk.TENSORS)
+        tensors, _ = _flat_state(model, optimizer)
+        self.control.on_first(lambda: check_fits(reader.read_metadata(), tensors))
+        dcp.load(
+            tensors,
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=self.control.group,
+            no_dist=self.control.group is None,
+        )
+        _set_flat_state(model, optimizer, tensors, state.pop("optimizer_scalars"))
+        return state
+
+    def _check_sums(self, path: Path) -> None:
+        """Raises BrokenCheckpointError on every rank when a file has other bytes than were written."""
+        ranks = self.control.world_size
+        broken = on_disk.broken_files(path, self.control.rank, ranks) if self.config.checksums else []
+        if self.control.max([len(broken)])[0]:
+            named = f" ({broken[0]})" if broken else ""
+            raise BrokenCheckpointError(f"a file has another checksum than when it was written{named}")
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Restores the trained weights alone from a checkpoint, in place, in one process: for export."""
+    reader = ShardReader(path / on_disk.TENSORS)
+    tensors = _model_state(model)
+    if missing := sorted(tensors.keys() - reader.read_metadata().state_dict_metadata.keys()):
+        raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    weights: dict[str, Any] = {name.removeprefix("model."): value for name, value in tensors.items()}
+    set_model_state_dict(model, weights, options=_TRAINED)
+
+
+def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:
+    """Tensors by name, and the optimizer's other values that are state (settings are the configuration's)."""
+    tensors = _model_state(model)
+    scalars: JsonState = {}
+    for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
+        if _is_tensor(value):
+            tensors[f"optimizer.{name}"] = value
+        elif not name.startswith("param_groups."):
+            scalars[name] = value
+    return tensors, scalars
+
+
+def _model_state(model: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Any] = get_model_state_dict(model, options=_TRAINED)
+    seconds = _second_names(model)
+    return {f"model.{name}": value for name, value in state.items() if name not in seconds}
+
+
+def _second_names(model: nn.Module) -> set[str]:
+    """The other names of tied weights: one copy is enough. By identity, so that all ranks find the same ones."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}
+
+
+def _set_flat_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: JsonState
+) -> None:
+    weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    set_model_state_dict(model, weights, options=_TRAINED)
+    values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+    values |= {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
+    set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor)
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's own words out of the pile that torch.distributed.checkpoint makes of them."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {rank}: {_cause(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

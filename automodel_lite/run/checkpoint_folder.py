@@ -1,0 +1,176 @@
+"""Checkpoints on disk: which are complete, which are kept, and how one comes and goes. No torch, one process.
+
+checkpoints/
+    step_00000100/
+        tensors/         model and optimizer (sharded_files.py)
+        state.json       step, position in the data, metrics, what the loggers keep
+        config.yaml      the resolved configuration
+        COMPLETE.json    size in bytes and CRC-32 of every file: written last
+    .tmp-step_00000200   being written; the next start removes it
+    .old-step_00000000   being deleted; the next start removes it
+    unreadable-step_*    did not load, and another one was taken; for a person to look at
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_lite.run import durable
+
+MANIFEST = "COMPLETE.json"
+STATE = "state.json"
+TENSORS = "tensors"
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A checkpoint stays while one of the rules keeps it."""
+
+    keep_last: int  # the newest ones
+    keep_best: int = 0  # those with the lowest validation loss
+    keep_every: int = 0  # those at multiples of so many steps; 0 = none
+
+    def doomed(self, losses: dict[int, float | None]) -> list[int]:
+        """Steps to delete. `losses` is the validation loss of each checkpoint's step, None where none was taken."""
+        steps = sorted(losses)
+        rated = sorted((loss, step) for step, loss in losses.items() if loss is not None and loss == loss)
+        kept = set(steps[-self.keep_last :]) | {step for _, step in rated[: self.keep_best]}
+        if self.keep_every:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        return [step for step in steps if step not in kept]
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None for anything else."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def clean(folder: Path) -> None:
+    """Removes what killed saves and deletions have left."""
+    for pattern in (".tmp-*", ".old-*"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def survey(folder: Path) -> tuple[list[Path], list[str]]:
+    """Complete checkpoints, newest first, and a sentence on each folder that is not one."""
+    complete, skipped = [], []
+    by_step = {step: path for path in folder.glob("step_*") if (step := step_of(path)) is not None}
+    for _, path in sorted(by_step.items(), reverse=True):
+        reason = why_incomplete(path)
+        if reason:
+            skipped.append(f"{path.name} is skipped: {reason}")
+        else:
+            complete.append(path)
+    return complete, skipped
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """None when every file of the manifest is there with its size."""
+    if checkpoint.is_symlink():
+        return "it is a link"
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, entry in files.items():
+            if not _is_inside(name):
+                return f"its manifest names {name!r}, which leads out of it"
+            found = os.lstat(checkpoint / name)
+            if not stat.S_ISREG(found.st_mode):
+                return f"{name} is not a plain file"
+            if found.st_size != entry["bytes"]:
+                return f"{name} has {found.st_size} bytes instead of {entry['bytes']}"
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest cannot be read ({error})"
+    return None if f"{TENSORS}/index.json" in files and STATE in files else "its manifest is not whole"
+
+
+def broken_files(checkpoint: Path, share: int, num_shares: int) -> list[str]:
+    """Files whose checksum is not the manifest's; the files are shared out over `num_shares` readers."""
+    files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    mine = sorted(files)[share::num_shares]
+    return [name for name in mine if files[name]["crc32"] not in (None, durable.checksum(checkpoint / name))]
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's JSON state."""
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    assert isinstance(state, dict)
+    return state
+
+
+def begin(folder: Path, step: int, num_bytes: int) -> Path:
+    """A fresh temporary folder; raises OSError (no space) when the checkpoint would not fit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = durable.free_bytes(folder)
+    needed = int(num_bytes * 1.02) + (1 << 20)
+    if free < needed:
+        raise OSError(28, f"no space: the checkpoint needs {needed / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free")
+    temporary = folder / f".tmp-{name_of(step)}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / TENSORS).mkdir(parents=True)
+    return temporary
+
+
+def complete(temporary: Path, final: Path, state: dict[str, Any], config_yaml: str, checksums: bool) -> None:
+    """Adds the small files and the manifest, syncs everything, and renames the folder to its name."""
+    durable.write_file(temporary / STATE, json.dumps(state, indent=1))
+    durable.write_file(temporary / "config.yaml", config_yaml)
+    files = {
+        path.relative_to(temporary).as_posix(): {
+            "bytes": path.stat().st_size,
+            "crc32": durable.checksum(path) if checksums else None,
+        }
+        for path in sorted(temporary.rglob("*"))
+        if path.is_file()
+    }
+    durable.write_file(temporary / MANIFEST, json.dumps({"version": 1, "files": files}, indent=1))
+    durable.sync(temporary / TENSORS)
+    durable.sync(temporary)
+    if final.exists():  # incomplete, or it did not load
+        set_aside(final)
+    durable.rename(temporary, final)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a checkpoint that is of no use, for a person to look at."""
+    aside = checkpoint.with_name(f"unreadable-{checkpoint.name}")
+    if aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    durable.rename(checkpoint, aside)
+    return aside
+
+
+def delete_old(folder: Path, retention: Retention) -> list[Path]:
+    """Deletes the complete checkpoints that no rule keeps; returns them."""
+    found, _ = survey(folder)
+    by_step = {step: path for path in found if (step := step_of(path)) is not None}
+    doomed = [by_step[step] for step in retention.doomed({s: _val_loss(p) for s, p in by_step.items()})]
+    for path in doomed:
+        durable.remove_folder(path, path.with_name(f".old-{path.name}"))
+    return doomed
+
+
+def _val_loss(checkpoint: Path) -> float | None:
+    loss = read_state(checkpoint).get("val_loss")
+    return float(loss) if isinstance(loss, (int, float)) else None
+
+
+def _is_inside(name: str) -> bool:
+    parts: Sequence[str] = Path(name).parts
+    return not Path(name).is_absolute() and ".." not in parts and "\0" not in name and bool(parts)

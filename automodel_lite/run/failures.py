@@ -1,0 +1,151 @@
+"""What went wrong, on which rank, and which of the errors came first.
+
+When one rank fails, the others fail a moment later in a collective: their errors are consequences. Every rank leaves
+its error in logs/; a rank whose error is a consequence waits for the cause and names that instead.
+
+    logs/rank_00003.log         its traceback
+    logs/failure_rank_00003.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.run.durable import write_atomically
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.stopping import StoppedEarly
+
+_WAIT_FOR_CAUSE_S = 5.0
+_LOST_PEER = re.compile(
+    r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|DistBackend", re.IGNORECASE
+)
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # torch says it in the middle of whatever the rank does
+_CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.log"
+
+
+def has_failed(folder: Path) -> bool:
+    """Has a rank left an error?"""
+    return any(folder.glob("failure_rank_*.json"))
+
+
+@contextmanager
+def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callable[[], str]) -> Iterator[None]:
+    """Leaves the error that passes in the run's logs and STATUS.json; replaces a consequence by its cause, as
+    RunStoppedError.
+    """
+    folder = run.logs
+    record = folder / f"failure_rank_{rank:05d}.json"
+    if rank == 0:
+        for old in folder.glob("failure_rank_*.json"):
+            old.unlink(missing_ok=True)
+    try:
+        yield
+    except (ConfigError, DataError):
+        if rank == 0 and run.path.is_dir() and not any(run.path.iterdir()):
+            run.path.rmdir()  # made for the lock alone
+        raise
+    except StoppedEarly as stopped:
+        if rank == 0 and run.config.is_file():
+            run.write_status("preempted", None, str(stopped))
+        raise
+    except Exception as error:
+        is_consequence = is_lost_peer(error) and not is_out_of_memory(error)
+        _leave_record(folder, record, rank, error, is_consequence, doing())
+        if not is_consequence:
+            run.try_write_status("failed", None, f"rank {rank}, {doing()}: {type(error).__name__}: {error}"[:1000])
+        if is_out_of_memory(error):
+            raise RunStoppedError(out_of_memory(error, rank, doing(), memory())) from error
+        if is_consequence:
+            raise RunStoppedError(_cause_of(folder, rank, doing(), error)) from error
+        if _LOST_WORKER.match(str(error)):
+            raise RunStoppedError(_lost_worker(error, rank, doing())) from error
+        raise
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Did this rank only notice that another one is gone?"""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a GPU it has a type of its own, on CPU torch raises RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(_CPU_MEMORY.search(str(error)))
+
+
+def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> str:
+    """What was tried, what the memory held, and what to change (`memory`: see memory.out_of_memory_text)."""
+    text = " ".join(str(error).split())[:400]
+    if cpu := _CPU_MEMORY.search(text):
+        text = f"tried to allocate {int(cpu[1]) / 2**30:.2f} GiB."
+    lines = [f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}"]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        peak, now = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.memory_allocated() / 2**30
+        lines.append(f"The GPU held at most {peak:.1f} GiB of tensors, {now:.1f} GiB at the end.")
+    return "\n".join([*lines, memory])
+
+
+def _lost_worker(error: BaseException, rank: int, doing: str) -> str:
+    return (
+        f"a data worker of rank {rank} on {socket.gethostname()} is gone, {doing}: {' '.join(str(error).split())} Most "
+        "often the host ran out of memory: lower dataloader.num_workers or dataloader.prefetch_factor. The same "
+        "command goes on from the newest checkpoint."
+    )
+
+
+def _leave_record(folder: Path, path: Path, rank: int, error: Exception, is_consequence: bool, doing: str) -> None:
+    facts = {
+        "time": time.time(),
+        "rank": rank,
+        "host": socket.gethostname(),
+        "doing": doing,
+        "is_consequence": is_consequence,
+        "error": f"{type(error).__name__}: {error}"[:1000],
+    }
+    try:
+        with open(log_of(folder, rank), "a") as log:
+            log.write(f"{time.strftime('%F %T')} {doing}\n{traceback.format_exc()}\n")
+        write_atomically(path, json.dumps(facts))
+    except OSError:
+        return  # the error itself is on its way to the screen
+
+
+def _cause_of(folder: Path, rank: int, doing: str, error: Exception) -> str:
+    """The sentence that a rank says whose error is a consequence."""
+    prefix = f"rank {rank} stopped, {doing}"
+    end = time.monotonic() + _WAIT_FOR_CAUSE_S
+    while time.monotonic() < end:
+        causes = [facts for facts in _records(folder) if not facts["is_consequence"]]
+        if causes:
+            first = min(causes, key=lambda facts: float(facts["time"]))
+            return f"{prefix}: rank {first['rank']} on {first['host']} failed first, {first['doing']}: {first['error']}"
+        time.sleep(0.2)
+    return (
+        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not "
+        f"answer within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
+    )
+
+
+def _records(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in folder.glob("failure_rank_*.json"):
+        try:
+            yield json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue

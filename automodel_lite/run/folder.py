@@ -1,0 +1,220 @@
+"""The folder of a run: one for all ranks and every restart, no timestamps; the same command again continues in it.
+
+runs/<name>/
+    config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
+    checkpoints/      step_00000100/ ...              hf/               the exported model
+    packing.json      what the packs cost and gain    lengths.json      documents by length, and one pack
+    report.html       the run on one screen           report.png
+    STATUS.json       running, preempted, finished or failed: how the last process of this run ended
+    logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
+    run.lock          who is at work here
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError
+from automodel_lite.redact import scrub_tree
+from automodel_lite.run.durable import write_atomically
+
+# settings that do not shape the numbers: free to change between the restarts of a run
+FREE_SETTINGS = (
+    "name",
+    "output_dir",
+    "cache_dir",
+    "dry_run",
+    "dataloader.num_workers",
+    "dataloader.prefetch_factor",
+    "dataloader.pin_memory",
+    "mesh",
+    "attention",
+    "training.log_every_steps",
+    "training.val_every_steps",
+    "training.micro_batch_size",
+    "training.activation_checkpointing",
+    "training.num_threads",
+    "training.max_bad_steps",
+    "training.max_time",
+    "training.stop_margin_s",
+    "training.stuck_after_s",
+    "checkpoint",
+    "samples",
+    "evaluation",
+    "report",
+    "logger",
+    "security",
+)
+
+
+# settings whose default follows from the layout of ranks: a run keeps the values that it began with
+LAYOUT_SETTINGS = (("training", "global_batch_size"), ("packed_sequence", "slot_multiple"))
+_BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
+"""What may be in the folder of a run that was killed, or failed, in its first second: before config.yaml is there."""
+
+
+class RunFolder:
+    """Paths and small files of a run. Everything that is written is written by rank 0."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.packing = self.path / "packing.json"
+        self.lengths = self.path / "lengths.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.hf = self.path / "hf"
+        self.status = self.path / "STATUS.json"
+        self.logs = self.path / "logs"
+        self.bad_steps = self.path / "bad_steps"
+        self.lock = self.path / "run.lock"
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError when the folder belongs to something else, or to a run with other settings."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"output_dir={self.path} is a file.")
+        if not self.config.is_file():
+            if self.path.is_dir() and any(not _BEFORE_THE_RUN.fullmatch(path.name) for path in self.path.iterdir()):
+                raise ConfigError(
+                    f"output_dir={self.path} is not empty and is no run's folder: choose another name=... ."
+                )
+            return
+        if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
+            return
+        changes = list(changed_settings(saved_config(self.config), plain(config)))
+        if changes:
+            raise ConfigError(
+                f"{self.path} was begun with other settings:\n"
+                + "\n".join(f"  {key}: was {_show(old)}, now {_show(new)}" for key, old, new in changes)
+                + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
+            )
+
+    def open(self, config: Config, global_batch_size: int, slot_multiple: int) -> None:
+        """Makes the folder and writes config.yaml, with what followed from the layout of ranks."""
+        config = replace(
+            config,
+            training=replace(config.training, global_batch_size=global_batch_size),
+            packed_sequence={**config.packed_sequence, "slot_multiple": slot_multiple},
+        )
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config, config_yaml(config))
+            self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes
+        too.
+        """
+        if not self.metrics.is_file():
+            return
+        kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
+        write_atomically(self.metrics, "".join(line + "\n" for line in kept))
+
+    def write_status(self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None) -> None:
+        """state   running | preempted (start the same command again) | finished | failed"""
+        facts = {"state": state, "step": step, "reason": reason, "checkpoint": checkpoint}
+        write_atomically(self.status, json.dumps(facts) + "\n")
+
+    def try_write_status(self, state: str, step: int | None, reason: str) -> None:
+        """The same for a run that is failing already: a disk that is full must not hide why."""
+        with suppress(OSError):
+            self.write_status(state, step, reason)
+
+    def with_saved_layout(self, config: Config) -> Config:
+        """The configuration with the values that the run began with where the layout of ranks would decide: the global
+        batch and the slots of documents stay the same on another number of ranks.
+
+        Raises ConfigError when those slots cannot be shared by this many context-parallel ranks.
+        """
+        if not self.config.is_file() or not self.checkpoints.is_dir():
+            return config
+        saved = saved_config(self.config)
+        changed = plain(config)
+        for group, key in LAYOUT_SETTINGS:
+            if key in changed[group] and changed[group][key] is None:
+                changed[group][key] = saved.get(group, {}).get(key)
+                if key == "slot_multiple":
+                    self._check_slots(changed[group][key] or 1, config.mesh.cp)
+        training = replace(config.training, global_batch_size=changed["training"]["global_batch_size"])
+        return replace(config, training=training, packed_sequence=changed["packed_sequence"])
+
+    def _check_slots(self, slot_multiple: int, cp: int) -> None:
+        if cp > 1 and slot_multiple % (2 * cp):
+            raise ConfigError(
+                f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and {self.path} was begun with "
+                f"packed_sequence.slot_multiple={slot_multiple}: go on with another mesh.cp, or start a new run with "
+                f"name=... (packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and {cp})."
+            )
+
+    def finished_message(self, config: Config) -> str | None:
+        """What to tell someone who starts a run again that has reached its end; None when there is work to do."""
+        self.check(config)
+        if not self.status.is_file() or not self.config.is_file():
+            return None
+        status = json.loads(self.status.read_text())
+        if status["state"] != "finished" or list(changed_settings(saved_config(self.config), plain(config))):
+            return None
+        return (
+            f"{self.path} is finished (step {status['step']}): nothing to do. Start another run with name=..., "
+            "or go on with more training.max_steps and checkpoint.accept_changes=true."
+        )
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
+    values: dict[str, Any] = scrub_tree(asdict(config))
+    return values
+
+
+def config_yaml(config: Config) -> str:
+    """The resolved configuration as it is kept beside results."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+
+
+def config_yaml_values(config: Config) -> dict[str, Any]:
+    """What `config_yaml` says, as nested dicts."""
+    values: Any = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
+    return dict(values)
+
+
+def saved_config(path: Path) -> dict[str, Any]:
+    """A run's config.yaml as nested dicts."""
+    saved = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(saved, dict)
+    return {str(key): value for key, value in saved.items()}
+
+
+def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value) of every setting that shapes the numbers and differs."""
+    for key in dict.fromkeys([*old, *new]):
+        path = f"{prefix}{key}"
+        if path in FREE_SETTINGS:
+            continue
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from changed_settings(before, after, f"{path}.")
+        elif before != after:
+            yield path, before, after
+
+
+def _step_of(line: str) -> float:
+    try:
+        step: int = json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return float("inf")
+    return step
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value)

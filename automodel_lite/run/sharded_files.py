@@ -1,0 +1,217 @@
+"""Sharded tensors on disk without pickle: what torch.distributed.checkpoint plans, as safetensors and one JSON index.
+
+    tensors/
+        index.json              {"tensors": {name: {"dtype", "shape", "chunks": [{"offset", "shape", "file"}]}}}
+        rank_00000.safetensors  the chunks that rank 0 owned, key `name@offset`
+        rank_00001.safetensors
+
+A chunk is a box of a global tensor; a reader on any number of ranks takes the parts of the boxes that overlap its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from automodel_lite.run import durable
+
+INDEX = "index.json"
+
+
+class BrokenCheckpointError(Exception):
+    """A checkpoint that cannot be loaded, and why."""
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's chunks into one safetensors file; the coordinator writes the index."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.file = f"rank_{rank:05d}.safetensors"
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors: dict[str, Tensor] = {}
+        results = []
+        for item in plan.items:
+            assert item.type != WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
+            tensor = _own_storage(planner.resolve_data(item))
+            tensors[_key(item)] = tensor
+            results.append(WriteResult(item.index, tensor.nbytes, storage_data=self.file))
+        path = self.folder / self.file
+        try:
+            save_file(tensors, path)
+        except SafetensorError as error:
+            raise OSError(f"{path.name} could not be written: {error}") from None
+        durable.sync(path)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        file_of = {result.index: result.storage_data for written in results for result in written}
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensors[name] = {
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "shape": list(tensor.size),
+                "chunks": [
+                    {
+                        "offset": list(chunk.offsets),
+                        "shape": list(chunk.sizes),
+                        "file": file_of[MetadataIndex(name, chunk.offsets)],
+                    }
+                    for chunk in tensor.chunks
+                ],
+            }
+        durable.write_file(self.folder / INDEX, json.dumps({"version": 1, "tensors": tensors}))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class ShardReader(StorageReader):
+    """Reads the parts of the chunks that this rank asks for, whatever ranks wrote them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        tensors: dict[str, Any] = {}
+        files: dict[MetadataIndex, str] = {}
+        for name, entry in index["tensors"].items():
+            chunks = [ChunkStorageMetadata(torch.Size(c["offset"]), torch.Size(c["shape"])) for c in entry["chunks"]]
+            properties = TensorProperties(dtype=_dtype(entry["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+            for chunk, where in zip(chunks, entry["chunks"]):
+                files[MetadataIndex(name, chunk.offsets)] = plain_name(where["file"])
+        return Metadata(state_dict_metadata=tensors, storage_data=files)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.files: dict[MetadataIndex, str] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            assert item.type == LoadItemType.TENSOR
+            by_file.setdefault(self.files[item.storage_index], []).append(item)
+        for name, items in by_file.items():
+            with safe_open(self.folder / name, framework="pt") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_read(file, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def check_fits(metadata: Metadata, state: dict[str, Tensor]) -> None:
+    """Raises BrokenCheckpointError unless names, shapes and dtypes of the checkpoint are those of the state."""
+    saved = {
+        name: (tuple(tensor.size), tensor.properties.dtype)
+        for name, tensor in metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
+    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    if missing := sorted(wanted.keys() - saved.keys()):
+        raise BrokenCheckpointError(f"{len(missing)} tensors are missing, {missing[0]} first")
+    if extra := sorted(saved.keys() - wanted.keys()):
+        raise BrokenCheckpointError(f"{len(extra)} tensors are not the model's or the optimizer's, {extra[0]} first")
+    for name, want in wanted.items():
+        if saved[name] != want:
+            raise BrokenCheckpointError(f"{name} is {_describe(*saved[name])}, the run's is {_describe(*want)}")
+
+
+def plain_name(name: str) -> str:
+    """A file name inside of the folder; raises BrokenCheckpointError for anything that leads out of it."""
+    if name != Path(name).name or name.startswith(".") or "\0" in name:
+        raise BrokenCheckpointError(f"the file name {name!r} leads out of the checkpoint")
+    return name
+
+
+def _key(item: WriteItem) -> str:
+    return _chunk_key(item.index.fqn, item.index.offset)
+
+
+def _chunk_key(name: str, offset: torch.Size | None) -> str:
+    return f"{name}@{','.join(map(str, offset or ()))}"
+
+
+def _own_storage(tensor: Any) -> Tensor:
+    """Contiguous on the CPU with nothing else in its storage, as safetensors wants it."""
+    here = tensor.detach().cpu().contiguous()
+    return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
+
+
+def _read(file: Any, item: ReadItem) -> Tensor:
+    key = _chunk_key(item.storage_index.fqn, item.storage_index.offset)
+    if not item.lengths:
+        whole: Tensor = file.get_tensor(key)
+        return whole
+    box = tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths))
+    part: Tensor = file.get_slice(key)[box]
+    return part
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise BrokenCheckpointError(f"there is no dtype {name!r}")
+    return dtype
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

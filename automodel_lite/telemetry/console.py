@@ -1,0 +1,54 @@
+"""What the person in front of the run sees: a block at the start, then a row a logged step. Rank 0 alone prints."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+
+from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
+
+from automodel_lite.telemetry.metrics import StepMetrics
+
+_HEADER = "   step      loss        lr  grad norm  tokens/s   fill   memory      ETA"
+
+
+def quiet_libraries() -> None:
+    """No progress bars and deprecation notes of libraries between the rows of the run."""
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, if it ever is
+    disable_transformers_bar()
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft 0.21
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone, as meant
+
+
+class Console:
+    """Prints on rank 0, is silent elsewhere."""
+
+    def __init__(self, is_silent: bool) -> None:
+        self.is_silent = is_silent
+        self._rows = 0
+
+    def say(self, topic: str, text: str) -> None:
+        """A line of the start-up block: `packing    exact_fill: 61 packs ...`."""
+        for number, line in enumerate(text.splitlines() or [""]):
+            self.print(f"{topic if number == 0 else '':<10} {line}")
+
+    def print(self, text: str) -> None:
+        if not self.is_silent:
+            print(text, flush=True)
+
+    def step(self, m: StepMetrics) -> None:
+        if self._rows % 25 == 0:
+            self.print(_HEADER if m.mfu_frac is None else f"{_HEADER}    MFU")
+        self._rows += 1
+        self.print(
+            f"{m.step:7d}  {m.loss:8.4f}  {m.lr:8.2e}  {m.grad_norm:9.3f}  {m.tokens_per_s:8,.0f}  {m.fill_frac:5.1%}"
+            f"  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}" + ("" if m.mfu_frac is None else f"  {m.mfu_frac:5.1%}")
+        )
+
+
+def duration(seconds: float) -> str:
+    """1:02:03, or 2:03."""
+    text = str(timedelta(seconds=round(seconds)))
+    return text.removeprefix("0:").lstrip("0").rjust(4, "0") if seconds < 3600 else text

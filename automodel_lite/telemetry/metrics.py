@@ -1,0 +1,161 @@
+"""What is known of a step, and the rates over the steps since the last logged one."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_lite.flops import CostModel
+from automodel_lite.models.flops import StepFlops
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.telemetry.clock import PhaseClock
+from automodel_lite.telemetry.peak_flops import peak_flops
+from automodel_lite.thd import ThdBatch
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one optimizer step, over all ranks."""
+
+    num_tokens: int  # of documents
+    num_label_tokens: int  # that the loss is summed over
+    num_slots: int  # padding included
+    num_pairs: float  # (query, key) pairs that attention sees inside of documents
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `step()` leaves on the device: reading a value waits for the device."""
+
+    loss_sum: Tensor  # of this rank's label tokens
+    grad_norm: Tensor  # over all ranks, before clipping
+    lr: float
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One logged step. Rates and waits are over the steps since the last logged one; validation and saving excluded."""
+
+    step: int
+    epoch: int
+    loss: float  # mean over the label tokens of this step
+    grad_norm: float  # before clipping
+    lr: float
+    num_tokens: int  # of this step, all ranks
+    num_label_tokens: int
+    fill_frac: float  # tokens / slots of this step
+    tokens_per_s: float  # tokens of documents, all ranks
+    label_tokens_per_s: float
+    slots_per_s: float
+    tflops_per_s: float  # useful work of all ranks (models/flops.py)
+    mfu_frac: float | None  # of the devices' peak; None for a device whose peak is not known
+    step_s: float
+    data_wait_s: float  # waited for the loader, a step
+    memory_gib: float  # peak of this process: GPU memory, else resident memory
+    eta_s: float
+    time_s: dict[str, float]  # phase -> seconds since the last logged step, validation and saving included
+
+    def as_row(self) -> dict[str, Any]:
+        """For metrics.jsonl and trackers: flat, without what is not known."""
+        row = {key: value for key, value in asdict(self).items() if value is not None and key != "time_s"}
+        return row | _time_row(self.time_s)
+
+
+class Meter:
+    """Rates, utilisation and the split of the time since the last logged step.
+
+    The clock of the rates runs only between start() and stop(): validation and saving are not in them.
+    """
+
+    def __init__(self, mesh: Mesh, flops: StepFlops, compute_dtype: torch.dtype) -> None:
+        self.mesh = mesh
+        self.flops = flops
+        device_peak = peak_flops(mesh.device, compute_dtype)
+        self.peak = None if device_peak is None else device_peak * mesh.shape.world_size
+        self.clock = PhaseClock(mesh.device)
+        self._reset()
+
+    def start(self) -> None:
+        self.clock.lap("other")
+        self._began = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap went into `phase` (see PhaseClock)."""
+        self.clock.lap(phase)
+
+    def stop(self, counts: Counts, wait_s: float) -> None:
+        self.busy_s += time.perf_counter() - self._began
+        self.wait_s += wait_s
+        self.counts.append(counts)
+
+    def row(self, result: StepResult, step: int, epoch: int, max_steps: int) -> StepMetrics:
+        """Reads a step's values off the device (every rank calls it), and starts over."""
+        counts = result.counts
+        tokens, labels, slots, pairs = (
+            sum(getattr(c, name) for c in self.counts)
+            for name in ("num_tokens", "num_label_tokens", "num_slots", "num_pairs")
+        )
+        step_s = self.busy_s / len(self.counts)
+        flops_per_s = self.flops.of(tokens, labels, pairs) / self.busy_s
+        row = StepMetrics(
+            step=step,
+            epoch=epoch,
+            loss=self.mesh.sum(result.loss_sum).item() / max(counts.num_label_tokens, 1),
+            grad_norm=result.grad_norm.item(),
+            lr=result.lr,
+            num_tokens=counts.num_tokens,
+            num_label_tokens=counts.num_label_tokens,
+            fill_frac=counts.num_tokens / counts.num_slots,
+            tokens_per_s=tokens / self.busy_s,
+            label_tokens_per_s=labels / self.busy_s,
+            slots_per_s=slots / self.busy_s,
+            tflops_per_s=flops_per_s / 1e12,
+            mfu_frac=None if self.peak is None else flops_per_s / self.peak,
+            step_s=step_s,
+            data_wait_s=self.wait_s / len(self.counts),
+            memory_gib=peak_memory_gib(self.mesh.device),
+            eta_s=step_s * (max_steps - step),
+            time_s=self.clock.seconds(),
+        )
+        self._reset()
+        return row
+
+    def rest(self) -> dict[str, float]:
+        """The time since the last row, by phase: the last validation and checkpoint."""
+        return _time_row(self.clock.seconds())
+
+    def _reset(self) -> None:
+        self.counts: list[Counts] = []
+        self.busy_s = self.wait_s = 0.0
+
+
+def _time_row(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"time_s/{phase}": round(value, 6) for phase, value in seconds.items()}
+
+
+def sum_counts(micro_batches: Sequence[ThdBatch], mesh: Mesh, costs: CostModel) -> Counts:
+    """Counted on the host before context parallelism cuts the streams; the ranks of a cp group count the same
+    streams.
+    """
+    own = [
+        (b.num_tokens, b.num_label_tokens, b.labels.numel(), costs.pairs(np.diff(b.cu_seqlens.numpy())).sum())
+        for b in micro_batches
+    ]
+    total = mesh.sum(torch.tensor(own, dtype=torch.float64).sum(0)) / mesh.shape.cp
+    num_tokens, num_label_tokens, num_slots, num_pairs = total.tolist()
+    return Counts(int(num_tokens), int(num_label_tokens), int(num_slots), num_pairs)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak GPU memory of this process, or its peak resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30

@@ -1,0 +1,101 @@
+"""Weights & Biases: one run over all restarts of ours, online when there is a key and a network, else offline."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import wandb
+
+from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
+
+_HOST = "api.wandb.ai"
+
+
+class WandbTracker:
+    """The config node `logger.wandb`.
+
+    The run id goes into the checkpoint and is resumed. Our step is an ordinary metric, and the axis of the others: a
+    continued run logs steps again, which wandb's own step would drop. Code, git and command lines are not uploaded:
+    the configuration is there, without its secrets.
+
+    mode   online | offline | auto (online with a key in WANDB_API_KEY or ~/.netrc, and offline when that fails)
+    """
+
+    def __init__(
+        self,
+        run: RunInfo,
+        project: str = "automodel_lite",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        mode: str = "auto",
+        timeout_s: int = 30,
+    ) -> None:
+        mode = os.environ.get("WANDB_MODE", mode)
+        is_online = mode == "online" or (mode == "auto" and _has_key())
+        run_id = run.state.get("id") or token_hex(4)
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            save_code=False,
+            disable_git=True,
+            disable_job_creation=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+            init_timeout=timeout_s,
+            login_timeout=timeout_s,
+            finish_timeout=timeout_s,
+            finish_timeout_raises=False,
+        )
+        arguments: dict[str, Any] = {
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "tags": tags,
+            "name": run.name,
+            "id": run_id,
+            "resume": "allow",
+            "dir": str(run.folder),
+            "config": run.config,
+            "settings": settings,
+        }
+        self.run = _start(arguments, is_online)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, row: Row) -> None:
+        self.run.log({"step": row["step"], **numbers(row)})
+
+    def text(self, step: int, name: str, value: str) -> None:
+        table = wandb.Table(columns=["step", "text"], data=[[step, value]])
+        self.run.log({"step": step, name: table})
+
+    def state(self) -> dict[str, Any]:
+        return {"id": self.run.id}
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _start(arguments: dict[str, Any], is_online: bool) -> wandb.Run:
+    """Online if it can be, offline if not; `wandb sync` uploads an offline run later."""
+    if is_online:
+        try:
+            return wandb.init(**arguments, mode="online")
+        except (wandb.Error, OSError, TimeoutError) as error:
+            print(f"WARNING: wandb is offline: {' '.join(str(error).split())[:200]}", flush=True)
+            wandb.teardown()
+    return wandb.init(**arguments, mode="offline")
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc(os.environ.get("NETRC", Path.home() / ".netrc")).authenticators(_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

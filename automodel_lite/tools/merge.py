@@ -1,0 +1,109 @@
+"""A run's trained model, whole and on the CPU, from its checkpoint; an adapter is merged into its base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import build, build_with
+from automodel_lite.config.schema import Config
+from automodel_lite.data.tokenizer import load_tokenizer
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.adapter import Peft
+from automodel_lite.models.loss import CrossEntropy
+from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.source import CausalLM
+from automodel_lite.run.checkpoint import load_weights
+from automodel_lite.run.checkpoint_folder import survey
+from automodel_lite.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in the dtype it came in, with its tokenizer."""
+
+    model: LossModel
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    checkpoint: Path
+    was_merged: bool
+
+
+def load_trained(
+    run: Path,
+    checkpoint_name: str | None = None,
+    *,
+    allow_targets: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Trained:
+    """Builds the model of a run's config.yaml and loads a checkpoint into it, the newest by default.
+
+    A run's folder may come from a stranger: code outside of the project is run only when the caller allows it again.
+
+    Raises ConfigError when the folder is no run's, has no such checkpoint, or asks for code that is not allowed.
+    """
+    folder = RunFolder(run)
+    config = load_run_config(folder, allow_targets, trust_remote_code)
+    checkpoint = find_checkpoint(folder, checkpoint_name)
+    tokenizer = _tokenizer(folder, config)
+    source: CausalLM = build(config.model)
+    lm = source.build(tokenizer)
+    adapter = None
+    if config.peft:
+        peft: Peft = build(config.peft)
+        adapter = peft.adapt(lm, str(source.pretrained))
+    model = LossModel(lm, CrossEntropy())
+    load_weights(checkpoint, model)
+    if adapter:
+        adapter.merge()
+    return Trained(model, tokenizer, source.dtype, checkpoint, adapter is not None)
+
+
+def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:
+    """A run's config.yaml, checked; it allows itself nothing."""
+    if not folder.config.is_file():
+        raise ConfigError(f"{folder.path} is no run's folder: it has no config.yaml.")
+    raw = OmegaConf.load(folder.config)
+    assert isinstance(raw, DictConfig)
+    wanted = OmegaConf.select(raw, "security.allow_targets") or []
+    if foreign := [package for package in wanted if package not in allow_targets]:
+        raise ConfigError(
+            f"{folder.config} asks for code of {', '.join(foreign)}: when you trust this run, say so with "
+            f"--allow-targets {' '.join(foreign)}."
+        )
+    if OmegaConf.select(raw, "model.trust_remote_code") and not trust_remote_code:
+        raise ConfigError(
+            f"{folder.config} runs code of its model's repository: when you trust this run, say so with "
+            "--trust-remote-code."
+        )
+    return check_config(raw)
+
+
+def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
+    """A complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on."""
+    found = survey(folder.checkpoints)[0] if folder.checkpoints.is_dir() else []
+    if not found:
+        raise ConfigError(f"{folder.path} has no complete checkpoint.")
+    if name is None:
+        return found[0]
+    by_name = {path.name: path for path in found}
+    if name not in by_name:
+        raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
+    return by_name[name]
+
+
+def _tokenizer(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
+    """The exported one, or the one that the configuration makes."""
+    for exported in (folder.path / "adapter", folder.hf):
+        if exported.is_dir():
+            return load_tokenizer(str(exported))
+    tokenizer: PreTrainedTokenizerBase = build_with(
+        config.tokenizer, documents=build(config.dataset), cache_dir=config.cache_dir
+    )
+    return tokenizer

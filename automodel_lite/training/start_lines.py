@@ -1,0 +1,130 @@
+"""The block that a run prints before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+import automodel_lite
+from automodel_lite.config.schema import Config
+from automodel_lite.data.packing.report import PackingReport
+from automodel_lite.data.plan import TrainingPlan
+from automodel_lite.data.prepare import PreparedData, StreamedData
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.training.build import BuiltModel
+
+Line = tuple[str, str]
+
+
+def start_lines(
+    config: Config,
+    data: PreparedData | StreamedData,
+    report: PackingReport | None,
+    built: BuiltModel,
+    mesh: Mesh,
+    plan: TrainingPlan,
+) -> list[Line]:
+    """(topic, text) of each line: what was built, and why so."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return [
+        ("", f"automodel_lite {automodel_lite.__version__} ({versions})"),
+        ("device", _device(mesh, built)),
+        ("model", _model(config, built)),
+        *([("peft", built.adapter.description)] if built.adapter else []),
+        ("attention", built.attention),
+        ("memory", str(built.memory)),
+        *data_lines(data),
+        ("packing", packing_text(report)),
+        ("steps", steps_text(plan, report, warmup_steps(config))),
+    ]
+
+
+def data_lines(data: PreparedData | StreamedData) -> list[Line]:
+    """Where the documents are from, and what became of them."""
+    return [("data", data.documents.description), *(("", note) for note in data.notes)]
+
+
+def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int) -> str:
+    """`runs/x: fresh`, or from where it goes on."""
+    origin = f"continues from {checkpoint.name}" if checkpoint else "fresh"
+    return f"{folder}: {origin}, steps {step + 1} to {max_steps}" if step < max_steps else f"{folder}: {origin}"
+
+
+def _device(mesh: Mesh, built: BuiltModel) -> str:
+    shape = mesh.shape
+    processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}, {built.strategy}"
+    threads = f", {torch.get_num_threads()} threads each" if mesh.device.type == "cpu" else ""
+    return f"{name}: {processes} ({axes}){threads}"
+
+
+def _model(config: Config, built: BuiltModel) -> str:
+    lm = built.model.loss_model.lm
+    source = config.model["pretrained"] or "from scratch"
+    dtype = str(built.model.compute_dtype).removeprefix("torch.")
+    masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
+    return (
+        f"{lm.config.model_type} {source}: {count(built.num_parameters)} parameters, {dtype} compute, "
+        f"{masters}, loss {built.loss}"
+    )
+
+
+def count(number: float) -> str:
+    """8.03 B, 124 M, 37.2 k."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:,.{0 if number >= 100 * size else 1 if number >= 10 * size else 2}f} {unit}"
+    return f"{number:.0f}"
+
+
+def packing_text(report: PackingReport | None) -> str:
+    if report is None:
+        return "while it is read: exact_fill over the next 256 documents"
+    lines = [
+        f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
+        f"{report.documents_per_pack_mean:.1f} documents a pack, fill {report.fill_frac:.1%} "
+        f"(padded batches: {report.padded_fill_frac:.1%})"
+    ]
+    if report.dropped_documents:
+        lines.append(f"dropped {report.dropped_documents:,} over-long documents, {report.dropped_tokens:,} tokens")
+    if report.truncated_documents:
+        lines.append(f"truncated {report.truncated_documents:,} documents by {report.cut_tokens:,} tokens")
+    if report.split_documents:
+        lines.append(f"split {report.split_documents:,} documents")
+    if report.left_out_documents:
+        lines.append(f"max_packs left out {report.left_out_documents:,} documents, {report.left_out_tokens:,} tokens")
+    if report.imbalance_before and report.imbalance_after:
+        lines.append(
+            f"slowest rank {report.imbalance_before:.3f} x the mean, {report.imbalance_after:.3f} x balanced by "
+            f"{report.balance}"
+        )
+    return "\n".join([*lines, *([report.note] if report.note else [])])
+
+
+def warmup_steps(config: Config) -> int:
+    """0 for a schedule of one's own that has none."""
+    schedule = config.lr_scheduler
+    return int(schedule["warmup_steps"]) if "warmup_steps" in schedule else 0
+
+
+def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int) -> str:
+    """How long the run is, and a hint where it is too short to learn."""
+    shape = plan.shape
+    epochs = f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}" if plan.num_epochs else " of a stream"
+    num_packs = min(shape.global_batch_size, report.packs) if report else shape.global_batch_size
+    documents = f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
+    lines = [
+        f"{plan.max_steps:,}{epochs}; a step is {shape.global_batch_size} packs{documents} in micro-batches of "
+        f"{shape.micro_batch_size} on {shape.dp_size} data-parallel rank{'s' if shape.dp_size > 1 else ''}"
+    ]
+    if report and report.packs < shape.global_batch_size:
+        lines.append(
+            f"NOTE: the data are {report.packs:,} packs, fewer than a step takes: lower "
+            "packed_sequence.packed_sequence_size or training.global_batch_size for more steps"
+        )
+    if plan.max_steps <= num_warmup:
+        lines.append(f"NOTE: the run ends within its warm-up: lower lr_scheduler.warmup_steps={num_warmup}")
+    return "\n".join(lines)

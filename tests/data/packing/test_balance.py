@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
+from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.flops import CostModel
+
+LLAMA_3_8B = CostModel.of_decoder(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128256,
+)
+
+
+def test_the_cost_of_llama_3_8b() -> None:
+    assert LLAMA_3_8B.per_token / 6 == pytest.approx(7.5e9, rel=0.01)  # weights without the input embedding
+    assert LLAMA_3_8B.per_pair == 12 * 32 * 4096
+
+
+def test_pairs_of_documents() -> None:
+    assert CostModel(1, 1).pairs(np.array([1, 2, 3, 10])).tolist() == [1, 3, 6, 55]
+    # a window of 2: the first query sees 1 key, each other one 2
+    assert CostModel(1, 1, window=2, window_frac=1.0).pairs(np.array([1, 2, 3, 10])).tolist() == [1, 3, 5, 19]
+    assert CostModel(1, 1, window=2, window_frac=0.5).pairs(np.array([10])).tolist() == [37]
+
+
+def test_the_cost_of_packs() -> None:
+    plan = plan_packs([6, 3, 4, 4], 8, strategy="next_fit", slot_multiple=2)
+    # slots [6], [4, 4], [4]; tails of 2, 0, 4
+    costs = pack_costs(plan, np.array([6, 3, 4, 4]), CostModel(per_token=100, per_pair=1))
+    assert costs.tolist() == [800 + 21 + 3, 800 + 10 + 10, 800 + 10 + 10]
+    alone = plan_packs([6, 3], 8, strategy="none")
+    assert pack_costs(alone, np.array([6, 3]), CostModel(100, 1)).tolist() == [621, 306]
+
+
+def test_one_step_dealt() -> None:
+    costs = np.array([9.0, 1, 8, 2])
+    order = deal(costs, "step", ranks=2, micro_steps=2)
+    assert costs[order].tolist() == [1, 2, 9, 8]
+    assert imbalance(costs, ranks=2, micro_steps=2) == 17 / 10
+    assert imbalance(costs[order], ranks=2, micro_steps=2) == 11 / 10
+
+
+def test_micro_batches_are_dealt_there_and_back() -> None:
+    costs = np.array([4.0, 1, 3, 2])
+    order = deal(costs, "step", ranks=2, micro_steps=1, micro_batch_size=2)
+    assert costs[order].tolist() == [1, 4, 2, 3]  # rank 0: 1 + 4, rank 1: 2 + 3
+
+
+@settings(deadline=None)
+@given(
+    costs=st.lists(st.floats(1, 100), max_size=200),
+    ranks=st.integers(1, 4),
+    micro_steps=st.integers(1, 4),
+    micro_batch_size=st.integers(1, 3),
+    balance=st.sampled_from(["none", "step", "window"]),
+)
+def test_steps_and_windows_keep_their_packs(costs, ranks, micro_steps, micro_batch_size, balance) -> None:
+    layout = {"ranks": ranks, "micro_steps": micro_steps, "micro_batch_size": micro_batch_size}
+    costs = np.array(costs)
+    order = deal(costs, balance, **layout, seed=3)
+    assert sorted(order.tolist()) == list(range(len(costs)))
+    step = ranks * micro_steps * micro_batch_size
+    kept = {"none": 1, "step": step, "window": 16 * step}[balance]
+    for start in range(0, len(costs) // kept * kept, kept):
+        assert sorted(order[start : start + kept].tolist()) == list(range(start, start + kept))
+    whole = len(costs) // step * step
+    assert order[whole:].tolist() == list(range(whole, len(costs)))
+    if balance == "step" and micro_batch_size == 1:
+        assert imbalance(costs[order], **layout) <= imbalance(costs, **layout) + 1e-9
+
+
+def test_64_ranks_on_a_32k_mix() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(600) - 0.4, 0.9, 600_000).astype(int), 16, 8192)
+    long = rng.random(len(lengths)) < 0.1
+    lengths[long] = rng.integers(8192, 32769, long.sum())
+    plan = plan_packs(lengths, 32768, strategy="global")
+    costs = pack_costs(plan, lengths, LLAMA_3_8B)
+    layout = {"ranks": 64, "micro_steps": 8}
+    assert imbalance(costs, **layout) > 1.15
+    assert imbalance(costs[deal(costs, "step", **layout)], **layout) < 1.04
+    assert imbalance(costs[deal(costs, "window", **layout)], **layout) < 1.005

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automodel_lite.data.packing.histogram import Placements, assign, best_fit, lower_bound
+from automodel_lite.data.packing.refine import perfect_fill, refine
+
+cases = st.integers(1, 50).flatmap(
+    lambda c: st.tuples(st.lists(st.integers(1, c), min_size=1, max_size=150), st.just(c))
+)
+
+
+def best_fit_one_by_one(lengths: list[int], size: int) -> list[int]:
+    """The slow twin: the tokens of each bin."""
+    fills: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [b for b, fill in enumerate(fills) if fill + length <= size]
+        if fitting:
+            fills[max(fitting, key=lambda b: fills[b])] += length
+        else:
+            fills.append(length)
+    return fills
+
+
+def check(placements: Placements, lengths: list[int], size: int) -> None:
+    """Every document has one place of its own, bins are full of neighbours without gaps and not over the size."""
+    histogram = np.zeros(size + 1, int)
+    np.add.at(histogram, placements.length, placements.bins * placements.copies)
+    assert histogram.tolist() == np.bincount(lengths, minlength=size + 1).tolist()
+    assert placements.filled().max() <= size
+    doc_ids, offsets = assign(placements, np.array(lengths), size, 0, 0)
+    assert sorted(doc_ids.tolist()) == list(range(len(lengths)))
+    tokens = np.add.reduceat(np.array(lengths)[doc_ids], offsets[:-1])
+    assert sorted(tokens.tolist()) == sorted(placements.filled().tolist())
+
+
+def test_the_placements_of_six_documents() -> None:
+    placements = best_fit(np.bincount([4, 3, 4, 1, 1, 1], minlength=9), 8)
+    rows = zip(placements.length, placements.first, placements.bins, placements.copies, placements.slot)
+    assert [tuple(map(int, row)) for row in rows] == [(4, 0, 1, 2, 0), (3, 1, 1, 1, 0), (1, 1, 1, 3, 1)]
+    assert placements.filled().tolist() == [8, 6]
+
+
+@settings(deadline=None)
+@given(case=cases)
+def test_best_fit_agrees_with_the_slow_twin(case) -> None:
+    lengths, size = case
+    placements = best_fit(np.bincount(lengths, minlength=size + 1), size)
+    check(placements, lengths, size)
+    assert sorted(placements.filled().tolist()) == sorted(best_fit_one_by_one(lengths, size))
+
+
+@settings(deadline=None)
+@given(case=cases, max_steps=st.sampled_from([0, 5, 10**6]))
+def test_perfect_fill_places_every_document(case, max_steps: int) -> None:
+    lengths, size = case
+    check(perfect_fill(np.bincount(lengths, minlength=size + 1), size, max_steps), lengths, size)
+
+
+@settings(deadline=None)
+@given(case=cases)
+def test_refining_never_adds_a_pack_nor_passes_the_bound(case) -> None:
+    lengths, size = case
+    histogram = np.bincount(lengths, minlength=size + 1)
+    plain = best_fit(histogram, size)
+    refined = refine(plain, histogram, size, seed=1)
+    check(refined, lengths, size)
+    assert lower_bound(histogram, size) <= refined.num_bins <= plain.num_bins
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "bound"),
+    [
+        ([4, 4, 4], 8, 2),
+        ([5, 5, 5], 8, 3),  # two never share a pack
+        ([6, 6, 3, 3], 8, 3),  # nor does a 3 go with a 6
+        ([8, 7, 1], 8, 2),
+        ([1], 8, 1),
+    ],
+)
+def test_lower_bounds(lengths: list[int], size: int, bound: int) -> None:
+    assert lower_bound(np.bincount(lengths, minlength=size + 1), size) == bound
+
+
+@pytest.mark.parametrize("num", [30_000, 300_000], ids=["30k", "300k"])
+def test_realistic_mixes_reach_the_lower_bound(num: int) -> None:
+    rng = np.random.default_rng(0)
+    for mean, size in ((200, 2048), (800, 4096)):
+        lengths = np.clip(rng.lognormal(np.log(mean) - 0.4, 0.9, num).astype(int), 8, size)
+        histogram = np.bincount(lengths, minlength=size + 1)
+        plain = best_fit(histogram, size)
+        assert refine(plain, histogram, size, 0).num_bins == lower_bound(histogram, size)
+        assert plain.num_bins <= lower_bound(histogram, size) + 10
+
+
+def test_a_hard_narrow_mix_needs_three_percent_fewer_packs_than_best_fit() -> None:
+    lengths = np.clip(np.random.default_rng(0).normal(700, 120, 20_000).astype(int), 1, 2048)
+    histogram = np.bincount(lengths, minlength=2049)
+    plain = best_fit(histogram, 2048)
+    assert refine(plain, histogram, 2048, 0).num_bins < 0.97 * plain.num_bins

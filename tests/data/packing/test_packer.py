@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from automodel_lite.data.packing.packer import Packer
+from automodel_lite.data.packing.packs import flatten
+from automodel_lite.errors import ConfigError
+
+
+def test_plans_and_reads() -> None:
+    packer = Packer(packed_sequence_size=8, padding_idx=5)
+    plan = packer.plan([3, 4])
+    packs = packer.packs(flatten([{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 4)]), plan)
+    assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
+
+
+@pytest.mark.parametrize(("cp_size", "slot_multiple", "expected"), [(1, None, 1), (2, None, 4), (4, 16, 16), (1, 4, 4)])
+def test_slots(cp_size: int, slot_multiple: int | None, expected: int) -> None:
+    assert Packer(64, slot_multiple=slot_multiple, cp_size=cp_size).plan([3, 4]).slot_multiple == expected
+
+
+@pytest.mark.parametrize(("repack", "equal"), [(True, False), (False, True)])
+def test_epochs(repack: bool, equal: bool) -> None:
+    packer = Packer(64, repack_each_epoch=repack, seed=3)
+    plans = [packer.plan(list(range(1, 40)), epoch).fingerprint() for epoch in (0, 1)]
+    assert (plans[0] == plans[1]) == equal
+
+
+@pytest.mark.parametrize(("drop", "overlong"), [(True, "drop"), (False, "error"), (None, "drop")])
+def test_drop_long_samples(drop: bool | None, overlong: str) -> None:
+    assert Packer(64, drop_long_samples=drop).overlong == overlong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"packed_sequence_size": 63, "cp_size": 2},
+            r"packed_sequence.packed_sequence_size=63 must be a multiple of 4 \(2 \* mesh.cp\): use 64.",
+        ),
+        (
+            {"packed_sequence_size": 63, "slot_multiple": 8},
+            r"packed_sequence_size=63 must be a multiple of 8 \(packed_sequence.slot_multiple\): use 64",
+        ),
+        (
+            {"slot_multiple": 6, "cp_size": 2},
+            r"slot_multiple=6 must be a multiple of 4 \(2 \* mesh.cp\): use 8, or null.",
+        ),
+        ({"slot_multiple": 0}, "slot_multiple=0 must be a multiple of 1"),
+        ({"packed_sequence_size": 0}, "packed_sequence_size=0 must be a whole number over 0"),
+        ({"packed_sequence_size": "2k"}, "packed_sequence_size='2k' must be a whole number"),
+        ({"balance": "steps"}, "packed_sequence.balance='steps' is unknown: use one of none, step, window."),
+        ({"strategy": "best"}, "packed_sequence.strategy='best' is unknown: use one of exact_fill"),
+        ({"overlong": "keep"}, "packed_sequence.overlong='keep' is unknown: use one of drop"),
+        ({"max_packs": 0}, "packed_sequence.max_packs=0 must be a whole number over 0"),
+        (
+            {"overlong": "split", "drop_long_samples": True},
+            "drop_long_samples=True means overlong=drop and contradicts packed_sequence.overlong=split: set",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_when_built(arguments, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Packer(**{"packed_sequence_size": 64, **arguments})

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import copy
+import logging
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import CROSS_ENTROPY_IGNORE_IDX, EMPTY_PACK, PackedDataset, TokenArrays, flatten
+from automodel_lite.data.packing.plan import padding_segments, plan_packs
+from automodel_lite.data.token_rows import IndexedRows
+from automodel_lite.errors import DataError
+from automodel_lite.nemo_api.packed_sequence import pack_dataset
+
+TWO = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5, 6, 7, 8], "labels": [5, 6, 7, 8, -100]}]
+documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=20)
+
+
+def samples(rows: list[list[int]]) -> list[dict[str, list[int]]]:
+    return [{"input_ids": row, "labels": [*row[1:], -100]} for row in rows]
+
+
+def plain(pack: dict) -> dict[str, list[int]]:
+    return {name: value.tolist() for name, value in pack.items()}
+
+
+class TestPackDataset:
+    """The reference's function, by the examples of its pages."""
+
+    def test_two_documents_in_slots_of_four(self) -> None:
+        assert pack_dataset(TWO, "train", 16, cp_size=2)[0] == {
+            "input_ids": [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0],
+            "labels": [2, 3, -100, -100, 5, 6, 7, 8, -100, -100, -100, -100, -100, -100, -100, -100],
+            "position_ids": [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+            "seq_lens": [3, 5],
+            "seq_lens_padded": [4, 12],
+        }
+
+    def test_a_size_that_is_no_multiple_of_the_slots(self) -> None:
+        packs = pack_dataset(TWO, "train", 10, cp_size=2)
+        assert packs["seq_lens"][:] == [[3], [5]]
+        assert packs["seq_lens_padded"][:] == [[10], [10]]
+        assert packs["position_ids"][0] == list(range(10))
+
+    def test_next_fit_in_dataset_order(self) -> None:
+        packs = pack_dataset(samples([[1] * 3, [2] * 4, [3] * 5, [4] * 2, [5] * 2]), "train", 8)
+        assert packs["seq_lens"][:] == [[3, 4], [5, 2], [2]]
+        assert packs["seq_lens_padded"][:] == [[3, 5], [5, 3], [8]]
+        assert packs["position_ids"][0] == [0, 1, 2, 0, 1, 2, 3, 4]
+        assert packs["input_ids"][0] == [1, 1, 1, 2, 2, 2, 2, 0]
+
+    def test_padding_idx(self) -> None:
+        assert pack_dataset(TWO, "train", 6, padding_idx=9)["input_ids"][0] == [1, 2, 3, 9, 9, 9]
+
+    def test_loss_mask_on_copies_of_the_labels(self) -> None:
+        rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4], "loss_mask": [0, 1, 0]}]
+        before = copy.deepcopy(rows)
+        for dataset in (rows, datasets.Dataset.from_list(rows)):
+            assert pack_dataset(dataset, "train", 4)["labels"][0] == [-100, 3, -100, -100]
+        assert rows == before
+
+    def test_long_samples_are_dropped_and_counted_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING):
+            packs = pack_dataset(samples([[1] * 9, [2] * 3, [3] * 10]), "train", 8)
+        assert packs["seq_lens"][:] == [[3]]
+        assert caplog.messages == ["Dropped 2 samples longer than packed_sequence_size=8."]
+
+    def test_long_samples_raise(self) -> None:
+        sentence = r"Dataset sample is too long \(9 > 8\). Please increase `packed_sequence_size`."
+        with pytest.raises(ValueError, match=sentence):
+            pack_dataset(samples([[2] * 3, [1] * 9]), "train", 8, drop_long_samples=False)
+
+    def test_a_document_too_long_only_for_its_slots_counts_as_long(self) -> None:
+        rows = samples([[1] * 10, [2] * 3])
+        assert pack_dataset(rows, "train", 10, cp_size=2)["seq_lens"][:] == [[3]]
+        with pytest.raises(ValueError, match=r"too long \(12 > 10\)"):
+            pack_dataset(rows, "train", 10, cp_size=2, drop_long_samples=False)
+
+    def test_max_packs_takes_the_first(self) -> None:
+        packs = pack_dataset(samples([[i] * 5 for i in range(1, 9)]), "train", 8, max_packs=2)
+        assert [row[0] for row in packs["input_ids"]] == [1, 2]
+
+    def test_no_pack_at_all(self) -> None:
+        for rows in ([], samples([[1] * 9])):
+            with pytest.raises(ValueError, match="longer than packed_sequence_size=8 and was dropped"):
+                pack_dataset(rows, "train", 8)
+
+    def test_max_packs_zero(self) -> None:
+        with pytest.raises(ValueError, match="max_packs=0 must be at least 1"):
+            pack_dataset(TWO, "train", 8, max_packs=0)
+
+    def test_splits(self, caplog: pytest.LogCaptureFixture) -> None:
+        both = datasets.DatasetDict(
+            {"train": datasets.Dataset.from_list(TWO[:1]), "val": datasets.Dataset.from_list(TWO)}
+        )
+        assert pack_dataset(both, "train", 8)["seq_lens"][:] == [[3]]
+        assert pack_dataset(both, "val", 8)["seq_lens"][:] == [[3, 5]]
+        with pytest.raises(ValueError, match="split='test' is not in the dataset: use one of 'train', 'val'"):
+            pack_dataset(both, "test", 8)
+        assert "test" in caplog.text
+
+    def test_anything_that_has_rows_serves(self) -> None:
+        class MapStyle:
+            def __len__(self) -> int:
+                return 2
+
+            def __getitem__(self, i: int) -> dict:
+                if i >= 2:
+                    raise IndexError(i)
+                return TWO[i]
+
+        tensors = [{name: torch.tensor(value) for name, value in row.items()} for row in TWO]
+        arrow = datasets.Dataset.from_list(TWO)
+        expected = pack_dataset(TWO, "train", 8)[:]
+        for rows in (MapStyle(), iter(TWO), tensors, arrow, arrow.with_format("torch"), arrow.select([0, 1])):
+            assert pack_dataset(rows, "train", 8)[:] == expected
+        assert pack_dataset(arrow.select([1, 0]), "train", 8)["seq_lens"][0] == [5, 3]
+        doubled = arrow.with_transform(lambda rows: {n: [[2 * t for t in r] for r in rows[n]] for n in rows})
+        assert pack_dataset(doubled, "train", 8)["input_ids"][0] == [2, 4, 6, 8, 10, 12, 14, 16]
+
+    def test_samples_of_unequal_columns(self) -> None:
+        rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}]
+        for dataset in (rows, datasets.Dataset.from_list(rows)):
+            with pytest.raises(DataError, match="document 1 has 2 input_ids and 1 labels"):
+                pack_dataset(dataset, "train", 8)
+
+
+def test_the_drawing_of_a_pack() -> None:
+    plan = plan_packs([3, 5], 16, strategy="next_fit", slot_multiple=4)
+    pack = PackedDataset(flatten(TWO), plan)[0]
+    assert plain(pack) == {
+        "input_ids": [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0],
+        "labels": [2, 3, -100, -100, 5, 6, 7, 8, -100, -100, -100, -100, -100, -100, -100, -100],
+        "position_ids": [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3],
+        "seq_lens": [3, 5, 0],
+        "seq_lens_padded": [4, 8, 4],
+    }
+    assert all(value.dtype == torch.int64 for value in pack.values())
+
+
+def test_a_long_tail_is_padded_in_bounded_segments() -> None:
+    pack = PackedDataset(flatten(TWO), plan_packs([3, 5], 1100, strategy="next_fit"))[0]
+    assert pack["seq_lens"].tolist() == [3, 5, 0, 0, 0]
+    assert pack["seq_lens_padded"].tolist() == [3, 5, 512, 512, 68]
+    assert pack["position_ids"].max() == 511
+
+
+def test_the_empty_pack() -> None:
+    packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 8, slot_multiple=4), padding_idx=7)
+    assert plain(packs[EMPTY_PACK]) == {
+        "input_ids": [7] * 8,
+        "labels": [CROSS_ENTROPY_IGNORE_IDX] * 8,
+        "position_ids": list(range(8)),
+        "seq_lens": [0],
+        "seq_lens_padded": [8],
+    }
+
+
+def test_strategy_none_gives_rows_of_their_own_length() -> None:
+    packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 16, strategy="none", slot_multiple=2))
+    assert [plain(packs[i]) for i in (0, EMPTY_PACK)] == [
+        {"input_ids": [1, 2, 3, 0], "labels": [2, 3, -100, -100], "attention_mask": [1, 1, 1, 0]},
+        {"input_ids": [0, 0], "labels": [-100, -100], "attention_mask": [0, 0]},
+    ]
+
+
+def test_pieces_of_documents() -> None:
+    packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 4, strategy="next_fit", overlong="split"))
+    assert [pack["input_ids"].tolist() for pack in packs] == [[1, 2, 3, 0], [4, 5, 6, 7], [8, 0, 0, 0]]
+    assert packs[1]["labels"].tolist() == [5, 6, 7, 8]  # the target of position 3 is known, though in another piece
+    cut = PackedDataset(flatten(TWO), plan_packs([3, 5], 4, strategy="next_fit", overlong="truncate"))
+    assert [pack["input_ids"].tolist() for pack in cut] == [[1, 2, 3, 0], [4, 5, 6, 7]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=documents, cp_size=st.sampled_from([1, 2]), size=st.sampled_from([12, 16, 24]))
+def test_lazy_packs_equal_materialised_ones(rows, cp_size: int, size: int) -> None:
+    flat = flatten(samples(rows))
+    plan = plan_packs(np.diff(flat.offsets), size, strategy="next_fit", slot_multiple=2 * cp_size if cp_size > 1 else 1)
+    lazy = PackedDataset(flat, plan)
+    packs = pack_dataset(samples(rows), "train", size, cp_size=cp_size)
+    assert len(lazy) == len(packs)
+    for one, other in zip(lazy, packs):
+        documents_in_pack = len(other["seq_lens"])
+        assert one["input_ids"].tolist() == other["input_ids"]
+        assert one["labels"].tolist() == other["labels"]
+        assert one["seq_lens"].tolist()[:documents_in_pack] == other["seq_lens"]
+        assert not one["seq_lens"][documents_in_pack:].any()
+        in_slots = sum(one["seq_lens_padded"][:documents_in_pack])
+        assert one["position_ids"].tolist()[:in_slots] == other["position_ids"][:in_slots]
+        assert sum(one["seq_lens_padded"]) == sum(other["seq_lens_padded"]) == size
+
+
+@pytest.mark.parametrize("labels", [[2, 3, -100], [-100, 3, -100], [2, 3, 4]], ids=["all", "prompt", "no end"])
+def test_lists_become_int32(labels: list[int]) -> None:
+    flat = flatten([{"input_ids": [1, 2, 2**31 - 1], "labels": labels}, {"input_ids": [], "labels": []}])
+    assert flat.input_ids.tolist() == [1, 2, 2**31 - 1]
+    assert flat.labels.tolist() == labels
+    assert (flat.input_ids.dtype, flat.labels.dtype) == (np.int32, np.int32)
+    assert flat.offsets.tolist() == [0, 3, 3]
+
+
+def test_ids_over_int32() -> None:
+    with pytest.raises(OverflowError):
+        flatten([{"input_ids": [2**31], "labels": [1]}])
+
+
+def one_pack(rows: TokenArrays, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int) -> dict:
+    """The slow twin of a pack: token by token; pieces are (document, start, stop)."""
+    pack: dict[str, list[int]] = {n: [] for n in ("input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded")}
+    segments = [(i, start, stop, -(-(stop - start) // multiple) * multiple) for i, start, stop in pieces]
+    segments += [(0, 0, 0, width) for width in padding_segments(size - sum(s[-1] for s in segments), multiple)]
+    for i, start, stop, slot in segments:
+        begin, padding = int(rows.offsets[i]), slot - (stop - start)
+        pack["input_ids"] += rows.input_ids[begin + start : begin + stop].tolist() + [pad] * padding
+        pack["labels"] += rows.labels[begin + start : begin + stop].tolist() + [CROSS_ENTROPY_IGNORE_IDX] * padding
+        pack["position_ids"] += range(slot)
+        pack["seq_lens"].append(stop - start)
+        pack["seq_lens_padded"].append(slot)
+    return pack
+
+
+class Columns(IndexedRows):
+    """Rows that can only be read one by one."""
+
+    def __init__(self, flat: TokenArrays) -> None:
+        self.flat = flat
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.flat.offsets)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        piece = slice(self.flat.offsets[index], self.flat.offsets[index + 1])
+        return {"input_ids": self.flat.input_ids[piece], "labels": self.flat.labels[piece]}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=documents,
+    strategy=st.sampled_from(["exact_fill", "worst_fit", "next_fit", "wrapped"]),
+    multiple=st.sampled_from([1, 2, 4]),
+    overlong=st.sampled_from(["truncate", "split"]),
+    dtype=st.sampled_from([np.int32, np.int64, np.uint16]),
+    indexed=st.booleans(),
+    data=st.data(),
+)
+def test_a_batch_equals_its_packs_token_by_token(rows, strategy, multiple, overlong, dtype, indexed, data) -> None:
+    made = flatten(samples(rows))
+    flat = TokenArrays(made.input_ids.astype(dtype), made.labels, made.offsets)
+    lengths = np.diff(flat.offsets)
+    plan = plan_packs(lengths, 8, strategy=strategy, slot_multiple=multiple, overlong=overlong)
+    packs = PackedDataset(Columns(flat) if indexed else flat, plan, padding_idx=7)
+    asked = data.draw(st.lists(st.integers(EMPTY_PACK, len(plan) - 1), min_size=1, max_size=6))
+    starts = np.zeros_like(plan.doc_ids) if plan.starts is None else plan.starts
+    stops = lengths[plan.doc_ids] if plan.stops is None else plan.stops
+    pieces = list(zip(plan.doc_ids.tolist(), starts.tolist(), stops.tolist()))
+    expected = [
+        one_pack(flat, [] if i == EMPTY_PACK else pieces[plan.offsets[i] : plan.offsets[i + 1]], 8, multiple, pad=7)
+        for i in asked
+    ]
+    batch = packs.__getitems__(asked)
+    assert [plain(pack) for pack in batch] == [plain(packs[i]) for i in asked] == expected
+    assert all(value.dtype == torch.int64 for pack in batch for value in pack.values())
+    collated = packed_sequence_thd_collater(batch)
+    one_by_one = packed_sequence_thd_collater([packs[i] for i in asked])
+    assert list(collated) == list(one_by_one)
+    for name, values in one_by_one.items():
+        same = torch.equal(collated[name], values) if isinstance(values, torch.Tensor) else collated[name] == values
+        assert same, name
+
+
+def test_a_data_loader_fetches_batches() -> None:
+    packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 6, strategy="next_fit"))
+    asked = [[0, EMPTY_PACK], [1, 0]]
+    for num_workers in (0, 1):
+        loader = torch.utils.data.DataLoader(
+            packs, batch_sampler=asked, collate_fn=packed_sequence_thd_collater, num_workers=num_workers
+        )
+        batches = list(loader)
+        assert batches[1]["input_ids"].tolist() == [[4, 5, 6, 7, 8, 0], [1, 2, 3, 0, 0, 0]]
+        assert batches[0]["seq_lens"].tolist() == [[3, 0], [0, -1000]]
+        assert batches[0]["seq_lens_padded"].tolist() == [[3, 3], [6, -1000]]
+    assert len(packs.__getitems__([])) == 0
+    with pytest.raises(IndexError, match="pack 2 of 2"):
+        packs.__getitems__([0, 2])
+
+
+@pytest.mark.parametrize("strategy", ["exact_fill", "global", "worst_fit", "next_fit", "wrapped"])
+@settings(deadline=None, max_examples=30)
+@given(rows=documents, seed=st.integers(0, 3))
+def test_every_token_is_in_one_pack_with_its_label(strategy: str, rows, seed: int) -> None:
+    marked = [[1000 * i + k for k in range(len(row))] for i, row in enumerate(rows, start=1)]
+    flat = flatten(samples(marked))
+    packs = PackedDataset(flat, plan_packs(np.diff(flat.offsets), 12, strategy=strategy, seed=seed, slot_multiple=2))
+    pairs = [
+        pair
+        for pack in packs
+        for pair in zip(pack["input_ids"].tolist(), pack["labels"].tolist())
+        if pair[0] or pair[1] != CROSS_ENTROPY_IGNORE_IDX
+    ]
+    assert sorted(pairs) == sorted(zip(flat.input_ids.tolist(), flat.labels.tolist()))
+
+
+def test_reads_memory_maps_and_indexes_like_a_list(tmp_path) -> None:
+    flat = flatten(TWO)
+    for name in ("input_ids", "labels", "offsets"):
+        np.save(tmp_path / f"{name}.npy", getattr(flat, name).astype(np.int32 if name != "offsets" else np.int64))
+    mapped = TokenArrays(*(np.load(tmp_path / f"{n}.npy", mmap_mode="r") for n in ("input_ids", "labels", "offsets")))
+    packs = PackedDataset(mapped, plan_packs([3, 5], 8))
+    assert packs[0]["input_ids"].tolist() in ([1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8, 1, 2, 3])
+    for index in (1, -2):
+        with pytest.raises(IndexError):
+            packs[index]
+
+
+def test_a_plan_of_other_rows() -> None:
+    with pytest.raises(DataError, match="the plan was made for 3 documents and the rows hold 2"):
+        PackedDataset(flatten(TWO), plan_packs([3, 5, 1], 8))
+    with pytest.raises(DataError, match="the rows hold 8 input_ids and 7 labels for 8 tokens"):
+        PackedDataset(TokenArrays(np.arange(8), np.arange(7), np.array([0, 3, 8])), plan_packs([3, 5], 8))
+    both = np.arange(16).reshape(8, 2)
+    with pytest.raises(DataError, match="must each lie in one piece"):
+        PackedDataset(TokenArrays(both[:, 0], both[:, 1], np.array([0, 3, 8])), plan_packs([3, 5], 8))

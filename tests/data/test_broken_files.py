@@ -1,0 +1,140 @@
+"""Broken files end in a sentence that names the row, or in a counted skip; never in a traceback of ours, never hang."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_lite.data.files import FilesDataset
+from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenizer import train_bpe_tokenizer
+from automodel_lite.errors import ConfigError, DataError
+from tests.data.templates import MARKED, byte_tokenizer
+
+ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+LINE = json.dumps(ROW).encode() + b"\n"
+
+
+@pytest.fixture(autouse=True)
+def _cache_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
+
+
+def prepare(path: Path, **options: Any) -> Any:
+    return tokenize_documents(FilesDataset(str(path)), byte_tokenizer(MARKED), **options).counts["train"]
+
+
+def changed(**changes: Any) -> bytes:
+    return json.dumps({**ROW, **changes}).encode() + b"\n"
+
+
+BROKEN = {
+    "truncated": (LINE[:40] + b"\n", r"a.jsonl:2:41: not JSON: .*, near "),
+    "invalid UTF-8": (LINE.replace(b"Hi", b"\xff\xfe"), r"a.jsonl:2:44: byte 0xff is not UTF-8."),
+    "NUL bytes": (b"\x00" * 50 + b"\n", r"a.jsonl:2:1: not JSON: Expecting value"),
+    "raw control character": (LINE.replace(b"Hi", b"H\x01"), r"a.jsonl:2:45: not JSON: Invalid control character"),
+    "an array": (b"[1, 2]\n", r"a.jsonl:2: a row must be a JSON object, not list."),
+    "a number": (b"3\n", r"a.jsonl:2: a row must be a JSON object, not int."),
+    "not a word of JSON": (b"hello\n", r"a.jsonl:2:1: not JSON: Expecting value, near 'hello"),
+    "missing column": (b'{"text": "x"}\n', r"a.jsonl:2: column messages must be a list of messages, not missing."),
+    "wrong type": (changed(messages=3), r"a.jsonl:2: column messages must be a list of messages, not int '3'."),
+    "message no object": (
+        changed(messages=["Hi"]),
+        r"a.jsonl:2: messages\[0\] must be an object with role and content",
+    ),
+    "role null": (changed(messages=[{"role": None, "content": ""}]), r"a.jsonl:2: messages\[0\].role must be a text"),
+    "two rows in a line": (LINE[:-1] + LINE, r"a.jsonl:2:\d+: not JSON: Extra data"),
+    "deep nesting": (b"[" * 200_000 + b"\n", r"a.jsonl:2: not JSON that can be read"),
+    "huge number": (b'{"messages": ' + b"9" * 5000 + b"}\n", r"a.jsonl:2: (not JSON that can be read|column messages)"),
+    "tools no list": (changed(tools={"a": 1}), r"a.jsonl:2: column tools must be a list, not dict."),
+    "tools broken": (changed(tools="[1,"), r"a.jsonl:2: column tools is a text that is no JSON"),
+    "unknown role of a template": (
+        changed(messages=[{"role": "user", "content": "x"}]),
+        r"a.jsonl:2: has no assistant message",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + line + LINE * 3)
+    with pytest.raises(DataError) as caught:
+        prepare(path)
+    assert re.match(message, str(caught.value)), str(caught.value)[:300]
+    counts = prepare(path, on_bad_row="skip", max_bad_frac=0.5)
+    assert (counts.num_documents, counts.num_rows, counts.num_bad) == (5, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "a.jsonl: the file is empty: it holds no row."),
+        ("a.jsonl", b"\n\n  \n", "a.jsonl: the file is empty: it holds no row."),
+        ("a.json", b"", "a.json: the file is empty: it holds no row."),
+        ("a.json", b"[]", "a.json: the file is empty: it holds no row."),
+        ("a.json", b'[{"text": "x"', "a.json: not JSON: Expecting"),
+        ("a.json", b'{"a": 1}x', "a.json: not JSON: "),
+        ("a.json", b'[{"a": "\xff"}]', "a.json: byte 9 is not UTF-8."),
+        ("a.csv", b"", "a.csv: the file is empty: it holds no row."),
+        ("a.csv", b"question,answer\n", "a.csv: the file is empty: it holds no row."),
+        ("a.csv", b"question,answer\nx\n", "a.csv:2: 1 values for 2 columns."),
+        ("a.csv", b'question,answer\n"x,y\n', "a.csv:2: not CSV: unexpected end of data."),
+        ("a.csv", b"question,answer\nx,\xff\n", "a.csv:2: byte 0xff is not UTF-8."),
+        ("a.parquet", b"PAR1 and no more", "a.parquet: cannot be read as parquet: "),
+        ("a.parquet", b"", "a.parquet: cannot be read as parquet: "),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: cannot be decompressed: Not a gzipped file"),
+        ("a.jsonl.zst", b"no zstandard", "a.jsonl.zst: cannot be decompressed: "),
+        ("a.jsonl.xz", b"no xz", "a.jsonl.xz: cannot be decompressed: "),
+    ],
+)
+def test_files_without_a_good_row(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((DataError, ConfigError)) as caught:
+        prepare(tmp_path / name)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_tokenizer_is_trained_on_the_good_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + b"broken\n" + LINE)
+    assert len(train_bpe_tokenizer(FilesDataset(str(path)), 262)) == 262
+
+
+def test_a_huge_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + changed(messages=[ROW["messages"][0], {"role": "assistant", "content": "x" * 1_000_000}]))
+    assert prepare(path).num_tokens > 1_000_000
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_damage(tmp_path: Path, seed: int) -> None:
+    """Bytes flipped, cut, doubled and inserted anywhere: a sentence that names the file, or counted rows."""
+    rng = random.Random(seed)
+    data = bytearray(LINE * 20)
+    for _ in range(rng.randint(1, 6)):
+        start = rng.randrange(len(data))
+        stop = min(len(data), start + rng.randint(0, 30))
+        damage = [b"", bytes(rng.randrange(256) for _ in range(stop - start)), bytes(data[start:stop]) * 2, b"\n", b'"']
+        data[start:stop] = rng.choice(damage)
+    name = rng.choice(["a.jsonl", "a.json", "a.csv"])
+    (tmp_path / name).write_bytes(data)
+    for options in ({}, {"on_bad_row": "skip", "max_bad_frac": 0.5}):
+        outcome = outcome_of(tmp_path / name, **options)
+        assert (
+            outcome == "all counted" or name in outcome or re.match("train: |the columns .* no known format", outcome)
+        )
+
+
+def outcome_of(path: Path, **options: Any) -> str:
+    try:
+        counts = prepare(path, **options)
+    except (DataError, ConfigError) as error:
+        return str(error)
+    num_known = counts.num_rows + counts.num_bad + counts.num_fully_masked + counts.num_empty
+    return "all counted" if num_known == counts.num_documents else f"{counts}"

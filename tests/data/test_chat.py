@@ -1,0 +1,193 @@
+"""Which characters of a chat are trained on, family by family, as literals: ⟦ ⟧ enclose them."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_lite.data.chat import ChatRenderer, Sample
+from automodel_lite.errors import ConfigError, DataError
+from tests.data.templates import FAMILIES, LLAMA3, MARKED, MISTRAL, QWEN3, Family, byte_tokenizer
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
+SUM, FOUR = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+
+
+def marked(sample: Sample) -> str:
+    text = sample.text
+    for start, stop in sorted(sample.spans, reverse=True):
+        text = f"{text[:start]}⟦{text[start:stop]}⟧{text[stop:]}"
+    return text
+
+
+def rendered(family: str, messages: list[dict], train_on: str = "assistant", **template_kwargs: object) -> list[str]:
+    renderer = ChatRenderer(byte_tokenizer(FAMILIES[family]), train_on, template_kwargs)
+    return [marked(sample) for sample in renderer.samples(messages)]
+
+
+ONE_TURN = {
+    "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello!<|eot_id|>⟧",
+    "qwen3": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nHello!<|im_end|>⟧\n",
+    "gemma3": "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n⟦Hello!<end_of_turn>⟧\n",
+    "mistral": "<s>[INST]Hi[/INST]⟦Hello!</s>⟧",
+    "gpt_oss": "<|start|>user<|message|>Hi<|end|><|start|>assistant⟦<|channel|>final<|message|>Hello!<|return|>⟧",
+    "marked": "<|user|>Hi<|end|><|assistant|>⟦Hello!<|end|>⟧",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_turn(family: str) -> None:
+    assert rendered(family, [HI, HELLO]) == [ONE_TURN[family]]
+
+
+TWO_TURNS = {
+    "llama3": [
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello!<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦4<|eot_id|>⟧"
+    ],
+    "qwen3": [  # the history loses its empty thoughts: one row a turn, each as the model would meet it
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nHello!<|im_end|>⟧\n",
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\n4<|im_end|>⟧\n",
+    ],
+    "gemma3": [
+        "<bos><start_of_turn>user\nBe kind.\n\nHi<end_of_turn>\n<start_of_turn>model\n⟦Hello!<end_of_turn>⟧\n"
+        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4<end_of_turn>⟧\n"
+    ],
+    "mistral": [  # the system prompt moves to the last question: one row a turn
+        "<s>[INST]Be kind.\n\nHi[/INST]⟦Hello!</s>⟧",
+        "<s>[INST]Hi[/INST]Hello!</s>[INST]Be kind.\n\n2+2?[/INST]⟦4</s>⟧",
+    ],
+    "gpt_oss": [  # an answer ends in <|return|>, in the history in <|end|>
+        "<|start|>system<|message|>Be kind.<|end|><|start|>user<|message|>Hi<|end|>"
+        "<|start|>assistant⟦<|channel|>final<|message|>Hello!<|return|>⟧",
+        "<|start|>system<|message|>Be kind.<|end|><|start|>user<|message|>Hi<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Hello!<|end|><|start|>user<|message|>2+2?<|end|>"
+        "<|start|>assistant⟦<|channel|>final<|message|>4<|return|>⟧",
+    ],
+    "marked": [
+        "<|system|>Be kind.<|end|><|user|>Hi<|end|><|assistant|>⟦Hello!<|end|>⟧"
+        "<|user|>2+2?<|end|><|assistant|>⟦4<|end|>⟧"
+    ],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_turns_after_a_system_prompt(family: str) -> None:
+    assert rendered(family, [SYSTEM, HI, HELLO, SUM, FOUR]) == TWO_TURNS[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_last_assistant_trains_the_last_turn_alone(family: str) -> None:
+    (text,) = rendered(family, [HI, HELLO, SUM, FOUR], "last_assistant")
+    assert text.count("⟦") == 1
+    assert text.rindex("⟦") > text.index("2+2?")
+    assert "4" in text[text.index("⟦") :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_trains_every_character(family: str) -> None:
+    (text,) = rendered(family, [HI, HELLO, SUM, FOUR], "all")
+    assert text[0] == "⟦"
+    assert text[-1] == "⟧"
+    assert text.count("⟦") == 1
+
+
+def test_reasoning_of_earlier_turns_is_trained_where_the_model_would_write_it() -> None:
+    thought = {**HELLO, "reasoning_content": "A greeting."}
+    assert rendered("qwen3", [HI, thought, SUM, FOUR]) == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦<think>\nA greeting.\n</think>\n\nHello!<|im_end|>⟧\n",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\n4<|im_end|>⟧\n",
+    ]
+    assert rendered("gpt_oss", [HI, thought]) == [
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant⟦<|channel|>analysis<|message|>A greeting.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Hello!<|return|>⟧"
+    ]
+
+
+def test_template_kwargs_move_an_empty_thought_into_the_prompt() -> None:
+    assert rendered("qwen3", [HI, HELLO], enable_thinking=False) == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦Hello!<|im_end|>⟧\n"
+    ]
+
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
+}
+
+
+def test_a_tool_call_is_trained_with_its_own_end_token() -> None:
+    messages = [SUM, CALL, {"role": "tool", "content": "4"}, FOUR]
+    tool = {"type": "function", "function": {"name": "add"}}
+    (sample,) = ChatRenderer(byte_tokenizer(LLAMA3), "assistant").samples(messages, [tool])
+    assert marked(sample) == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+        'Tools: [{"type": "function", "function": {"name": "add"}}]<|eot_id|>'
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        '<|start_header_id|>assistant<|end_header_id|>\n\n⟦{"name": "add", "parameters": {"a": 2, "b": 2}}<|eom_id|>⟧'
+        "<|start_header_id|>tool<|end_header_id|>\n\n4<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦4<|eot_id|>⟧"
+    )
+
+
+def test_completion_trains_what_follows_the_last_question() -> None:
+    (text,) = rendered("marked", [HI, HELLO, SUM, CALL, {"role": "tool", "content": "4"}, FOUR], "completion")
+    assert text == (
+        "<|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>2+2?<|end|><|assistant|>⟦<|end|>⟧"
+        "<|tool|>4<|end|><|assistant|>⟦4<|end|>⟧"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama3", "marked", "qwen3"])
+def test_a_message_of_weight_zero_is_not_trained(family: str) -> None:
+    texts = rendered(family, [HI, {**HELLO, "weight": 0}, SUM, FOUR])
+    assert "".join(texts).count("⟦") == 1
+    assert "".join(texts).index("⟦") > "".join(texts).index("2+2?")
+
+
+def test_markers_give_what_prefixes_give() -> None:
+    template = MARKED.template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    unmarked = Family(template, MARKED.specials, MARKED.eos)
+    chat = [SYSTEM, HI, HELLO, SUM, FOUR]
+    by_prefix = ChatRenderer(byte_tokenizer(unmarked), "assistant").samples(chat)
+    assert [marked(sample) for sample in by_prefix] == TWO_TURNS["marked"]
+
+
+def test_the_prompt_of_a_reasoning_model_that_opens_a_thought() -> None:
+    """A generation prompt that ends in `<think>` is no prefix of an answer without one; the answer is trained."""
+    prompt = "{{- '<|im_start|>assistant\\n' -}}"
+    template = QWEN3.template.replace(prompt, prompt.replace("\\n", "\\n<think>x"))
+    tokenizer = byte_tokenizer(Family(template, QWEN3.specials, QWEN3.eos))
+    (sample,) = ChatRenderer(tokenizer, "assistant").samples([HI, {**HELLO, "reasoning_content": "A"}])
+    assert marked(sample) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>⟦\nA\n</think>\n\nHello!<|im_end|>⟧\n"
+    )
+
+
+def test_a_refusal_of_the_template_is_a_bad_row() -> None:
+    with pytest.raises(DataError, match="refused by the chat template: Conversation roles must alternate"):
+        rendered("gemma3", [HI, SUM, FOUR])
+    with pytest.raises(DataError, match="has no assistant message"):
+        rendered("llama3", [HI])
+
+
+def test_a_template_without_an_end_token_is_refused() -> None:
+    plain = Family("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", MISTRAL.specials, "</s>")
+    with pytest.raises(ConfigError, match="without a special token, so the model would never learn to stop"):
+        ChatRenderer(byte_tokenizer(plain), "assistant")
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    tokenizer = byte_tokenizer(LLAMA3)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
+        ChatRenderer(tokenizer, "assistant")

@@ -1,0 +1,283 @@
+"""Formats: found from the columns, normalised, and refused in a sentence that names the place."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+
+from automodel_lite.data.files import FilesDataset
+from automodel_lite.data.formats import FORMATS, detect
+from automodel_lite.errors import ConfigError, DataError
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+CASES = {
+    "messages": ({"messages": CHAT}, {"messages": CHAT}),
+    "messages, other name": ({"dialogue": CHAT}, {"messages": CHAT}),
+    "messages as JSON text": ({"messages": json.dumps(CHAT)}, {"messages": CHAT}),
+    "content in parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, CHAT[1]]},
+        {"messages": CHAT},
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}], "system": "S"},
+        {"messages": [{"role": "system", "content": "S"}, *CHAT]},
+    ),
+    "sharegpt with roles": ({"conversations": CHAT}, {"messages": CHAT}),
+    "alpaca": (
+        {"instruction": "Add", "input": "1+1", "output": "2"},
+        {"prompt": "Add\n\n1+1", "completion": "2"},
+    ),
+    "alpaca without input": (
+        {"instruction": "Add", "input": "", "output": "2", "system": "S"},
+        {"prompt": "Add", "completion": "2", "system": "S"},
+    ),
+    "prompt_completion": ({"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2"}),
+    "prompt_completion of messages": (
+        {"prompt": CHAT, "completion": CHAT[1:]},
+        {"messages": [{**CHAT[0], "weight": 0}, {**CHAT[1], "weight": 0}, CHAT[1]]},
+    ),
+    "prompt and response": ({"prompt": "a", "response": "b"}, {"prompt": "a", "completion": "b"}),
+    "question_answer": ({"question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}),
+    "with context": ({"context": "c", "question": "q", "answer": "a"}, {"prompt": "c\n\nq", "completion": "a"}),
+    "text": ({"text": "abc", "url": "x"}, {"text": "abc"}),
+}
+
+
+@pytest.mark.parametrize(("row", "document"), CASES.values(), ids=CASES)
+def test_normalised(tmp_path: Path, row: dict, document: dict) -> None:
+    assert FilesDataset(jsonl(tmp_path / "a.jsonl", [row])).train[0] == document
+
+
+def test_tools_and_calls_become_objects(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": {"default": None}}}}
+    row = {
+        "messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}],
+        "tools": json.dumps([tool]),
+    }
+    document = FilesDataset(jsonl(tmp_path / "a.jsonl", [row])).train[0]
+    assert document["tools"] == [tool]
+    assert document["messages"][1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        "reasoning_content": "hm",
+    }
+
+
+def test_the_printed_line_says_what_was_found(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "input": "", "output": "b"}])
+    assert FilesDataset(path).description == "a.jsonl: 1 documents, columns instruction,input,output → alpaca"
+    path = jsonl(tmp_path / "b.jsonl", [{"Frage": "a", "Antwort": "b"}])
+    mapped = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"})
+    assert mapped.description == (
+        "b.jsonl: 1 documents, columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)"
+    )
+    assert mapped.train[0] == {"prompt": "a", "completion": "b"}
+
+
+def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect(["a", "b"], None, None)
+    message = str(caught.value)
+    assert message.startswith(
+        "the columns a, b are of no known format: name them, for instance dataset.columns.prompt=a dataset.columns.completion=b."
+    )
+    assert all(" + ".join(known.signs[0]) in message for known in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("alpaka", None), "dataset.format=alpaka is none of packed, tokens, messages"),
+        (("alpaca", None), "dataset.format=alpaca needs the columns instruction + output, the data have question,"),
+        ((None, {"answer": "x"}), "dataset.columns.answer=x is not a column of the data, which has question, answer"),
+    ],
+    ids=["unknown format", "format without its columns", "unknown column"],
+)
+def test_wrong_settings(arguments: tuple, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect(["question", "answer"], *arguments)
+    assert str(caught.value).startswith(message)
+
+
+BAD_ROWS = {
+    "no role": ({"messages": [{"content": "Hi"}]}, "a.jsonl:2: messages[0].role must be a text, not None."),
+    "content a number": (
+        {"messages": [{"role": "user", "content": 7}]},
+        "a.jsonl:2: messages[0].content must be a text, not int.",
+    ),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "a.jsonl:2: messages[0].content must be a text, not an image or another part that is no text.",
+    ),
+    "no list": ({"messages": "Hi"}, "a.jsonl:2: column messages must be a list of messages, not str 'Hi'."),
+    "missing": ({"other": 1}, "a.jsonl:2: column messages must be a list of messages, not missing."),
+    "empty": ({"messages": []}, "a.jsonl:2: an empty list of messages."),
+    "half a surrogate": (
+        '{"messages": [{"role": "user", "content": "ab\\ud800"}]}\n',
+        "a.jsonl:2: messages[0].content holds half of a surrogate pair at character 3.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_names_its_place(tmp_path: Path, row: Any, message: str) -> None:
+    rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, row])).train
+    with pytest.raises(DataError) as caught:
+        rows[1]
+    assert str(caught.value) == message
+
+
+def test_a_renamed_column_is_called_by_its_own_name(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"Frage": "a", "Antwort": "b"}, {"Frage": "a", "Antwort": 7}])
+    rows = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"}).train
+    with pytest.raises(DataError, match=r"^a.jsonl:2: column Antwort must be a text, not int '7'.$"):
+        rows[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+ROWS = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(5)]
+DOCUMENTS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(5)]
+
+
+def documents(path: str, **options: Any) -> list[dict]:
+    rows = FilesDataset(path, **options).train
+    return [rows[i] for i in range(len(rows))]
+
+
+def write_csv(path: Path, delimiter: str) -> None:
+    lines = [delimiter.join(["question", "answer"]), *(delimiter.join(row.values()) for row in ROWS)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+WRITERS = {
+    "a.jsonl": lambda path: path.write_bytes(LINES),
+    "no_last_break.jsonl": lambda path: path.write_bytes(LINES.rstrip()),
+    "blank_lines.jsonl": lambda path: path.write_bytes(b"\n" + LINES.replace(b"\n", b"\n \r\n\n")),
+    "bom.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES),
+    "a.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "pretty.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
+    "inside.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS})),
+    "lines.json": lambda path: path.write_bytes(LINES),
+    "a.csv": lambda path: write_csv(path, ","),
+    "a.tsv": lambda path: write_csv(path, "\t"),
+    "a.parquet": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(path),
+    "folder_of_arrow": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path),
+    "dict_of_arrow": lambda path: datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(path),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(LINES)),
+    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(LINES)),
+    "a.jsonl.zst": lambda path: path.write_bytes(pyarrow.compress(LINES, "zstd", asbytes=True)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_of_every_kind_give_the_same_documents(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    assert documents(str(tmp_path / name)) == DOCUMENTS
+
+
+def test_globs_folders_and_lists_keep_their_order(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    jsonl(folder / "b.jsonl", ROWS[3:])
+    (folder / "a.json").write_text(json.dumps(ROWS[:3]))
+    (folder / "README.md").write_text("not data")
+    assert documents(str(folder)) == DOCUMENTS
+    assert documents(str(folder / "*.json*")) == DOCUMENTS
+    assert documents([str(folder / "a.json"), str(folder / "b.jsonl")]) == DOCUMENTS
+    rows = FilesDataset(str(folder)).train
+    assert [rows.where(i) for i in (0, 2, 3, 4)] == ["a.json[1]", "a.json[3]", "b.jsonl:1", "b.jsonl:2"]
+
+
+def test_text_files_are_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    assert documents(str(tmp_path / "a.txt")) == [{"text": "one"}, {"text": "two"}]
+
+
+def test_csv_values_stay_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('question,answer\n007,NA\n"two\nlines","a, ""b"""\n')
+    assert documents(str(tmp_path / "a.csv")) == [
+        {"prompt": "007", "completion": "NA"},
+        {"prompt": "two\nlines", "completion": 'a, "b"'},
+    ]
+
+
+def test_nulls_that_arrow_fills_in_are_taken_out(tmp_path: Path) -> None:
+    tools = [{"name": "f", "x": 1}, {"name": "g", "y": 2}]
+    rows = [{"messages": CHAT, "tools": [tool]} for tool in tools]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert [document["tools"] for document in documents(str(tmp_path / "a.parquet"))] == [[tool] for tool in tools]
+
+
+def test_validation_documents(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    other = jsonl(tmp_path / "b.jsonl", ROWS[:2])
+    by_name = FilesDataset(path, val_path={"one": other, "two": path})
+    assert {name: len(rows) for name, rows in by_name.val.items()} == {"one": 2, "two": 5}
+    split = FilesDataset(path, val_frac=0.4, seed=3)
+    again = FilesDataset(path, val_frac=0.4, seed=3)
+    val = [split.val["val"][i]["prompt"] for i in range(2)]
+    assert sorted(val + [split.train[i]["prompt"] for i in range(3)]) == ["q0", "q1", "q2", "q3", "q4"]
+    assert val == [again.val["val"][i]["prompt"] for i in range(2)]
+    with pytest.raises(ConfigError, match="give one of them"):
+        FilesDataset(path, val_frac=0.4, val_path=other)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dataset.path=.*/none.jsonl does not exist \(looked in "):
+        FilesDataset(str(tmp_path / "none.jsonl"))
+    (tmp_path / "a.doc").write_text("x")
+    with pytest.raises(ConfigError, match=r"unknown kind of file"):
+        FilesDataset(str(tmp_path / "a.doc"))
+
+
+def test_files_have_no_splits(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"dataset.split=test: .*a.jsonl has no splits"):
+        FilesDataset(path, val_split="test")
+    datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")}).save_to_disk(
+        tmp_path / "saved"
+    )
+    saved = FilesDataset(str(tmp_path / "saved"), val_split="test")
+    assert (len(saved.train), len(saved.val["val"])) == (5, 5)
+    with pytest.raises(ConfigError, match=r"dataset.split=dev is not in .*saved, which has train, test"):
+        FilesDataset(str(tmp_path / "saved"), split="dev")
+
+
+def test_hub_names_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    with pytest.raises(ConfigError, match=r"dataset.path=org/set is no local file .* Couldn't reach the hub"):
+        FilesDataset("org/set")
+
+
+def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: datasets.Dataset.from_list(ROWS))
+    loaded = FilesDataset("org/set", name="main")
+    assert loaded.description == "org/set/main: 5 documents, columns question,answer → question_answer"
+    assert loaded.train.where(2) == "org/set/main[3]"
+    assert loaded.train[2] == DOCUMENTS[2]

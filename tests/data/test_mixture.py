@@ -1,0 +1,138 @@
+"""Mixtures: shares, repeats, caps, order, and each dataset's own counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from automodel_lite.data.files import FilesDataset
+from automodel_lite.data.memmap import MemmapCorpus, write_memmap
+from automodel_lite.data.mixture import MixedRows, Mixture, choose_documents
+from automodel_lite.data.packing.packs import PackedDataset
+from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.tokenize import TokenizedData, tokenize_documents
+from automodel_lite.data.tokenizer import train_bpe_tokenizer
+from automodel_lite.errors import ConfigError
+from tests.data.templates import MARKED, byte_tokenizer
+
+
+def texts(path: Path, letter: str, count: int, length: int) -> FilesDataset:
+    """`count` documents of `length` tokens, the end token included."""
+    path.write_text("".join(json.dumps({"text": letter * (length - 1)}) + "\n" for _ in range(count)))
+    return FilesDataset(str(path), val_frac=0.0)
+
+
+def mixed(tmp_path: Path, parts: dict[str, dict], **options: Any) -> tuple[TokenizedData, dict[str, int]]:
+    data = tokenize_documents(Mixture(parts, **options), byte_tokenizer(MARKED), cache_dir=tmp_path)
+    assert isinstance(data.train, MixedRows)
+    return data, data.train.tokens_by_part()
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "stop", "tokens"),
+    [
+        ({}, {}, "first_exhausted", {"small": 100, "large": 1000}),
+        ({"repeat": 3}, {"repeat": 0.5}, "first_exhausted", {"small": 300, "large": 500}),
+        ({"weight": 1}, {"weight": 1}, "first_exhausted", {"small": 100, "large": 100}),
+        ({"weight": 1}, {"weight": 3}, "first_exhausted", {"small": 100, "large": 300}),
+        ({"weight": 1}, {"weight": 1}, "all_exhausted", {"small": 1000, "large": 1000}),
+        ({"weight": 0.2}, {"weight": 0.8}, "all_exhausted", {"small": 250, "large": 1000}),
+        ({"max_documents": 3}, {"max_documents": 20}, "first_exhausted", {"small": 30, "large": 400}),
+    ],
+    ids=["as they are", "repeats", "half and half", "one to three", "until all", "until all by share", "caps"],
+)
+def test_tokens_of_an_epoch(tmp_path: Path, small: dict, large: dict, stop: str, tokens: dict) -> None:
+    parts = {
+        "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), **small},
+        "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), **large},
+    }
+    assert mixed(tmp_path, parts, stop=stop)[1] == tokens
+
+
+def test_the_same_seed_gives_the_same_rows(tmp_path: Path) -> None:
+    parts = {
+        "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": 1},
+        "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
+    }
+    first, again, other = (mixed(tmp_path, parts, seed=seed)[0].train for seed in (1, 1, 2))
+    assert [first.row_ids.tolist(), first.part_ids.tolist()] == [again.row_ids.tolist(), again.part_ids.tolist()]
+    assert first.row_ids.tolist() != other.row_ids.tolist()
+    assert set(first.part_ids[:8].tolist()) == {0, 1}  # the order is mixed
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chosen"),
+    [(0, 0), (4, 1), (8, 2), (16, 4), (20, 5), (32, 8)],
+)
+def test_documents_are_taken_whole_times_and_a_drawn_rest(num_tokens: int, chosen: int) -> None:
+    ids = choose_documents(np.full(4, 4), num_tokens, np.random.default_rng(0))
+    assert len(ids) == chosen
+    counts = np.bincount(ids, minlength=4)
+    assert counts.max() - counts.min() <= 1
+
+
+def test_every_dataset_keeps_its_counts_and_its_validation(tmp_path: Path) -> None:
+    parts = {"a": texts(tmp_path / "a.jsonl", "a", 10, 10), "b": texts(tmp_path / "b.jsonl", "b", 10, 10)}
+    parts["b"].val = {"val": parts["a"].train, "hard": parts["b"].train}
+    data, _ = mixed(tmp_path, {name: {"dataset": dataset} for name, dataset in parts.items()})
+    assert set(data.val) == {"b", "b/hard"}
+    assert {name: counts.num_tokens for name, counts in data.counts.items()} == {
+        "a/train": 100,
+        "b/train": 100,
+        "b/val/val": 100,
+        "b/val/hard": 100,
+    }
+    assert data.notes[-2:] == (
+        "a: 100 tokens an epoch, 50.0% of all, 1.00 x its 100",
+        "b: 100 tokens an epoch, 50.0% of all, 1.00 x its 100",
+    )
+
+
+def test_many_repeats_are_pointed_at(tmp_path: Path) -> None:
+    data, _ = mixed(tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 5}})
+    assert data.notes[-1].endswith("5.00 x its 40 (each document 5.0 times: more of it?)")
+
+
+def test_packs_of_a_mixture_hold_its_rows(tmp_path: Path) -> None:
+    write_memmap(tmp_path / "c", [[7] * 10] * 5, "uint16")
+    parts = {
+        "text": {"dataset": texts(tmp_path / "a.jsonl", "a", 10, 10)},
+        "corpus": {"dataset": MemmapCorpus(str(tmp_path / "c")), "repeat": 2},
+    }
+    data, tokens = mixed(tmp_path, parts)
+    assert tokens == {"text": 100, "corpus": 100}
+    for strategy in ("exact_fill", "wrapped"):
+        packs = PackedDataset(data.train, plan_packs(data.train.lengths, 25, strategy=strategy, overlong="split"))
+        ids = np.concatenate([packs[i]["input_ids"].numpy() for i in range(len(packs))])
+        assert (ids == 7).sum() == 100
+
+
+def test_a_tokenizer_is_trained_on_all_parts(tmp_path: Path) -> None:
+    parts = {letter: {"dataset": texts(tmp_path / f"{letter}.jsonl", letter, 20, 40)} for letter in "xy"}
+    vocab = train_bpe_tokenizer(Mixture(parts), 280, cache_dir=tmp_path).get_vocab()
+    assert "xx" in vocab
+    assert "yy" in vocab
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"weight": 1, "repeat": 2}, "dataset.parts.a has weight=1 and repeat=2: give one of them."),
+        ({"weigth": 1}, "dataset.parts.a: unknown key weigth; a part has dataset, weight or repeat, max_documents."),
+        ({"repeat": 0}, "dataset.parts.a.repeat=0 must be over 0."),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, part: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mixture({"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 2, 3), **part}})
+    assert str(caught.value) == message
+
+
+def test_weights_for_all_or_none(tmp_path: Path) -> None:
+    dataset = texts(tmp_path / "a.jsonl", "a", 2, 3)
+    with pytest.raises(ConfigError, match=r"dataset.parts.b.weight=null: give all datasets weights, or none"):
+        Mixture({"a": {"dataset": dataset, "weight": 1}, "b": {"dataset": dataset}})

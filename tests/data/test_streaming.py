@@ -1,0 +1,222 @@
+"""Streams: every document once, the same packs on any number of ranks and workers, and a position that is exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from automodel_lite.config.schema import DataloaderConfig, MeshConfig
+from automodel_lite.data.loader import StepBatches
+from automodel_lite.data.pack_order import BatchShape, Cursor
+from automodel_lite.data.packing.packer import Packer
+from automodel_lite.data.stream_loader import StreamLoader, gather_cursor
+from automodel_lite.data.streaming import StreamingDataset
+from automodel_lite.data.token_stream import TokenStream
+from automodel_lite.data.tokenize_chunks import Job
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.parallel.mesh import init_mesh
+from tests.data.templates import MARKED, QWEN3, Family, byte_tokenizer
+from tests.ranks import run_ranks
+
+NUM_ROWS = 61
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Each text holds its own number, so that a token row says which document it is."""
+    for i in range(NUM_ROWS):
+        yield {"prompt": "q", "completion": f"{i}," + "x" * (i * 7 % 23)}
+
+
+def write(path: Path) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    return str(path)
+
+
+def loader_of(path: str | None, global_batch_size: int = 4, num_workers: int = 0, **options: Any) -> StreamLoader:
+    mesh = init_mesh(MeshConfig())
+    dataset = StreamingDataset(**({"path": path, "num_shards": 4} | options))
+    return StreamLoader(
+        TokenStream(dataset, Job(byte_tokenizer(MARKED))),
+        Packer(40),
+        BatchShape(global_batch_size, 1, mesh.shape.dp),
+        mesh,
+        DataloaderConfig(num_workers=num_workers),
+    )
+
+
+def documents_of(batches: StepBatches) -> list[list[str]]:
+    """The numbers of the documents in each pack of a step, in order of packs."""
+    decode = byte_tokenizer(MARKED).decode
+    packs = [batch["input_ids"][0].tolist() for batch in batches.micro_batches]
+    return [[part.split(",")[0] for part in decode(pack).split("<|assistant|>")[1:]] for pack in packs]
+
+
+def epoch_of(loader: StreamLoader, cursor: Cursor) -> list[tuple[list[list[str]], Cursor]]:
+    own = takewhile(lambda batches: batches.epoch == cursor.epoch, loader.steps(cursor))
+    return [(documents_of(batches), batches.after) for batches in own]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_document_once_and_the_next_epoch_is_equal(tmp_path: Path, num_workers: int) -> None:
+    loader = loader_of(write(tmp_path / "a.jsonl"), num_workers=num_workers)
+    first = epoch_of(loader, Cursor())
+    seen = [number for packs, _ in first for pack in packs for number in pack]
+    assert sorted(map(int, seen)) == list(range(NUM_ROWS))
+    second = epoch_of(loader, Cursor(1))
+    assert [packs for packs, _ in second] == [packs for packs, _ in first]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumed_after_any_step(tmp_path: Path, num_workers: int) -> None:
+    path = write(tmp_path / "a.jsonl")
+    whole = epoch_of(loader_of(path), Cursor())
+    for stop in range(1, len(whole), 1 if num_workers == 0 else 3):
+        saved = json.loads(json.dumps({"shards": whole[stop - 1][1].shards}))  # as a checkpoint keeps it
+        cursor = Cursor(0, whole[stop - 1][1].packs, saved["shards"])
+        rest = epoch_of(loader_of(path, num_workers=num_workers), cursor)
+        assert [packs for packs, _ in rest] == [packs for packs, _ in whole[stop:]]
+
+
+def test_resumed_at_the_edge_of_an_epoch(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    whole = epoch_of(loader_of(path), Cursor())
+    after_last = next(loader_of(path).steps(whole[-1][1]))
+    assert after_last.epoch == 1
+    assert documents_of(after_last) == whole[0][0]
+
+
+def steps_on_ranks(rank: int, world_size: int, path: str) -> list:
+    loader = loader_of(path)
+    steps = epoch_of(loader, Cursor())
+    return [(packs, gather_cursor(after, loader.mesh).shards, after.packs) for packs, after in steps]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_packs_do_not_depend_on_ranks(tmp_path: Path, world_size: int) -> None:
+    path = write(tmp_path / "a.jsonl")
+    alone = epoch_of(loader_of(path), Cursor())
+    ranks = run_ranks(steps_on_ranks, world_size, path)
+    for step, (packs, _) in enumerate(alone):
+        dealt = [ranks[k % world_size][step][0][k // world_size] for k in range(4)]
+        assert dealt == packs
+
+
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    alone = [packs for packs, _ in epoch_of(loader_of(path), Cursor())]
+    two = run_ranks(steps_on_ranks, 2, path)
+    shards, num_packs = two[0][2][1], two[0][2][2]  # behind the third step
+    rest = epoch_of(loader_of(path), Cursor(0, num_packs, shards))
+    assert [packs for packs, _ in rest] == alone[3:]
+
+
+def test_ranks_end_together_when_shards_are_uneven(tmp_path: Path) -> None:
+    """Three rows in four shards: one shard is empty from the start, on one of the ranks."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in islice(rows(), 3)))
+    ranks = run_ranks(steps_on_ranks, 2, str(path))
+    assert [len(steps) for steps in ranks] == [1, 1]
+    assert [steps[0][0] for steps in ranks] == [[["0"], ["2"]], [["1"], []]]
+
+
+def test_a_stream_without_a_fitting_document_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": "x" * 100}) + "\n")
+    with pytest.raises(DataError, match="the stream ends without a document that fits a pack"):
+        next(loader_of(str(path)).steps(Cursor()))
+
+
+def test_shards_must_be_whole_for_every_reader(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dataset.num_shards=4 must be a multiple of 3 .* use 6"):
+        loader_of(write(tmp_path / "a.jsonl"), num_workers=3)
+
+
+def test_generators_and_hub_streams_give_what_files_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [packs for packs, _ in epoch_of(loader_of(write(tmp_path / "a.jsonl")), Cursor())]
+    generated = epoch_of(loader_of(None, generator=f"{__name__}:rows"), Cursor())
+    assert [packs for packs, _ in generated] == whole
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    streamed = epoch_of(loader_of("org/set"), Cursor())
+    assert [packs for packs, _ in streamed] == whole
+
+
+def test_files_of_a_hub_stream_are_dealt_to_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_files(numbers: list[int]) -> Iterator[dict[str, Any]]:
+        for number in numbers:
+            yield {"prompt": "q", "completion": str(number)}
+
+    stream = datasets.IterableDataset.from_generator(in_files, gen_kwargs={"numbers": list(range(8))})
+    assert stream.num_shards == 8
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    dataset = StreamingDataset("org/set", num_shards=4)
+    read = [[document["completion"] for _, document in dataset.read(shard, 0)] for shard in range(4)]
+    assert sorted(number for shard in read for number in shard) == [str(i) for i in range(8)]
+    assert [document["completion"] for _, document in dataset.read(1, 1)] == read[1][1:]
+
+
+def test_bad_rows_are_named_or_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps(row) for row in rows()]
+    lines[5] = "broken"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"a.jsonl:6:1: not JSON"):
+        epoch_of(loader_of(str(path)), Cursor())
+    loader = loader_of(str(path))
+    job = Job(byte_tokenizer(MARKED), on_bad_row="skip")
+    skipping = StreamLoader(
+        TokenStream(loader.tokens.dataset, job), Packer(40), loader.shape, loader.mesh, loader.config
+    )
+    steps = epoch_of(skipping, Cursor())
+    seen = {number for packs, _ in steps for pack in packs for number in pack}
+    assert seen == {str(i) for i in range(NUM_ROWS) if i != 5}
+    assert sum(state["num_empty"] for state in (steps[-1][1].shards or {}).values()) == 1
+
+
+def test_too_many_bad_rows_end_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\nbroken\n" for row in rows()) * 10)
+    dataset = StreamingDataset(str(path), num_shards=1)
+    stream = TokenStream(dataset, Job(byte_tokenizer(MARKED), on_bad_row="skip"))
+    with pytest.raises(DataError, match=r"shard 0: \d+ of \d+ documents are bad, .* max_bad_frac=0.05 allows"):
+        list(stream.read(0, 0))
+
+
+def two_turns() -> Iterator[dict[str, Any]]:
+    for i in range(9):
+        turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"{i},"}]
+        yield {"messages": turn + turn}
+
+
+@pytest.mark.parametrize("family", [QWEN3], ids=["qwen3"])
+def test_chats_that_become_several_rows_resume_between_them(family: Family) -> None:
+    def loader() -> StreamLoader:
+        dataset = StreamingDataset(generator=f"{__name__}:two_turns", num_shards=1)
+        tokens = TokenStream(dataset, Job(byte_tokenizer(family)))
+        return StreamLoader(tokens, Packer(120), BatchShape(1, 1, 1), init_mesh(MeshConfig()), DataloaderConfig())
+
+    def packs_from(cursor: Cursor) -> list[tuple[list[int], Cursor]]:
+        steps = takewhile(lambda batches: not batches.epoch, loader().steps(cursor))
+        return [(batches.micro_batches[0]["input_ids"][0].tolist(), batches.after) for batches in steps]
+
+    whole = packs_from(Cursor())
+    text = byte_tokenizer(family).decode([token for pack, _ in whole for token in pack])
+    assert text.count("<think>") == 18
+    for stop in range(1, len(whole)):
+        assert [pack for pack, _ in packs_from(whole[stop - 1][1])] == [pack for pack, _ in whole[stop:]]
+
+
+def test_settings_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dataset.path and dataset.generator: give one of them"):
+        StreamingDataset()
+    with pytest.raises(ConfigError, match=r"dataset.generator=tests.datasets.test_streaming:none cannot be found"):
+        StreamingDataset(generator="tests.datasets.test_streaming:none")
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(DataError, match="the stream is empty"):
+        StreamingDataset(str(tmp_path / "a.jsonl"))

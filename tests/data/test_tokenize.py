@@ -1,0 +1,336 @@
+"""From documents to token rows: labels, counts, what is refused, and the cache."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from automodel_lite.data.documents import DocumentList
+from automodel_lite.data.files import FilesDataset
+from automodel_lite.data.show import mark_trained
+from automodel_lite.data.token_rows import TokenRows, next_token_labels
+from automodel_lite.data.tokenize import TokenizedData, tokenize_documents
+from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer
+from automodel_lite.data.toy_chat import ToyChat
+from automodel_lite.errors import ConfigError, DataError
+from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
+
+_ = -100
+HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+USER, ASSISTANT, END = 256, 257, 260  # ids of the special tokens of MARKED
+
+
+@dataclass
+class Given:
+    """Documents of a test."""
+
+    train: DocumentList
+    kind: str = "messages"
+    val: dict[str, DocumentList] = field(default_factory=dict)
+    questions: list = field(default_factory=list)
+    description: str = "given"
+
+    @property
+    def identity(self) -> str:
+        return f"given({json.dumps(self.train.documents)})"
+
+
+def chats(*documents: Any) -> Given:
+    return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
+
+
+def tokenized(documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any) -> TokenizedData:
+    return tokenize_documents(documents, byte_tokenizer(family), cache_dir=tmp_path, **options)
+
+
+def as_lists(rows: TokenRows) -> list[tuple[list[int], list[int]]]:
+    return [(rows[i]["input_ids"].tolist(), rows[i]["labels"].tolist()) for i in range(len(rows))]
+
+
+def test_labels_are_the_next_token_of_what_the_assistant_says(tmp_path: Path) -> None:
+    rows = tokenized(chats([HI, HELLO]), tmp_path).train
+    h, i, y, o = (sorted_alphabet_id(letter) for letter in "HiYo")
+    assert as_lists(rows) == [([USER, h, i, END, ASSISTANT, y, o, END], [_, _, _, _, y, o, END, _])]
+
+
+def sorted_alphabet_id(letter: str) -> int:
+    return byte_tokenizer(MARKED).get_vocab()[letter]
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "trained", "offsets", "labels"),
+    [
+        ([1, 2, 3], [0, 1, 1], [0, 3], [2, 3, _]),
+        ([1, 2, 3, 4, 5], [0, 1, 1, 1, 1], [0, 3, 5], [2, 3, _, 5, _]),
+        ([1, 2, 3], [1, 0, 1], [0, 3], [_, 3, _]),
+        ([1, 2], [1, 1], [0, 0, 1, 1, 2, 2], [_, _]),
+        ([], [], [0], []),
+    ],
+    ids=["one document", "no target crosses", "first token is nobody's target", "short and empty", "nothing"],
+)
+def test_next_token_labels(input_ids: list, trained: list, offsets: list, labels: list) -> None:
+    found = next_token_labels(np.array(input_ids, np.int32), np.array(trained, bool), np.array(offsets))
+    assert found.tolist() == labels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rows_show_the_mask_of_the_text(tmp_path: Path, family: str) -> None:
+    tokenizer = byte_tokenizer(FAMILIES[family])
+    rows = tokenize_documents(chats([HI, HELLO]), tokenizer, cache_dir=tmp_path).train
+    text = mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"])
+    assert text.count("⟦") == text.count("⟧") == 1
+    assert "Yo" in text[text.index("⟦") : text.index("⟧")]
+    assert text.replace("⟦", "").replace("⟧", "") == tokenizer.apply_chat_template([HI, HELLO], tokenize=False)
+    bos = FAMILIES[family].bos
+    assert bos is None or text.count(bos) == 1
+
+
+@pytest.mark.parametrize(
+    ("document", "family", "text"),
+    [
+        ({"prompt": "1+1", "completion": "2"}, MARKED, "<|user|>1+1<|end|><|assistant|>⟦2<|end|>⟧"),
+        (
+            {"prompt": "1+1", "completion": "2", "system": "S"},
+            MARKED,
+            "<|system|>S<|end|><|user|>1+1<|end|><|assistant|>⟦2<|end|>⟧",
+        ),
+        ({"prompt": "1+1", "completion": "2"}, None, "1+1\n⟦2</s>⟧"),
+        ({"prompt": "1+1 ", "completion": "2"}, None, "1+1 ⟦2</s>⟧"),
+        ({"text": "abc"}, None, "a⟦bc</s>⟧"),
+        ({"text": "abc</s>"}, None, "a⟦bc</s>⟧"),
+    ],
+    ids=["template", "template with system", "plain", "plain with its own space", "text", "text with its own end"],
+)
+def test_documents_of_other_kinds(tmp_path: Path, document: dict, family: Family | None, text: str) -> None:
+    tokenizer = byte_tokenizer(family or Family("", ("</s>",), "</s>"))
+    if family is None:
+        tokenizer.chat_template = None
+    kind = "text" if "text" in document else "prompt_completion"
+    rows = tokenize_documents(Given(DocumentList([document], "x"), kind), tokenizer, cache_dir=tmp_path).train
+    assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]) == text
+
+
+def test_a_trimmed_space_belongs_to_its_word(tmp_path: Path) -> None:
+    """Byte-level tokenizers leave a leading space out of the offsets of ` 4`; the token is trained all the same."""
+    documents = Given(DocumentList([{"prompt": "2 + 2 =", "completion": " 4 or four"}] * 50, "x"), "prompt_completion")
+    tokenizer = train_bpe_tokenizer(ToyChat(num_chats=50), 300, cache_dir=tmp_path)
+    tokenizer.chat_template = None
+    rows = tokenize_documents(documents, tokenizer, cache_dir=tmp_path).train
+    assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]) == "2 + 2 =⟦ 4 or four<|end|>⟧"
+
+
+@pytest.mark.parametrize("text", ["🙂", "é", "日本", "a🙂b"], ids=["emoji", "accent", "two of three bytes", "inside"])
+def test_all_bytes_of_a_character_are_trained(tmp_path: Path, text: str) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    rows = tokenize_documents(chats([HI, {**HELLO, "content": text}]), tokenizer, cache_dir=tmp_path).train
+    num_bytes = len(text.encode())
+    assert (rows[0]["labels"] != _).sum() == num_bytes + 1
+    assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]).endswith(f"⟦{text}<|end|>⟧")
+
+
+# ---------------------------------------------------------------------------------------------------- given tokens
+def token_file(path: Path, *rows: dict) -> FilesDataset:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FilesDataset(str(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected", "note"),
+    [
+        ({"input_ids": [1, 2, 3, 4], "labels": [_, 3, 4, _]}, [_, 3, 4, _], "next-token aligned"),
+        ({"input_ids": [1, 2, 3, 4], "labels": [_, _, 3, 4]}, [_, 3, 4, _], "unshifted (shifted once here)"),
+        ({"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}, [_, 3, 4, _], "unshifted (shifted once here)"),
+        (
+            {"input_ids": [1, 2, 3, 0, 0], "labels": [_, 3, _, _, _], "attention_mask": [1, 1, 1, 0, 0]},
+            [_, 3, _],
+            "next-token aligned",
+        ),
+    ],
+    ids=["aligned", "unshifted", "loss mask", "padded"],
+)
+def test_given_labels_are_aligned_once(tmp_path: Path, row: dict, expected: list, note: str) -> None:
+    documents = token_file(tmp_path / "a.jsonl", row)
+    assert documents.description.endswith(f"→ tokens, labels {note}")
+    assert as_lists(tokenized(documents, tmp_path).train)[0][1] == expected
+
+
+def test_packed_rows_are_taken_apart(tmp_path: Path) -> None:
+    pack = {
+        "input_ids": [1, 2, 3, 0, 4, 5, 6, 0],
+        "labels": [_, 3, _, _, 5, 6, _, _],
+        "position_ids": [0, 1, 2, 3, 0, 1, 2, 3],
+        "seq_lens": [3, 3],
+        "seq_lens_padded": [4, 4],
+    }
+    documents = token_file(tmp_path / "a.jsonl", pack, pack)
+    rows = tokenized(documents, tmp_path).train
+    assert as_lists(rows) == [([1, 2, 3], [_, 3, _]), ([4, 5, 6], [5, 6, _])] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [1, 2, 900]}, "a.jsonl:1: column input_ids holds ids from 1 to 900, and the tokenizer has"),
+        ({"input_ids": [1, 2, 3]}, "a.jsonl:1: has input_ids without labels: set train_on=all"),
+        ({"input_ids": [1, 2], "labels": [1]}, "a.jsonl:1: column labels has 1 values and input_ids 2"),
+        ({"input_ids": [1, "2"]}, "a.jsonl:1: column input_ids must be a list of integers, not list"),
+        ({"input_ids": [[1], [2]]}, "a.jsonl:1: column input_ids must be a list of integers"),
+        ({"input_ids": [[1], 2]}, "a.jsonl:1: column input_ids must be a flat list of integers."),
+    ],
+    ids=["another tokenizer", "no labels", "lengths", "text", "nested", "ragged"],
+)
+def test_token_rows_that_cannot_be(tmp_path: Path, row: dict, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        tokenized(token_file(tmp_path / "a.jsonl", row), tmp_path)
+    assert str(caught.value).startswith(message)
+
+
+def test_token_ids_without_labels_are_trained_whole_when_asked(tmp_path: Path) -> None:
+    rows = tokenized(token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3]}), tmp_path, train_on="all").train
+    assert as_lists(rows) == [([1, 2, 3], [2, 3, _])]
+
+
+def test_labels_of_neither_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="of 3 labels 1 are the next token and 1 the token itself"):
+        token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3, 4], "labels": [2, 2, 9, _]})
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+def test_everything_is_counted(tmp_path: Path) -> None:
+    silent = {**HELLO, "weight": 0}
+    documents = chats(*[[HI, HELLO]] * 96, [HI, silent], [HI], [HI, HELLO, HI], [HI, silent])
+    data = tokenized(documents, tmp_path, on_bad_row="skip")
+    counts = data.counts["train"]
+    assert (counts.num_documents, counts.num_rows, counts.num_bad, counts.num_fully_masked) == (100, 97, 1, 2)
+    assert data.notes == (
+        "train: 100 documents → 97 rows, 780 tokens, 37% trained on, 1 bad skipped, 2 fully masked dropped"
+        " · cache: miss (first time)",
+    )
+
+
+def test_a_bad_row_stops_by_default(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^given\[1\]: has no assistant message$"):
+        tokenized(chats([HI, HELLO], [HI]), tmp_path)
+
+
+def test_too_many_bad_rows(tmp_path: Path) -> None:
+    documents = chats(*[[HI, HELLO]] * 9, [HI])
+    with pytest.raises(DataError) as caught:
+        tokenized(documents, tmp_path, on_bad_row="skip")
+    assert str(caught.value) == (
+        "train: 10 documents: 1 bad, 0 empty, 0 with nothing trained on (train_on=assistant); max_bad_frac=0.05 "
+        "allows 0. First bad row: given[9]: has no assistant message"
+    )
+    assert len(tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.1).train) == 9
+
+
+def test_nothing_trained_on_shows_a_sample(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        tokenized(chats([HI, {**HELLO, "weight": 0}]), tmp_path)
+    assert str(caught.value) == (
+        "train: 1 documents: 0 bad, 0 empty, 1 with nothing trained on (train_on=assistant); nothing is left to train "
+        "on. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>Yo<|end|>'"
+    )
+
+
+def test_everything_trained_on_shows_a_sample(tmp_path: Path) -> None:
+    documents = token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3], "labels": [2, 3, _]})
+    with pytest.raises(DataError, match=r"^train: every token of all 1 rows is trained on, the questions too;"):
+        tokenized(documents, tmp_path)
+
+
+def test_an_answer_without_a_trained_stop_token_shows_a_sample(tmp_path: Path) -> None:
+    """A template whose markers leave out an end token that does not follow at once."""
+    template = MARKED.template.replace("{{- '<|end|>' }}", "{{- '.<|end|>' }}", 1)
+    with pytest.raises(DataError) as caught:
+        tokenized(chats([HI, HELLO]), tmp_path, Family(template, MARKED.specials, MARKED.eos))
+    assert str(caught.value) == (
+        "train: 1 of 1 rows do not end on a trained stop token, so the model would not learn to stop: mend the chat "
+        "template. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>⟦Yo⟧.<|end|>'"
+    )
+
+
+def test_no_documents(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no document in it"):
+        tokenized(chats(), tmp_path)
+
+
+def test_misspelt_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_on=assistent must be one of assistant, last_assistant"):
+        tokenized(chats([HI, HELLO]), tmp_path, train_on="assistent")
+
+
+# --------------------------------------------------------------------------------------------------------- cache
+def test_cache_says_hit_or_miss_and_what_changed(tmp_path: Path) -> None:
+    documents = chats([HI, HELLO])
+
+    def note(**options: Any) -> str:
+        return tokenized(documents, tmp_path, **options).notes[0].rpartition("cache: ")[2]
+
+    assert note() == "miss (first time)"
+    assert note() == "hit"
+    assert note(train_on="last_assistant") == "miss (changed: train_on)"
+    assert note(family=LLAMA3) == ("miss (changed: tokenizer, tokenizer.chat_template, tokenizer.special_tokens)")
+    assert note() == "hit"
+
+
+def test_the_key_is_readable(tmp_path: Path) -> None:
+    data = tokenized(chats([HI, HELLO]), tmp_path)
+    assert data.train.folder is not None
+    key = json.loads((data.train.folder / "key.json").read_text())["key"]
+    assert key["train_on"] == "assistant"
+    assert {"dataset", "tokenizer", "tokenizer.chat_template"} <= key.keys()
+
+
+def test_a_changed_file_is_tokenised_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [HI, HELLO]}) + "\n")
+    first = tokenized(FilesDataset(str(path)), tmp_path)
+    path.write_text(json.dumps({"messages": [HI, {**HELLO, "content": "No"}]}) + "\n")
+    second = tokenized(FilesDataset(str(path)), tmp_path)
+    assert first.fingerprint != second.fingerprint
+    assert as_lists(first.train) != as_lists(second.train)
+    assert second.notes[0].endswith("miss (changed: dataset)")
+
+
+def test_rows_travel_as_a_path(tmp_path: Path) -> None:
+    rows = tokenized(chats([HI, HELLO] * 500), tmp_path).train
+    pickled = pickle.dumps(rows)
+    assert len(pickled) < 500
+    assert as_lists(pickle.loads(pickled)) == as_lists(rows)
+
+
+def test_rows_cannot_be_written_to(tmp_path: Path) -> None:
+    rows = tokenized(chats([HI, HELLO]), tmp_path).train
+    with pytest.raises(ValueError, match="read-only"):
+        rows[0]["labels"][0] = 3
+
+
+def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
+    documents = ToyChat(num_chats=1200)
+    tokenizer = train_bpe_tokenizer(documents, 300, cache_dir=tmp_path)
+    alone = tokenize_documents(documents, tokenizer, cache_dir=tmp_path / "1", num_proc=1).train
+    two = tokenize_documents(documents, tokenizer, cache_dir=tmp_path / "2", num_proc=2).train
+    assert np.array_equal(alone.input_ids, two.input_ids)
+    assert np.array_equal(alone.labels, two.labels)
+    assert np.array_equal(alone.offsets, two.offsets)
+
+
+def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
+    documents = chats(*[[HI, HELLO]] * 1500, [HI])
+    with pytest.raises(DataError, match=r"^given\[1500\]: has no assistant message$"):
+        tokenized(documents, tmp_path, num_proc=2)
+
+
+def test_a_padding_token_that_is_the_end_token_is_trained_all_the_same(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = tokenize_documents(chats([HI, HELLO]), tokenizer, cache_dir=tmp_path).train
+    assert rows[0]["labels"].tolist()[-2:] == [END, _]
+    assert padding_id(tokenizer) == END

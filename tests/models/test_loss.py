@@ -1,0 +1,115 @@
+"""The fused loss against plain cross-entropy, gradients too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, linear_cross_entropy
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize(("rows", "chunk"), [(97, 16), (64, 64), (1, 50), (5, 512)])
+def test_fused_equals_plain(rows: int, chunk: int, softcap: float | None) -> None:
+    labels = torch.randint(0, 211, (rows,), generator=torch.Generator().manual_seed(0))
+    results = []
+    for fused in (True, False):
+        hidden, weight = leaf(rows, 16), leaf(211, 16)
+        if fused:
+            loss = linear_cross_entropy(hidden, weight, labels, chunk, softcap)
+        else:
+            logits = hidden @ weight.t()
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+        (loss * 0.37).backward()
+        results.append((loss, hidden.grad, weight.grad))
+    for fused_value, plain_value in zip(*results):
+        torch.testing.assert_close(fused_value, plain_value, rtol=1e-5, atol=1e-5)
+
+
+def test_no_labelled_row_gives_zero_loss_and_zero_gradients() -> None:
+    hidden, weight = leaf(0, 8), leaf(9, 8)
+    loss = FusedLinearCrossEntropy()(hidden, weight, torch.zeros(0, dtype=torch.long), None)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert weight.grad.abs().sum() == 0
+    assert CrossEntropy()(torch.zeros(0, 9, requires_grad=True), torch.zeros(0, dtype=torch.long)).item() == 0.0
+
+
+def test_frozen_head_gets_no_gradient() -> None:
+    hidden, weight = leaf(6, 8), leaf(9, 8).detach()
+    linear_cross_entropy(hidden, weight, torch.arange(6)).backward()
+    plain = leaf(6, 8)
+    F.cross_entropy(plain @ weight.t(), torch.arange(6), reduction="sum").backward()
+    torch.testing.assert_close(hidden.grad, plain.grad)
+
+
+def test_bf16_keeps_an_fp32_sum() -> None:
+    hidden, weight = leaf(300, 32).to(torch.bfloat16), leaf(64, 32).to(torch.bfloat16)
+    labels = torch.randint(0, 64, (300,))
+    loss = linear_cross_entropy(hidden, weight, labels, 100)
+    assert loss.dtype == torch.float32
+    expected = F.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-3)
+
+
+def test_under_autocast_the_heads_products_are_bf16() -> None:
+    """The last norm leaves fp32 under autocast; a linear layer casts it, and so must the fused loss."""
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 16, requires_grad=True)
+    weight = torch.randn(64, 16, requires_grad=True)
+    labels = torch.randint(64, (40,))
+    products: list[torch.dtype] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                products.append(args[-1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
+    loss.backward()
+    assert products
+    assert set(products) == {torch.bfloat16}
+    fused = [loss.detach(), hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        twin = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+    twin.backward()
+    for got, want in zip(fused, [twin.detach(), hidden.grad, weight.grad]):
+        assert got is not None
+        assert want is not None
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_the_fused_head_under_autocast_is_that_of_a_linear_layer() -> None:
+    """fp32 hidden states (the last norm's) and an fp32 master: products in bf16, as F.linear does them."""
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(40, 16), torch.randn(50, 16), torch.randint(0, 50, (40,))
+
+    def run(plain: bool) -> list[torch.Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            if plain:
+                loss = torch.nn.functional.cross_entropy(
+                    torch.nn.functional.linear(h, w).float(), labels, reduction="sum"
+                )
+            else:
+                loss = FusedLinearCrossEntropy()(h, w, labels, None)
+        loss.backward()
+        assert h.grad is not None
+        assert w.grad is not None
+        return [loss.detach(), h.grad, w.grad]
+
+    for got, want in zip(run(plain=False), run(plain=True), strict=True):
+        assert float((got - want).norm() / want.norm()) < 5e-3

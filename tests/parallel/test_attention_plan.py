@@ -1,0 +1,105 @@
+"""What each context-parallel rank attends over: literal plans, and random documents with the ranks emulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.exchange import AllGatherKV, TransformerEngine, Ulysses
+from automodel_lite.parallel.shard import attention_plan, cp_shard
+from automodel_lite.parallel.zigzag import shard_indices
+from tests.attention.families import documents, stream
+
+GROUP: Any = None
+
+
+def test_all_gather_of_two_documents() -> None:
+    """Slots of 8 and 4 tokens, cp 2. Gathered rows are rank 0's [0 1 6 7 8 11], then rank 1's [2 3 4 5 9 10]."""
+    batch = stream(documents([7, 3]), 4)
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 12]
+    plan = attention_plan(batch, GROUP, 2, 0, "all_gather")
+    assert plan.cu_q.tolist() == [0, 2, 4, 5, 6]
+    assert plan.cu_k.tolist() == [0, 2, 10, 11, 15]
+    assert (plan.max_q, plan.max_k) == (2, 8)
+    assert isinstance(plan.exchange, AllGatherKV)
+    segments = [[0, 1], [0, 1, 6, 7, 8, 9, 2, 3], [4], [4, 10, 11, 5]]
+    assert plan.exchange.key_rows.tolist() == [row for segment in segments for row in segment]
+    plan = attention_plan(batch, GROUP, 2, 1, "all_gather")
+    assert plan.cu_q.tolist() == [0, 2, 4, 5, 6]
+    assert plan.cu_k.tolist() == [0, 4, 10, 12, 15]
+
+
+def test_all_to_all_of_two_documents() -> None:
+    batch = stream(documents([7, 3]), 4)
+    plan = attention_plan(batch, GROUP, 2, 0, "all_to_all")
+    assert plan.cu_q is plan.cu_k
+    assert plan.cu_q.tolist() == [0, 8, 12]
+    assert isinstance(plan.exchange, Ulysses)
+    assert plan.exchange.to_ranks.tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
+    assert plan.exchange.to_stream.tolist() == [0, 1, 6, 7, 8, 9, 2, 3, 4, 10, 11, 5]
+
+
+def test_transformer_engine_gets_the_whole_stream() -> None:
+    batch = stream(documents([7, 3]), 4)
+    plan = attention_plan(batch, GROUP, 2, 1, "te")
+    assert plan.cu_q is plan.cu_k is batch.cu_seqlens_padded
+    assert plan.max_q == 8
+    assert isinstance(plan.exchange, TransformerEngine)
+    assert plan.exchange.kernel_kwargs == {"cp_group": GROUP}
+
+
+def test_one_rank_gets_the_batch_itself() -> None:
+    batch = stream(documents([7, 3]))
+    assert cp_shard(batch, None) is batch
+
+
+def test_an_unknown_exchange_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.cp_exchange=ring is unknown: use one of all_gather, all_to_all, te"):
+        cp_shard(stream(documents([7, 3])), None, "ring")
+
+
+def test_moving_a_plan_moves_its_exchange() -> None:
+    plan = attention_plan(stream(documents([7, 3]), 4), GROUP, 2, 0, "all_gather")
+    seen: list[int] = []
+    moved = plan.moved(lambda tensor: seen.append(tensor.numel()) or tensor.clone())
+    assert sorted(seen) == [5, 5, 15]
+    assert moved.exchange is not plan.exchange
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([2, 4]), st.lists(st.integers(1, 25), min_size=1, max_size=5), st.sampled_from([None, 3]))
+def test_ranks_together_attend_like_one(cp: int, lengths: list[int], window: int | None) -> None:
+    """Outputs, and gradients of keys and values summed over the ranks, with the exchange done by hand."""
+    batch = stream(documents(lengths), 2 * cp)
+    total = len(batch.input_ids)
+    torch.manual_seed(total)
+    q, k, v, grad = (torch.randn(total, 2, 8) for _ in range(4))
+    options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": None, "sinks": None}
+    kernel = ReferenceAttention()
+
+    def attend(q: torch.Tensor, plan: Any, rows: Any, grad: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        keys, values = (x[rows] for x in leaves[1:])
+        out = kernel(leaves[0], keys, values, plan.cu_q, plan.cu_k, plan.max_q, plan.max_k, **options)
+        out.backward(grad)
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    want = attend(q, batch.attention, slice(None), grad)
+    together = [torch.zeros_like(x) for x in want]
+    in_rank_order = torch.cat([shard_indices(batch.cu_seqlens_padded, cp, rank) for rank in range(cp)])
+    for rank in range(cp):
+        mine = shard_indices(batch.cu_seqlens_padded, cp, rank)
+        plan = attention_plan(batch, GROUP, cp, rank, "all_gather")
+        assert isinstance(plan.exchange, AllGatherKV)
+        out, dq, dk, dv = attend(q[mine], plan, in_rank_order[plan.exchange.key_rows], grad[mine])
+        together[0][mine], together[1][mine] = out, dq
+        together[2] += dk
+        together[3] += dv
+    for got, expected in zip(together, want):
+        assert (got - expected).abs().max() < 1e-5

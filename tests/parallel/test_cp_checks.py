@@ -1,0 +1,132 @@
+"""What is refused before a context-parallel run trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, Phi3Config
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.spec import attention_spec
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.checks import (
+    check_context_parallel,
+    check_cp_settings,
+    check_ranks_read_alike,
+    checkpointing_hint,
+)
+from tests.attention.families import BASE, build, documents, stream
+from tests.ranks import run_ranks
+
+
+def check(config: transformers.PretrainedConfig, cp: int, exchange: str = "all_gather", size: int = 512) -> None:
+    check_cp_settings(config, attention_spec(config, "cpu", torch.float32), cp, exchange, size)
+
+
+def test_pack_size_must_divide() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"packed_sequence.packed_sequence_size=63 must be a multiple of 4 \(2 \* mesh.cp\): use 64",
+    ):
+        check(LlamaConfig(**BASE), 2, size=63)
+    check(LlamaConfig(**BASE), 2, size=64)
+    check(LlamaConfig(**BASE), 1, size=63)
+
+
+def test_heads_must_divide_for_all_to_all() -> None:
+    config = LlamaConfig(**BASE | {"num_attention_heads": 6, "hidden_size": 96})
+    with pytest.raises(ConfigError, match="must divide the 6 query heads"):
+        check(config, 4, "all_to_all")
+    check(config, 4, "all_gather")
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+def longrope_config(original: int) -> Phi3Config:
+    rope = LONGROPE | {"original_max_position_embeddings": original}
+    return Phi3Config(**BASE, original_max_position_embeddings=original, rope_parameters=rope, eos_token_id=2)
+
+
+def test_length_dependent_rope_is_refused_beyond_its_original_length() -> None:
+    with pytest.raises(ConfigError, match=r"rope_type=longrope .* disagree beyond 256 tokens"):
+        check(longrope_config(256), 2)
+    check(longrope_config(512), 2)
+    check(longrope_config(256), 1)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ConfigError, match="rope_type=dynamic"):
+        check(LlamaConfig(**BASE | {"max_position_embeddings": 128}, rope_parameters=dynamic), 2)
+    fixed = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    check(LlamaConfig(**BASE, rope_parameters=fixed), 2)
+
+
+def test_gathered_keys_and_values_call_for_activation_checkpointing() -> None:
+    config = LlamaConfig(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
+    spec = attention_spec(config, "cpu", torch.bfloat16)
+    hint = checkpointing_hint(spec, 32, 131072, 4, "all_gather")
+    assert hint is not None
+    assert "16.0 GiB" in hint
+    assert checkpointing_hint(spec, 32, 131072, 4, "all_to_all") is None
+    assert checkpointing_hint(spec, 32, 4096, 4, "all_gather") is None
+    assert checkpointing_hint(spec, 32, 131072, 1, "all_gather") is None
+
+
+def read_alike(rank: int, cp: int, differ: str) -> str:
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    batch = stream(documents([9, 30]), 2 * cp)
+    if rank == 1 and differ == "tokens":
+        batch = replace(batch, input_ids=batch.input_ids.flip(0))
+    if rank == 1 and differ == "labels":
+        batch = replace(batch, labels=batch.labels.roll(1))
+    try:
+        check_ranks_read_alike(batch, mesh)
+    except ConfigError as error:
+        return str(error)
+    return "alike"
+
+
+@pytest.mark.parametrize("differ", ["nothing", "tokens", "labels"])
+def test_ranks_must_read_the_same_packs(differ: str) -> None:
+    for answer in run_ranks(read_alike, 2, differ):
+        assert (answer == "alike") == (differ == "nothing")
+        assert answer == "alike" or "read different packs" in answer
+
+
+class MixesNeighbours(torch.nn.Module):
+    """A model whose tokens also see their neighbour in the local stream: wrong at the edge of every chunk."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.model.get_input_embeddings()
+
+    def forward(self, **inputs: object) -> object:
+        out = self.model(**inputs)
+        out.logits = out.logits + out.logits.roll(1, 1)
+        return out
+
+
+def exactness(rank: int, cp: int, exchange: str, mixes: bool) -> str:
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    model = build("llama")
+    install(model, ReferenceAttention())
+    try:
+        check_context_parallel(MixesNeighbours(model) if mixes else model, mesh, exchange)
+    except ConfigError as error:
+        return str(error)
+    return "exact"
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["attention only", "mixes neighbours"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_the_start_up_check_finds_tokens_that_are_mixed_elsewhere(exchange: str, mixes: bool) -> None:
+    for answer in run_ranks(exactness, 2, exchange, mixes):
+        assert ("is not exact over mesh.cp=2 ranks" in answer) == mixes
+        assert (answer == "exact") != mixes

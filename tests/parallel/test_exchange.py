@@ -1,0 +1,128 @@
+"""The exchanges of one attention layer: gradients of one process, broken variants that are noticed, no waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel import exchange as exchanges
+from automodel_lite.parallel.exchange import check_heads_divide
+from automodel_lite.parallel.shard import attention_plan
+from automodel_lite.parallel.zigzag import shard_indices
+from tests.attention.families import documents, stream
+from tests.ranks import run_ranks
+
+OPTIONS: dict[str, Any] = {"scale": 0.25, "window": None, "softcap": None}
+
+
+class AllGatherWithoutReduceScatter(torch.autograd.Function):
+    """The classical bug: each rank keeps its own gradient of its own rows. The loss stays right."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+        exchanges.all_gather_rows(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+def layer_errors(rank: int, cp: int, exchange: str, broken: bool, num_kv_heads: int) -> dict[str, float]:
+    """Largest differences of this rank's part from one process: output, and gradients of q, k, v and sinks."""
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    if broken:
+        exchanges.AllGatherRows = AllGatherWithoutReduceScatter  # type: ignore[misc,assignment]
+    torch.manual_seed(0)
+    batch = stream(documents([9, 30, 1, 17]), 2 * cp)
+    total = len(batch.input_ids)
+    q, k, v = (torch.randn(total, heads, 8) for heads in (4, num_kv_heads, num_kv_heads))
+    sinks, weight = torch.randn(4), torch.randn(total, 4, 8)
+    kernel = ReferenceAttention()
+
+    def attend(rows: torch.Tensor, plan: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
+        inputs = leaves if plan.exchange is None else plan.exchange.before(*leaves)
+        out = kernel(*inputs[:3], plan.cu_q, plan.cu_k, plan.max_q, plan.max_k, sinks=inputs[3], **OPTIONS)
+        out = out if plan.exchange is None else plan.exchange.after(out)
+        (out * weight[rows]).sum().backward()
+        return out.detach(), {name: x.grad for name, x in zip(("q", "k", "v", "sinks"), leaves)}
+
+    want, want_grads = attend(torch.arange(total), batch.attention)
+    mine = shard_indices(batch.cu_seqlens_padded, cp, rank)
+    out, grads = attend(mine, attention_plan(batch, mesh.get_group(), cp, rank, exchange))
+    dist.all_reduce(grads["sinks"])
+    errors = {name: float((grads[name] - want_grads[name][mine]).abs().max()) for name in ("q", "k", "v")}
+    errors["sinks"] = float((grads["sinks"] - want_grads["sinks"]).abs().max())
+    return errors | {"out": float((out - want[mine]).abs().max())}
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_a_layer_equals_one_process(exchange: str, num_kv_heads: int) -> None:
+    for errors in run_ranks(layer_errors, 2, exchange, False, num_kv_heads):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_a_dropped_reduce_scatter_is_noticed() -> None:
+    """The output is right to the last digit, the gradients of keys and values are not."""
+    for errors in run_ranks(layer_errors, 2, "all_gather", True, 2):
+        assert errors["out"] < 1e-5
+        assert min(errors["k"], errors["v"]) > 1e-2
+
+
+class CountWaits(TorchDispatchMode):
+    """Counts the operations that make the host wait for the device."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal.default", "_unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(waiting in name for waiting in self.WAITING):
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def waits_of_a_layer(rank: int, cp: int, exchange: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    batch = stream(documents([9, 30, 1, 17]), 2 * cp)
+    plan = attention_plan(batch, mesh.get_group(), cp, rank, exchange)
+    rows = len(batch.input_ids) // cp
+    q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    assert plan.exchange is not None
+    with CountWaits() as counted:
+        q2, k2, v2, _ = plan.exchange.before(q, k, v, None)
+        out = plan.exchange.after(q2)
+        (out.sum() + k2.sum() + v2.sum()).backward()
+    return counted.waits
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_the_exchange_never_waits_for_the_device(exchange: str) -> None:
+    assert run_ranks(waits_of_a_layer, 2, exchange) == [[], []]
+
+
+def test_the_counter_of_waits_can_count() -> None:
+    with CountWaits() as counted:
+        torch.ones(3).sum().item()
+        torch.ones(3).nonzero()
+    assert len(counted.waits) == 2
+
+
+@pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(3, 4, 4), (4, 4, 3)], ids=str)
+def test_heads_that_cannot_be_dealt_out(cp: int, heads: int, kv_heads: int) -> None:
+    with pytest.raises(ConfigError, match=r"take mesh\.cp_exchange=all_gather"):
+        check_heads_divide(cp, heads, kv_heads)

@@ -1,0 +1,161 @@
+"""Every layout of ranks gives the loss and the gradients of a single process, in fp32, through the program's own path.
+
+collate -> to_thd -> cp_shard -> parallel model (FSDP2, HSDP or DDP) -> sum over micro-batches, divided by the label
+tokens of the whole step. Micro-batches have very different numbers of documents and of labels, so averaging anywhere
+shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
+from automodel_lite.models.loss_model import LossModel
+from automodel_lite.parallel import shard as context_parallel
+from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.shard import cp_shard
+from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
+from tests.attention.families import FAMILIES, build, documents, stream
+from tests.ranks import run_ranks
+
+LARGEST_ERROR = 1e-6
+MICRO_BATCHES = 2
+LENGTHS = [[37, 5, 64, 1], [3, 90, 2, 23], [8, 8, 8], [120]]
+"""Documents of each micro-batch of the step, dealt to the data-parallel ranks two by two."""
+
+
+def micro_batch(number: int, cp: int) -> ThdBatch:
+    """One pack of 160 tokens; the later, the fewer labels."""
+    docs = documents(LENGTHS[number % len(LENGTHS)], seed=number)
+    batch = stream(docs, 2 * cp, 160)
+    labels = batch.labels.clone()
+    labels[torch.arange(len(labels)) % (number + 1) > 0] = IGNORE_INDEX
+    rows = labelled_rows(labels)
+    return replace(batch, labels=labels, label_rows=rows, num_label_tokens=len(rows))
+
+
+def loss_model(family: str) -> LossModel:
+    model = build(family)
+    install(model, ReferenceAttention())
+    fused = family != "gemma2_softcap_window"
+    return LossModel(model, FusedLinearCrossEntropy(chunk_tokens=16) if fused else CrossEntropy())
+
+
+def one_process(family: str, num_micro_batches: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss over the label tokens of the step, and its gradients."""
+    model = loss_model(family)
+    batches = [micro_batch(number, 1) for number in range(num_micro_batches)]
+    num_label_tokens = sum(batch.num_label_tokens for batch in batches)
+    total = torch.zeros(())
+    for batch in batches:
+        loss = model(batch) / num_label_tokens
+        loss.backward()
+        total += loss.detach()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, exchange: str, families: list) -> dict:
+    """For each family the largest differences of loss and gradients from one process."""
+    mesh_of_ranks = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    mesh = Mesh(MeshShape(*shape), torch.device("cpu"), mesh_of_ranks)
+    num_micro_batches = mesh.shape.dp * MICRO_BATCHES
+    errors = {}
+    for family in families:
+        model = parallelize(loss_model(family), mesh, strategy, torch.float32)
+        mine = [mesh.dp_rank * MICRO_BATCHES + i for i in range(MICRO_BATCHES)]
+        batches = [micro_batch(number, mesh.shape.cp) for number in mine]
+        num_label_tokens = mesh.sum(torch.tensor(sum(batch.num_label_tokens for batch in batches))) // mesh.shape.cp
+        total = torch.zeros(())
+        for number, batch in enumerate(batches, start=1):
+            with model.accumulate(is_last=number == len(batches)):
+                loss = model(cp_shard(batch, mesh.cp, exchange)) / num_label_tokens
+                (loss * model.mean_ranks).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        want, want_grads = one_process(family, num_micro_batches)
+        grads = {
+            name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for name, p in model.loss_model.named_parameters()
+            if p.grad is not None
+        }
+        assert grads.keys() == want_grads.keys()
+        of_grads = max(float((grads[name] - grad).abs().max()) for name, grad in want_grads.items())
+        errors[family] = (float(abs(total - want)), of_grads)
+    return errors
+
+
+def assert_equal(shape: tuple[int, int, int], strategy: str, exchange: str, families: list[str]) -> None:
+    world = shape[0] * shape[1] * shape[2]
+    for errors in run_ranks(spread, world, shape, strategy, exchange, families):
+        for family, (of_loss, of_grads) in errors.items():
+            assert of_loss < LARGEST_ERROR * 5, (family, of_loss)  # of a loss near 5
+            assert of_grads < LARGEST_ERROR, (family, of_grads)
+
+
+FAST_LAYOUTS = [
+    ((1, 1, 2), "ddp", "all_to_all"),
+    ((1, 2, 2), "fsdp", "all_gather"),
+    ((2, 1, 2), "fsdp", "all_gather"),
+]
+LAYOUTS = [
+    *FAST_LAYOUTS,
+    ((1, 2, 1), "fsdp", "all_gather"),
+    ((1, 1, 2), "fsdp", "all_gather"),
+    ((1, 2, 2), "fsdp", "all_to_all"),
+    ((1, 2, 2), "ddp", "all_gather"),
+    ((2, 2, 1), "fsdp", "all_gather"),
+    ((1, 1, 4), "fsdp", "all_gather"),
+    ((1, 1, 4), "ddp", "all_to_all"),
+]
+
+
+def name_of(layout: tuple[tuple[int, int, int], str, str]) -> str:
+    (replicate, shard, cp), strategy, exchange = layout
+    return f"replicate{replicate}-shard{shard}-cp{cp}-{strategy}-{exchange}"
+
+
+@pytest.mark.parametrize("layout", FAST_LAYOUTS, ids=name_of)
+def test_llama_and_gpt_oss(layout: tuple[tuple[int, int, int], str, str]) -> None:
+    assert_equal(*layout, ["llama", "gpt_oss_sinks_window"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_every_family_on_every_layout(layout: tuple[tuple[int, int, int], str, str]) -> None:
+    assert_equal(*layout, list(FAMILIES))
+
+
+def test_a_shifted_label_is_noticed() -> None:
+    """Shifting once more after sharding, as a model that is given `labels=` does."""
+    for errors in run_ranks(spread_with_shifted_labels, 2):
+        assert errors["llama"][1] > 1e-3
+
+
+def spread_with_shifted_labels(rank: int, world: int) -> dict:
+    from tests.distributed import test_matrix
+
+    def shifted(batch: ThdBatch, *rest: object) -> ThdBatch:
+        mine = context_parallel.cp_shard(batch, *rest)  # type: ignore[arg-type]
+        labels = torch.nn.functional.pad(mine.labels, (0, 1), value=IGNORE_INDEX)[1:]
+        return replace(mine, labels=labels, label_rows=labelled_rows(labels))
+
+    test_matrix.cp_shard = shifted  # type: ignore[assignment]
+    return test_matrix.spread(rank, world, (1, 1, 2), "fsdp", "all_gather", ["llama"])
+
+
+def test_averaging_over_micro_batches_is_noticed() -> None:
+    """The mean of the micro-batches' means is not the mean over the step's label tokens."""
+    model = loss_model("llama")
+    batches = [micro_batch(number, 1) for number in range(2)]
+    means = [float(model(batch).detach()) / batch.num_label_tokens for batch in batches]
+    assert abs(sum(means) / 2 - float(one_process("llama", 2)[0])) > 1e-3

@@ -1,0 +1,156 @@
+"""A run that is stopped goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.errors import ConfigError
+from tests.run.small_run import DROPOUT, losses, train, train_on
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, dropout on, 16 steps of 4 packs: over the edge of an epoch (66 packs)."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train_on(2, folder, *DROPOUT, "training.max_steps=20")[0] == 0
+    assert len(losses(folder)) == 20
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="sync"),
+        pytest.param(["checkpoint.mode=async"], id="async"),
+        pytest.param(["dataloader.num_workers=2"], id="two-workers"),
+    ],
+)
+def test_the_same_layout_continues_bit_for_bit(tmp_path: Path, uninterrupted: Path, options: list[str]) -> None:
+    run = tmp_path / "run"
+    overrides = [*DROPOUT, "training.max_steps=20", *options]
+    code, screen = train_on(2, run, *overrides, term_at=5, term_rank=1)
+    assert code == 75
+    assert "stopped after step 5 of 20 (SIGTERM); the same command goes on from step_00000005" in screen
+    status = json.loads((run / "STATUS.json").read_text())
+    assert status == {"state": "preempted", "step": 5, "reason": "SIGTERM", "checkpoint": "step_00000005"}
+    code, screen = train_on(2, run, *overrides, term_at=17)  # past the edge of the epoch
+    assert code == 75
+    assert "continues from step_00000005, steps 6 to 20" in screen
+    code, screen = train_on(2, run, *overrides)
+    assert code == 0
+    assert json.loads((run / "STATUS.json").read_text())["state"] == "finished"
+    assert losses(run) == losses(uninterrupted)
+
+
+def test_another_layout_continues_with_the_same_batches(tmp_path: Path) -> None:
+    """1 rank -> 2 ranks -> 4 = dp 2 x cp 2 -> 1 rank with other micro-batches and workers; no dropout, whose masks
+    belong to ranks.
+    """
+    slots = "packed_sequence.slot_multiple=4"  # wide enough for cp=2 later
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(whole, slots, "training.max_steps=12")[0] == 0
+    overrides = [slots, "training.max_steps=12"]
+    assert train(run, *overrides, "training.global_batch_size=null", "training.micro_batch_size=4", term_at=3)[0] == 75
+    free = "training.global_batch_size=null"  # stays what the run began with
+    assert train_on(2, run, *overrides, free, term_at=6)[0] == 75
+    assert train_on(4, run, *overrides, free, "mesh.cp=2", term_at=9)[0] == 75
+    assert train(run, *overrides, free, "training.micro_batch_size=2", "dataloader.num_workers=2")[0] == 0
+    want, got = losses(whole), losses(run)
+    assert want.keys() == got.keys()
+    for step, (loss, grad_norm) in want.items():
+        assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
+
+
+def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
+    """SLURM signals the data workers too."""
+    assert train_on(1, tmp_path, "dataloader.num_workers=2", term_at=-3)[0] == 75
+    assert train(tmp_path)[0] == 0
+
+
+def test_a_signal_in_validation_leaves_at_once_and_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import signal
+
+    from recipes import train_ft
+
+    options = ["training.val_every_steps=3", "checkpoint.every_steps=0"]
+    assert train(tmp_path / "whole", *options)[0] == 0
+    real = train_ft.TrainFinetuneRecipe.validate
+
+    def validate(recipe: train_ft.TrainFinetuneRecipe) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        real(recipe)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_ft.TrainFinetuneRecipe, "validate", validate)
+        code, screen = train(tmp_path / "run", *options)
+    assert code == 75
+    assert "stopped after step 3 of 6 (SIGUSR1)" in screen
+    assert "validation (held_out)" not in screen
+    assert train(tmp_path / "run", *options)[0] == 0
+    read = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
+    validations = [[line for line in lines if "val_loss" in line] for lines in read]
+    assert validations[0] == validations[1]
+    assert len(validations[0]) == 2
+
+
+def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    code, screen = train(tmp_path, "training.stop_margin_s=3600")
+    assert code == 75
+    assert "(the time is nearly up)" in screen
+    assert train(tmp_path, "training.stop_margin_s=60")[0] == 0
+
+
+def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Path) -> None:
+    assert train(tmp_path, "training.max_steps=2")[0] == 0
+    with pytest.raises(ConfigError) as refusal:
+        train(tmp_path, "training.max_steps=4", "mesh.cp=2", "checkpoint.accept_changes=true")
+    assert str(refusal.value) == (
+        f"mesh.cp=2 needs documents padded to multiples of 4, and {tmp_path} was begun with "
+        "packed_sequence.slot_multiple=1: go on with another mesh.cp, or start a new run with name=... "
+        "(packed_sequence.slot_multiple=4 from the start fits mesh.cp=1 and 2)."
+    )
+
+
+def test_changed_settings_are_refused_with_the_ways_out(tmp_path: Path) -> None:
+    assert train(tmp_path, "training.max_steps=2")[0] == 0
+    with pytest.raises(ConfigError) as refusal:
+        train(tmp_path, "training.max_steps=4", "optimizer.lr=0.02", "dataloader.num_workers=2")
+    text = str(refusal.value)
+    assert "training.max_steps: was 2, now 4" in text
+    assert "optimizer.lr: was 0.01, now 0.02" in text
+    assert "num_workers" not in text
+    assert "name=..." in text
+    assert "checkpoint.accept_changes=true" in text
+    assert train(tmp_path, "training.max_steps=4", "checkpoint.accept_changes=true")[0] == 0
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_changed_data_is_refused(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "what is {}?"}, {"role": "assistant", "content": "it is {}."}]}
+    data = tmp_path / "chats.jsonl"
+    lines = [json.dumps(chat).replace("{}", f"thing {number}") for number in range(40)]
+    data.write_text("\n".join(lines))
+    options = ["dataset=files", f"dataset.path={data}", "training.max_steps=4", "~dataset.num_chats"]
+    assert train(tmp_path / "run", *options, term_at=2)[0] == 75
+    data.write_text("\n".join([*lines, lines[0]]))
+    with pytest.raises(ConfigError, match="the data changed since the checkpoint was written"):
+        train(tmp_path / "run", *options)
+    data.write_text("\n".join(lines))
+    assert train(tmp_path / "run", *options)[0] == 0
+
+
+def test_a_torn_metrics_line_is_written_again(tmp_path: Path) -> None:
+    assert train(tmp_path, term_at=3)[0] == 75
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "loss": 1.0, "grad_norm": 1.0}\n{"step": 5, "lo')
+    assert train(tmp_path)[0] == 0
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,355 @@
+"""Bad numbers, dead ranks, silent ranks, two jobs in one folder: what happens, and what is said."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.run import checkpoint_folder
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.lock import Holder, RunLock, _this_process
+from automodel_lite.run.stopping import Deadline, deadline_of, seconds_of
+from automodel_lite.run.watchdog import Watchdog
+from tests.ranks import run_ranks
+from tests.run.disk_faults import Faults
+from tests.run.small_run import QUICK, config_of, losses, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -------------------------------------------------------------------------------------------------------- bad numbers
+def _train_with_bad_steps(rank: int, world_size: int, folder: str, bad: dict[int, int], overrides: list[str]) -> Any:
+    """`bad`: step -> the rank whose loss is NaN in it."""
+    from recipes import train_ft
+
+    real = train_ft.TrainFinetuneRecipe.step
+
+    def step(recipe: Any, *args: Any) -> Any:
+        is_bad = bad.get(recipe.num_steps + 1) == rank
+        embeddings = recipe.model.loss_model.lm.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda m, args, out: out * float("nan") if is_bad else out)
+        result = real(recipe, *args)
+        hook.remove()
+        finite = all(torch.isfinite(getattr(p, "_local_tensor", p)).all() for p in recipe.model.parameters())
+        assert finite, "the optimizer moved on bad numbers"
+        return result
+
+    train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
+    try:
+        return train(Path(folder), *overrides)
+    except RunStoppedError as error:
+        return 1, str(error)
+
+
+def test_a_bad_step_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
+    options = ["training.max_bad_steps=2", "training.max_steps=7", "checkpoint.every_steps=2"]
+    results = run_ranks(_train_with_bad_steps, 2, str(tmp_path), {3: 1, 4: 0}, options)
+    assert [code for code, _ in results] == [0, 0]
+    screen = results[0][1]
+    assert screen.count("WARNING: step") == 2
+    assert "step 3: the loss or the gradient is not finite" in screen
+    dumped = json.loads((tmp_path / "bad_steps/step_00000003/rank_00001.json").read_text())
+    assert dumped["step"] == 3
+    assert len(dumped["pack_ids"]) == 4
+    assert (tmp_path / "bad_steps/step_00000003/rank_00001.safetensors").is_file()
+    # no checkpoint of step 4, whose numbers were bad: it is made up for at step 5
+    steps = [line.split("saved ")[1].split()[0] for line in screen.splitlines() if "saved" in line]
+    assert steps == ["step_00000002", "step_00000005", "step_00000006", "step_00000007"]
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    options = ["training.max_bad_steps=1", "checkpoint.every_steps=1"]
+    results = run_ranks(_train_with_bad_steps, 2, str(tmp_path), {3: 0, 4: 0}, options)
+    for code, text in results:
+        assert code == 1
+        assert "step 4: the loss or the gradient is not finite (gradient norm nan), the 2nd time in a row" in text
+        assert "training.max_bad_steps=1" in text
+    complete, _ = checkpoint_folder.survey(tmp_path / "checkpoints")
+    assert complete[0].name == "step_00000002"
+    assert json.loads((tmp_path / "STATUS.json").read_text())["state"] == "failed"
+    assert train(tmp_path, *options)[0] == 0  # the same command, without the fault
+
+
+# -------------------------------------------------------------------------------------------------- dead, silent ranks
+def launch(folder: Path, hook: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+    """torchrun with two ranks; `hook` is Python that runs at the start of every step, with `recipe` and `rank`."""
+    script = folder / "hooked.py"
+    script.write_text(
+        "import os, signal, sys, time, torch\n"
+        "from recipes import train_ft\n"
+        "from automodel_lite.cli import run_recipe\n"
+        "real = train_ft.TrainFinetuneRecipe.step\n"
+        "def step(recipe, *args):\n"
+        "    rank = int(os.environ['RANK'])\n"
+        f"    {hook}\n"
+        "    return real(recipe, *args)\n"
+        "train_ft.TrainFinetuneRecipe.step = step\n"
+        "run_recipe('recipes.train_ft:main')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--shutdown-timeout=2", str(script), "--config-name", "smoke", f"output_dir={folder}/run", *QUICK]
+    return subprocess.Popen(
+        [*command, "training.max_steps=100000", "training.log_every_steps=1", *overrides],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> str:
+    screen, _ = process.communicate(timeout=timeout_s)
+    return screen
+
+
+def test_a_killed_rank_takes_the_job_down_within_15_s(tmp_path: Path) -> None:
+    mark = tmp_path / "killed"
+    hook = f"if rank == 1 and recipe.num_steps == 3: open({str(mark)!r}, 'w'); os.kill(os.getpid(), signal.SIGKILL)"
+    process = launch(tmp_path, hook)
+    screen = finish(process)
+    took_s = time.time() - mark.stat().st_mtime
+    assert process.returncode != 0, screen
+    assert took_s < 15
+    assert "SIGKILL" in screen or "another rank is gone without a word" in screen
+
+
+def test_a_silent_rank_ends_the_job_within_the_timeout_and_leaves_stacks(tmp_path: Path) -> None:
+    mark = tmp_path / "silent"
+    hook = f"if rank == 1 and recipe.num_steps == 3: open({str(mark)!r}, 'w'); time.sleep(600)"
+    process = launch(tmp_path, hook, "mesh.timeout_s=20", "training.stuck_after_s=5")
+    screen = finish(process)
+    took_s = time.time() - mark.stat().st_mtime
+    assert process.returncode != 0
+    assert took_s < 20 + 15
+    assert "did not answer within mesh.timeout_s" in screen
+    stacks = (tmp_path / "run/logs/rank_00001.log").read_text()
+    assert "Timeout (0:00:05)!" in stacks
+    assert "hooked.py" in stacks  # where the rank slept
+
+
+def test_the_first_cause_is_shown_with_its_rank(tmp_path: Path) -> None:
+    hook = "if rank == 1 and recipe.num_steps == 3: raise ArithmeticError('the moon is in the wrong house')"
+    screen = finish(launch(tmp_path, hook))
+    assert "[rank 1] Traceback" in screen
+    assert "ArithmeticError: the moon is in the wrong house" in screen
+    first = screen.index("the moon is in the wrong house")
+    for follower in ("gloo", "Connection closed"):
+        assert follower not in screen[:first]
+    failure = json.loads((tmp_path / "run/logs/failure_rank_00001.json").read_text())
+    assert (failure["is_consequence"], failure["doing"]) == (False, "in step 4")
+    status = json.loads((tmp_path / "run/STATUS.json").read_text())
+    assert status["state"] == "failed"
+    assert "rank 1, in step 4: ArithmeticError" in status["reason"]
+
+
+def test_a_killed_data_worker_ends_the_job_with_a_sentence_and_it_goes_on(tmp_path: Path) -> None:
+    killed = "os.kill(__import__('multiprocessing').active_children()[0].pid, signal.SIGKILL), time.sleep(30)"
+    hook = f"if rank == 1 and recipe.num_steps == 5: {killed}"
+    began = time.time()
+    workers = ["dataloader.num_workers=2", "checkpoint.every_steps=2"]
+    screen = finish(launch(tmp_path, hook, *workers))
+    assert time.time() - began < 60
+    assert "a data worker of rank 1 on" in screen
+    assert "is gone, in step 6: DataLoader worker (pid" in screen
+    assert "lower dataloader.num_workers or dataloader.prefetch_factor" in screen
+    again = launch(tmp_path, "pass", *workers, "checkpoint.accept_changes=true", "training.max_steps=8")
+    screen = finish(again)
+    assert again.returncode == 0, screen
+    assert "continues from step_00000004" in screen
+
+
+def test_out_of_memory_on_one_rank_ends_all_with_its_report(tmp_path: Path) -> None:
+    hook = "if rank == 1 and recipe.num_steps == 3: raise torch.OutOfMemoryError('tried to allocate 2.00 GiB')"
+    process = launch(tmp_path, hook)
+    screen = finish(process)
+    assert process.returncode != 0
+    assert "out of memory" in screen
+    assert "tried to allocate 2.00 GiB" in screen
+    assert "Try, in this order:\n  1. " in screen
+
+
+# ------------------------------------------------------------------------------------------------------- one job a run
+def _hold(path: str, ready: Any, pulse_s: float) -> None:
+    lock = RunLock(Path(path))
+    lock.acquire(pulse_s)
+    ready.set()
+    time.sleep(600)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Any:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_hold, args=(str(tmp_path / "run.lock"), ready, 0.1), daemon=True)
+    process.start()
+    assert ready.wait(120)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, holder: Any) -> None:
+    lock = RunLock(tmp_path / "run.lock")
+    with pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*start another run with name="):
+        lock.acquire(0.1)
+    holder.kill()
+    holder.join()
+    lock.acquire(0.1)
+    lock.release()
+    assert not (tmp_path / "run.lock").exists()
+
+
+def _foreign(path: Path, **facts: Any) -> None:
+    mine = vars(_this_process())
+    path.write_text(json.dumps({**mine, "host": "elsewhere", "token": "theirs", **facts}))
+
+
+def test_a_lock_of_another_host_is_watched_for_a_pulse(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    _foreign(path)
+    lock = RunLock(path)
+    lock.acquire(0.05)  # no pulse: dead
+    lock.release()
+    _foreign(path)
+    beating = multiprocessing.get_context("fork").Process(target=_beat_for, args=(path, 3.0))
+    beating.start()
+    with pytest.raises(ConfigError, match=r"is in use by process .* on elsewhere"):
+        RunLock(path).acquire(0.3)
+    beating.join()
+
+
+def _beat_for(path: Path, seconds: float) -> None:
+    end, pulse = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        pulse += 1
+        temporary = path.with_suffix(".new")
+        _foreign(temporary, pulse=pulse)
+        os.replace(temporary, path)
+        time.sleep(0.1)
+
+
+def test_the_requeued_job_takes_over_from_itself_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.lock"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    _foreign(path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    began = time.monotonic()
+    RunLock(path).acquire(60)
+    assert time.monotonic() - began < 5
+
+
+def test_a_reused_process_number_is_not_the_holder(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    mine = vars(_this_process())
+    path.write_text(json.dumps({**mine, "token": "theirs", "started": "1"}))  # our pid, another start
+    lock = RunLock(path)
+    lock.acquire(60)
+    assert Holder(**json.loads(path.read_text())).token != "theirs"
+    lock.release()
+
+
+def test_a_torn_lock_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text('{"token": "a')
+    RunLock(tmp_path / "run.lock").acquire(60)
+
+
+def test_a_second_run_in_the_same_folder(tmp_path: Path, holder: Any) -> None:
+    """The recipe itself, in a folder whose lock is held."""
+    with pytest.raises(ConfigError, match=r"is in use by process"):
+        train(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------------- clocks
+def test_durations() -> None:
+    assert seconds_of("1:30:00") == 5400
+    assert seconds_of("2-01:00:00") == 176400
+    assert seconds_of(90) == 90
+    with pytest.raises(ConfigError, match=r"training.max_time=soon must be hours:minutes:seconds"):
+        seconds_of("soon")
+
+
+def test_a_jump_of_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline = deadline_of(None, 60, {"SLURM_JOB_END_TIME": str(time.time() + 1000)})
+    monkeypatch.setattr(time, "time", lambda: 9e9)
+    assert not deadline.is_near(reserve_s=100)
+    assert deadline.is_near(reserve_s=950)
+    assert not Deadline(None, 60).is_near(1e9)
+
+
+def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train(tmp_path / "a")[0] == 0
+    real = time.time
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + (-1) ** next(jumps) * 1e6)
+    assert train(tmp_path / "b", term_at=3)[0] == 75
+    assert train(tmp_path / "b")[0] == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+# ------------------------------------------------------------------------------------------------------------ watchdog
+def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path / "logs" / "rank_00000.log", after_s=0.2)
+    watchdog.beat("in step 1")
+    time.sleep(0.6)
+    watchdog.beat("in step 2")
+    watchdog.stop()
+    text = (tmp_path / "logs" / "rank_00000.log").read_text()
+    assert "test_the_watchdog_writes_stacks" in text
+    assert "the stacks above are of: in step 1" in text
+
+
+def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
+    """Before the first step there is nothing to save: it leaves at once, with 75."""
+    command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/run", *QUICK]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."}
+    )
+    time.sleep(2.5)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (75, -signal.SIGTERM), errors  # -TERM: before Python had read its first line
+    assert "stopped by SIGTERM" in errors or process.returncode == -signal.SIGTERM
+
+
+def _begin_a_run(folder: RunFolder, config: Config) -> None:
+    """What a run does in its folder before its first step."""
+    config = folder.with_saved_layout(config)
+    with RunLock(folder.lock) as lock:
+        lock.check()
+        folder.check(config)
+        lock.acquire()
+        folder.open(config, global_batch_size=4, slot_multiple=1)
+        folder.write_status("running", 0)
+
+
+def test_a_kill_at_any_moment_of_the_start_leaves_a_folder_to_start_in(tmp_path: Path) -> None:
+    at, is_killed = 0, True
+    while is_killed:
+        at += 1
+        folder = RunFolder(tmp_path / f"at{at}")
+        config = config_of(folder.path)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                Faults(pytest.MonkeyPatch(), folder.path, at, lambda: os._exit(9)).is_on = True
+                _begin_a_run(folder, config)
+            finally:  # never back into the test run that this is a copy of
+                os._exit(0)
+        is_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        _begin_a_run(folder, config)
+        assert folder.config.is_file()
+        assert not folder.lock.exists()
+    assert at > 10

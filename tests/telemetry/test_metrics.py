@@ -1,0 +1,65 @@
+import time
+
+import pytest
+import torch
+
+from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.flops import CostModel
+from automodel_lite.models.flops import StepFlops
+from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.telemetry.clock import PhaseClock
+from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, sum_counts
+from automodel_lite.telemetry.peak_flops import peak_flops, peak_of
+from automodel_lite.thd import to_thd
+
+CPU = torch.device("cpu")
+ALONE = Mesh(MeshShape(1, 1, 1), CPU, None)
+COSTS = CostModel(per_token=6.0, per_pair=12.0)
+
+
+def test_counts_of_a_step():
+    """Documents of 3 and 2 tokens in a pack of 8: 5 tokens, 8 slots, 6 + 3 pairs."""
+    pack = {
+        "input_ids": torch.arange(8),
+        "labels": torch.tensor([1, 2, -100, 4, -100, -100, -100, -100]),
+        "position_ids": torch.tensor([0, 1, 2, 0, 1, 0, 1, 2]),
+        "seq_lens": torch.tensor([3, 2, 0]),
+        "seq_lens_padded": torch.tensor([3, 2, 3]),
+    }
+    batch = to_thd(packed_sequence_thd_collater([pack]))
+    assert sum_counts([batch, batch], ALONE, COSTS) == Counts(10, 6, 16, 18.0)
+
+
+def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    meter = Meter(ALONE, StepFlops(10.0, 5.0, COSTS), torch.float32)
+    meter.start()
+    now[0] = 12.0
+    meter.stop(Counts(num_tokens=80, num_label_tokens=40, num_slots=100, num_pairs=200.0), wait_s=0.5)
+    counts = Counts(80, 40, 100, 200.0)
+    row = meter.row(StepResult(torch.tensor(20.0), torch.tensor(1.0), 1e-3, counts), step=5, epoch=0, max_steps=7)
+    assert (row.loss, row.tokens_per_s, row.label_tokens_per_s, row.slots_per_s) == (0.5, 40.0, 20.0, 50.0)
+    assert row.tflops_per_s == (80 * 10 + 40 * 5 + 200 * 12) / 2 / 1e12
+    assert (row.step_s, row.eta_s, row.data_wait_s, row.fill_frac) == (2.0, 4.0, 0.5, 0.8)
+    assert "mfu_frac" not in row.as_row()
+
+
+def test_an_unknown_device_has_no_peak():
+    assert peak_flops(CPU, torch.bfloat16) is None
+    assert peak_of("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    assert peak_of("NVIDIA GeForce RTX 5090") is None
+
+
+def test_laps_add_up():
+    clock = PhaseClock(CPU)
+    clock.lap("data")
+    time.sleep(0.02)
+    clock.lap("forward")
+    time.sleep(0.01)
+    clock.lap("backward")
+    spent = clock.seconds()
+    assert spent["forward"] >= 0.02
+    assert spent["backward"] >= 0.01
+    assert clock.seconds() == {}

@@ -1,0 +1,44 @@
+"""The first layers of a model, each kind included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from automodel_lite.models import part
+from automodel_lite.models.source import CausalLM
+from automodel_lite.tools.first_layers import first_layers
+
+
+class Tokenizer:
+    """What a model from scratch asks of its tokenizer."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+    def __len__(self) -> int:
+        return 64
+
+
+SETTINGS = {"model_type": "gemma2", "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+SETTINGS |= {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 6}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def test_a_small_model_is_whole() -> None:
+    source = CausalLM(config=dict(SETTINGS))
+    same, words = first_layers(source, Tokenizer(), torch.device("cpu"))  # type: ignore[arg-type]
+    assert same is source
+    assert words.startswith("all 6 layers")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"), [([SLIDING, FULL] * 3, 2), ([SLIDING] * 3 + [FULL] * 3, 4)], ids=["alternating", "late"]
+)
+def test_a_large_model_keeps_every_kind_of_layer(kinds: list[str], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(part.LARGEST_PARAMETERS, "cpu", 1000)
+    source = CausalLM(config={**SETTINGS, "layer_types": kinds})
+    cut, words = first_layers(source, Tokenizer(), torch.device("cpu"))  # type: ignore[arg-type]
+    config = cut.config(Tokenizer())  # type: ignore[arg-type]
+    assert words.startswith(f"the first {kept} of 6 layers")
+    assert config.num_hidden_layers == kept
+    assert config.layer_types == kinds[:kept]
