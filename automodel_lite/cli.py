@@ -33,8 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.commands import RECIPES, RECIPES_PACKAGE, as_typed
 from automodel_lite.config.check import check_config, with_defaults
+from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.schema import Config
-from automodel_lite.config.targets import CONF_DIR
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError, did_you_mean
 from automodel_lite.garbage import collecting_seldom
 from automodel_lite.redact import ScrubbedStream, scrub

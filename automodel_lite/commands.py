@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from automodel_lite.config.targets import IS_INSTALLED
+from automodel_lite.config.components import IS_INSTALLED
 
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
 RECIPES = {

@@ -32,9 +32,8 @@ import torch
 
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.collate import packed_sequence_thd_collater
-from automodel_lite.data.loader import read_batches
-from automodel_lite.data.pack_order import BatchShape, MicroBatchSampler, epoch_order
-from automodel_lite.data.pack_order import deal as deal_steps
+from automodel_lite.data.loader import BatchShape, MicroBatchSampler, epoch_order, read_batches
+from automodel_lite.data.loader import deal as deal_steps
 from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
 from automodel_lite.data.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.data.packing.order import seeded_order

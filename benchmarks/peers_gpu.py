@@ -137,8 +137,7 @@ def build(variant: Variant, device: str) -> Any:
     from automodel_lite.attention.spec import attention_spec
     from automodel_lite.config.components import locate
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
-    from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
-    from automodel_lite.models.loss_model import LossModel
+    from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 
     hidden, layers, heads, kv_heads, inner, vocabulary, tied = SHAPES[variant.shape]
     config = LlamaConfig(
@@ -224,9 +223,9 @@ def measure(variant: Variant, device: str) -> dict[str, Any]:
     """Tokens a second, MFU, peak memory and recompilations after warm-up of one variant."""
     import torch
 
-    from automodel_lite.models.cost import cost_model
+    from automodel_lite.models.flops import cost_model
     from automodel_lite.models.layers import compiled_graphs
-    from automodel_lite.training.optim import adamw, clip_gradients
+    from automodel_lite.training.optimizers import adamw, clip_gradients
 
     is_cuda = device == "cuda"
     wait = torch.cuda.synchronize if is_cuda else (lambda: None)

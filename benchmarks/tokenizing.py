@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.data.encode import SampleRenderer
 from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.render import SampleRenderer
-from automodel_lite.data.tokenize import tokenize_documents
-from automodel_lite.data.tokenize_chunks import num_cores
+from automodel_lite.data.tokenize import num_cores, tokenize_documents
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
 
 

@@ -23,12 +23,11 @@ import torch
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.device_feed import DeviceFeed, ReadyStep
-from automodel_lite.data.pack_order import Cursor
-from automodel_lite.data.prepare import check_same_data, prepare_data
+from automodel_lite.data.loader import Cursor, DeviceFeed, ReadyStep
+from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
 from automodel_lite.data.stream_loader import gather_cursor
 from automodel_lite.garbage import collecting_seldom
-from automodel_lite.models.cost import cost_model
+from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, runs_remote_code
 from automodel_lite.parallel.checks import check_ranks_read_alike
 from automodel_lite.parallel.control import open_control
@@ -36,12 +35,10 @@ from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_siz
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export
-from automodel_lite.run.failures import has_failed, log_of, recorded
+from automodel_lite.run.failures import BadSteps, Watchdog, has_failed, is_bad, log_of, recorded
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.run.guard import BadSteps, is_bad
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
-from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
@@ -50,13 +47,10 @@ from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import draw_at_end
 from automodel_lite.training.build import build_model
 from automodel_lite.training.dry_run import dry_run
+from automodel_lite.training.evaluation import sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
-from automodel_lite.training.optim import clip_gradients
-from automodel_lite.training.samples import sample_answers
-from automodel_lite.training.schedule import move_to
-from automodel_lite.training.sizes import check_positions, check_sizes
+from automodel_lite.training.optimizers import clip_gradients, move_to
 from automodel_lite.training.start_lines import position_line, start_lines
-from automodel_lite.training.validation import validation_loss
 
 
 def main(config: Config) -> int:

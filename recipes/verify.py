@@ -32,7 +32,7 @@ from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.collate import packed_sequence_thd_collater
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.shard import cp_shard
@@ -40,9 +40,17 @@ from automodel_lite.parallel.sharding import choose_precision, choose_strategy, 
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labelled_rows, to_thd
-from automodel_lite.tools.equality import Check, Step, difference, names, table, take_gradients
-from automodel_lite.tools.first_layers import first_layers
-from automodel_lite.tools.verify_sample import Sample, draw_sample
+from automodel_lite.tools.verify import (
+    Check,
+    Sample,
+    Step,
+    difference,
+    draw_sample,
+    first_layers,
+    names,
+    table,
+    take_gradients,
+)
 from automodel_lite.training.build import check_cp, choose_attention, choose_loss, load_and_adapt
 
 EXACT = 1e-5

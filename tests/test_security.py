@@ -34,7 +34,7 @@ def check(*overrides: str) -> None:
         "torch.nn.modules.module.os.system",
         "automodel_lite.config.components.importlib.import_module",
         "automodel_lite.run.durable.write_file",
-        "automodel_lite.training.optim.torch.load",
+        "automodel_lite.training.optimizers.torch.load",
         "torch.optimism",
         "automodel_lite.data.files.FilesDataset.__init__",
         "automodel_lite.data.files.os",

@@ -13,9 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.config.components import locate
+from automodel_lite.config.components import check_origin, locate, own_targets, target_problem
 from automodel_lite.config.schema import AT_LEAST, CHOICES, Config, Part
-from automodel_lite.config.targets import check_origin, own_targets, target_problem
 from automodel_lite.errors import ConfigError, did_you_mean
 
 

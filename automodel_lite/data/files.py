@@ -11,9 +11,8 @@ import numpy as np
 
 from automodel_lite.data.documents import Document, DocumentRows, Question
 from automodel_lite.data.formats import Normalise, NormalisedRows, detect
-from automodel_lite.data.given_tokens import Alignment, align, find_alignment
-from automodel_lite.data.open_files import Source, open_source
-from automodel_lite.data.sources import RawRow, RawRows
+from automodel_lite.data.readers import RawRow, RawRows, Source, open_source
+from automodel_lite.data.token_rows import Alignment, align, find_alignment
 from automodel_lite.errors import ConfigError, DataError
 
 NUM_SNIFFED_ROWS = 20

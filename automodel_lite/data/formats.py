@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_lite.data.documents import Document
-from automodel_lite.data.given_tokens import packed_tokens, tokens
-from automodel_lite.data.sources import RawRow, RawRows
+from automodel_lite.data.readers import RawRow, RawRows
+from automodel_lite.data.token_rows import packed_tokens, tokens
 from automodel_lite.errors import ConfigError, DataError
 
 Normalise = Callable[[RawRow], Document]

@@ -1,7 +1,26 @@
-"""Batches of each optimizer step, from a position on.
+"""Which packs form each optimizer step, and which rank reads which: a pure function of (seed, epoch).
+
+    order of epoch 0   7 2 9 0 | 4 1 8 5 | 3 6          global_batch_size 4
+    step 1             4 1 8 5
+    2 dp ranks, micro_batch_size 1:   rank 0: [4], [8]     rank 1: [1], [5]
+    step 2 (short)     3 6            rank 0: [3]          rank 1: [6]
+
+The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may
+continue on another layout. Its position is (epoch, packs consumed).
+
+Batches of each optimizer step, from a position on.
 
 The trainer owns the position: it advances with finished steps, so nothing that workers have read ahead can leak into
 it.
+
+Steps whose tokens are on the device before they are needed.
+
+    compute stream   step 1 ─────────────▶ step 2 ─────────────▶
+    host             stage 2: read ─┐      stage 3: read ─┐
+    copy stream                     └ copy ▶              └ copy ▶
+
+`stage()` is called once the work of a step has been handed to the GPU and before its result is waited for. A batch of
+validation is a step of one micro-batch.
 """
 
 from __future__ import annotations
@@ -11,19 +30,87 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.collate import packed_sequence_thd_collater
-from automodel_lite.data.pack_order import BatchShape, Cursor, MicroBatchSampler, deal
-from automodel_lite.data.packing.packs import PackedDataset
+from automodel_lite.data.packing.order import seeded_order
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
+from automodel_lite.seed import derive_seed
+from automodel_lite.thd import ThdBatch, to_thd
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Position in the data: packs of `epoch` consumed so far, over all ranks.
+
+    shards: of a stream, the state of each shard (by its number) behind the packs that were consumed.
+    """
+
+    epoch: int = 0
+    packs: int = 0
+    shards: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How an optimizer step is cut: global_batch_size packs over dp_size ranks in micro-batches."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_size: int
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes of each rank for a whole step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+
+def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """The packs of an epoch in the order they are consumed, int64 [num_packs]."""
+    return seeded_order(num_packs, derive_seed("packs", seed), epoch) if shuffle else np.arange(num_packs)
+
+
+def steps_per_epoch(num_packs: int, global_batch_size: int) -> int:
+    """The short last step counts."""
+    return -(-num_packs // global_batch_size)
+
+
+def deal(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
+    """The packs of one step -> int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
+    width = shape.dp_size * shape.micro_batch_size
+    num_micro = -(-len(pack_ids) // width)
+    filled = np.full(num_micro * width, EMPTY_PACK, dtype=np.int64)
+    filled[: len(pack_ids)] = pack_ids
+    return filled.reshape(num_micro, shape.dp_size, shape.micro_batch_size)
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """This rank's micro-batches of one epoch, from a position on; a batch sampler for StatefulDataLoader.
+
+    steps      pack ids of each optimizer step, dealt: int64 [micro-steps, dp ranks, micro_batch_size]
+    """
+
+    def __init__(self, steps: list[np.ndarray], dp_rank: int) -> None:
+        self.steps = steps
+        self.dp_rank = dp_rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps:
+            for micro in step[:, self.dp_rank]:
+                yield micro.tolist()
+
+    def __len__(self) -> int:
+        return sum(len(step) for step in self.steps)
+
 
 Batch = dict[str, Any]
 _NEVER = 1 << 60
@@ -119,3 +206,70 @@ def validation_steps(
     """
     for batch in read_batches(packs, MicroBatchSampler([deal(np.arange(len(packs)), shape)], dp_rank), config):
         yield StepBatches([batch], [], 0, Cursor(), 0.0)
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """One optimizer step of this rank."""
+
+    batches: StepBatches  # its wait_s is 0 when the device was still busy after the reading
+    micro_batches: list[ThdBatch]  # whole streams, on the host
+    parts: list[ThdBatch]  # the tokens of this context-parallel rank, on the device
+
+
+class DeviceFeed:
+    """An iterator of steps that reads, and copies to the device, one step ahead.
+
+    Args:
+        place: takes this rank's part of a whole stream (context parallelism), on the host.
+    """
+
+    def __init__(self, steps: Iterator[StepBatches], place: Callable[[ThdBatch], ThdBatch], device: torch.device):
+        self._steps = steps
+        self._place = place
+        self._device = device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staged: ReadyStep | None = None
+
+    def __iter__(self) -> Iterator[ReadyStep]:
+        return self
+
+    def stage(self) -> None:
+        """Reads the next step and starts its copy; nothing when that was done already, or when no step is left."""
+        if self._staged is None and (batches := next(self._steps, None)) is not None:
+            self._staged = self._ready(batches)
+
+    def peek(self) -> ReadyStep:
+        """The step that comes next; raises StopIteration when there is none."""
+        self.stage()
+        if self._staged is None:
+            raise StopIteration
+        return self._staged
+
+    def __next__(self) -> ReadyStep:
+        ready = self.peek()
+        self._staged = None
+        if self._copies is not None:
+            compute = torch.cuda.current_stream(self._device)
+            compute.wait_stream(self._copies)
+            for part in ready.parts:
+                part.moved(lambda tensor: _used_on(tensor, compute))
+        return ready
+
+    def _ready(self, batches: StepBatches) -> ReadyStep:
+        micro_batches = [to_thd(batch) for batch in batches.micro_batches]
+        parts = [self._place(batch) for batch in micro_batches]
+        if self._copies is None:
+            return ReadyStep(batches, micro_batches, [part.to(self._device) for part in parts])
+        if not torch.cuda.current_stream(self._device).query():  # still at work on the step before: nobody waited
+            batches = replace(batches, wait_s=0.0)
+        with torch.cuda.stream(self._copies):
+            parts = [part.pin_memory().to(self._device, non_blocking=True) for part in parts]
+        return ReadyStep(batches, micro_batches, parts)
+
+
+def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Keeps the memory of a tensor that another stream allocated until `stream` is done with it."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return tensor

@@ -10,7 +10,7 @@ import numpy as np
 
 from automodel_lite.data.documents import DocumentRows, Documents, Question
 from automodel_lite.data.memmap import MemmapCorpus
-from automodel_lite.data.sources import ConcatenatedRows
+from automodel_lite.data.readers import ConcatenatedRows
 from automodel_lite.data.token_rows import IndexedRows, TokenRows
 from automodel_lite.errors import ConfigError
 

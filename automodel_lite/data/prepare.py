@@ -1,4 +1,9 @@
-"""From files to packs: everything that happens to data before a process group or a model exists."""
+"""How many steps of how many packs: the arithmetic of a run, before it starts.
+
+Sizes that have to divide one another, checked together before data is read: every problem is said at once.
+
+From files to packs: everything that happens to data before a process group or a model exists.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,104 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.documents import Documents
-from automodel_lite.data.loader import PackLoader
-from automodel_lite.data.pack_order import BatchShape, epoch_order
+from automodel_lite.data.loader import BatchShape, PackLoader, epoch_order, steps_per_epoch
 from automodel_lite.data.packing.balance import deal, pack_costs
 from automodel_lite.data.packing.packer import Packer
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.plan import TrainingPlan, stream_plan, training_plan
-from automodel_lite.data.stream_loader import StreamLoader
+from automodel_lite.data.stream_loader import StreamLoader, TokenStream
 from automodel_lite.data.streaming import StreamingDataset
-from automodel_lite.data.token_stream import TokenStream
-from automodel_lite.data.tokenize import TokenizedData, tokenize_documents, tokenize_validation
-from automodel_lite.data.tokenize_chunks import Job
+from automodel_lite.data.tokenize import Job, TokenizedData, tokenize_documents, tokenize_validation
 from automodel_lite.errors import ConfigError
 from automodel_lite.flops import CostModel
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Optimizer steps of the run and of its first epoch."""
+
+    max_steps: int
+    steps_per_epoch: int | None  # None: of a stream, not known
+    shape: BatchShape
+
+    @property
+    def num_epochs(self) -> float | None:
+        return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
+
+
+def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
+    """Raises ConfigError when the global batch is not whole micro-batches of all data-parallel ranks."""
+    smallest = config.micro_batch_size * dp_size
+    size = config.global_batch_size or smallest
+    if size % smallest:
+        nearest = max(smallest, round(size / smallest) * smallest)
+        raise ConfigError(
+            f"training.global_batch_size={size} must be a multiple of {smallest} (training.micro_batch_size="
+            f"{config.micro_batch_size} x {dp_size} data-parallel ranks): use {nearest}."
+        )
+    return BatchShape(size, config.micro_batch_size, dp_size)
+
+
+def training_plan(config: TrainingConfig, packs_of: Callable[[int], PackedDataset], shape: BatchShape) -> TrainingPlan:
+    """The first of max_steps and num_epochs that is reached; raises ConfigError when neither is set."""
+    first = steps_per_epoch(len(packs_of(0)), shape.global_batch_size)
+    limits = []
+    if config.max_steps is not None:
+        limits.append(config.max_steps)
+    if config.num_epochs is not None:
+        epochs = (len(packs_of(epoch)) for epoch in range(config.num_epochs))
+        limits.append(sum(steps_per_epoch(num_packs, shape.global_batch_size) for num_packs in epochs))
+    if not limits:
+        raise ConfigError(
+            f"training.max_steps=null and training.num_epochs=null: set one; an epoch is {first} steps of these packs."
+        )
+    return TrainingPlan(min(limits), first, shape)
+
+
+def stream_plan(config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
+    """The plan for a stream, whose length is not known; raises ConfigError when max_steps is not set."""
+    if config.max_steps is None:
+        raise ConfigError(
+            "training.max_steps=null: the length of a stream is not known, so say after how many steps to stop, for "
+            f"instance training.max_steps=1000 ({1000 * shape.global_batch_size:,} packs)."
+        )
+    return TrainingPlan(config.max_steps, None, shape)
+
+
+def check_sizes(config: Config, num_processes: int) -> tuple[MeshShape, BatchShape]:
+    """The mesh and the batches of this many processes; raises one ConfigError with a line a problem."""
+    problems = []
+    shape = batches = None
+    try:
+        shape = mesh_shape(config.mesh, num_processes)
+        batches = batch_shape(config.training, shape.dp)
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        build_with(config.packed_sequence, cp_size=config.mesh.cp)
+    except ConfigError as error:
+        problems.append(str(error))
+    if shape is None or batches is None or problems:
+        raise ConfigError("\n".join(problems))
+    return shape, batches
+
+
+def check_positions(longest: int, model_config: PretrainedConfig) -> None:
+    """Raises ConfigError when a document has more tokens than the model has positions (each document starts at 0)."""
+    limit = config_value(model_config.get_text_config(), "max_position_embeddings")
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"the longest document has {longest} tokens, the model max_position_embeddings={limit}: set "
+            f"packed_sequence.packed_sequence_size={limit} (packed_sequence.overlong drops, truncates or splits longer "
+            "ones), or scale the model's positions by model.config."
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""What is wrong with a set of token rows is found here: counted row by row, judged at the end of the set."""
+"""What is wrong with a set of token rows is found here: counted row by row, judged at the end of the set.
+
+Token rows made visible: which tokens are trained on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.data.show import mark_trained
 from automodel_lite.errors import DataError
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -192,3 +194,20 @@ class Tally:
     def _shown(self, row: tuple[np.ndarray, np.ndarray] | None) -> str:
         assert row is not None
         return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(self._tokenizer, *row)!r}"
+
+
+def mark_trained(
+    tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray, labels: np.ndarray, colour: bool = False
+) -> str:
+    """The decoded document with what is trained on in `⟦ ⟧`, or in green: `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
+
+    A token is trained on when the position before it has a label.
+    """
+    trained = np.concatenate([[False], labels[:-1] != IGNORE_INDEX]) if len(labels) else np.zeros(0, bool)
+    edges = np.flatnonzero(np.diff(trained)) + 1
+    start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
+    parts = []
+    for piece in np.split(np.arange(len(input_ids)), edges):
+        text = str(tokenizer.decode([int(i) for i in input_ids[piece]]))
+        parts.append(f"{start_mark}{text}{end_mark}" if len(piece) and trained[piece[0]] else text)
+    return "".join(parts)

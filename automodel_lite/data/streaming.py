@@ -19,8 +19,7 @@ from typing import Any, Protocol
 from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.formats import NormalisedRows, detect
-from automodel_lite.data.open_files import looks_local, open_source, without_nulls
-from automodel_lite.data.sources import RawRow, RawRows
+from automodel_lite.data.readers import RawRow, RawRows, looks_local, open_source, without_nulls
 from automodel_lite.errors import ConfigError, DataError
 
 NUM_SNIFFED_ROWS = 20

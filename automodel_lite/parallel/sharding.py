@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.thd import ThdBatch
 

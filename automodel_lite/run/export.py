@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from automodel_lite.attention.probe import stream_of, tolerance_std
 from automodel_lite.models.adapter import Adapter
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import embedding_rows, runs_remote_code
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch

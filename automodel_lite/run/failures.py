@@ -1,31 +1,111 @@
-"""What went wrong, on which rank, and which of the errors came first.
+"""Steps whose loss or gradient is not finite: dumped, skipped, and the end of the run when there are too many in a row.
+
+bad_steps/step_00000017/
+    rank_00000.json           step, packs of the whole step, this rank's loss, the gradient's norm
+    rank_00000.safetensors    this rank's micro-batches: input_ids_0, labels_0, position_ids_0, cu_seqlens_0 ...
+
+What went wrong, on which rank, and which of the errors came first.
 
 When one rank fails, the others fail a moment later in a collective: their errors are consequences. Every rank leaves
 its error in logs/; a rank whose error is a consequence waits for the cause and names that instead.
 
     logs/rank_00003.log         its traceback
     logs/failure_rank_00003.json
+
+Writes the stacks of a rank that does not get on to its log, so that a hang has a place.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import math
 import re
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.stopping import StoppedEarly
+from automodel_lite.thd import ThdBatch
+
+
+def is_bad(loss_sum: Tensor, grad_norm: Tensor) -> bool:
+    """Is either of them NaN or infinite? Waits for the device, once."""
+    return not bool(torch.isfinite(loss_sum) & torch.isfinite(grad_norm))
+
+
+@dataclass
+class BadSteps:
+    """Counts the bad steps in a row. Every rank calls every method; all agree on which steps are bad."""
+
+    folder: Path
+    max_in_a_row: int
+    rank: int
+    say: Callable[[str], None]
+    in_a_row: int = 0
+
+    def good(self) -> None:
+        self.in_a_row = 0
+
+    def bad(
+        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], loss_sum: Tensor, grad_norm: Tensor
+    ) -> None:
+        """Dumps the step; raises RunStoppedError when it is one too many in a row."""
+        self.in_a_row += 1
+        where = self.folder / f"step_{step:08d}"
+        loss, norm = loss_sum.item(), grad_norm.item()
+        try:
+            _dump(where, self.rank, {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss, "grad_norm": norm})
+            _dump_batches(where, self.rank, batches)
+        except (OSError, SafetensorError) as error:
+            self.say(f"WARNING: {where} cannot be written: {error}")
+        what = f"step {step}: the loss or the gradient is not finite (gradient norm {norm})"
+        if self.in_a_row > self.max_in_a_row:
+            raise RunStoppedError(
+                f"{what}, the {_ordinal(self.in_a_row)} time in a row: the run stops; training.max_bad_steps="
+                f"{self.max_in_a_row} are skipped. The packs {_first_few(pack_ids)} are dumped in {where}; no "
+                "checkpoint was written since the last good step. Look at the data, lower optimizer.lr, or raise the "
+                "warm-up."
+            )
+        self.say(f"{step:7d}  WARNING: {what}: not applied; packs {_first_few(pack_ids)}, dumped in {where}")
+
+
+def _dump(where: Path, rank: int, facts: dict[str, object]) -> None:
+    where.mkdir(parents=True, exist_ok=True)
+    safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
+    (where / f"rank_{rank:05d}.json").write_text(json.dumps(safe) + "\n")
+
+
+def _dump_batches(where: Path, rank: int, batches: Sequence[ThdBatch]) -> None:
+    tensors = {}
+    for number, batch in enumerate(batches):
+        for name in ("input_ids", "labels", "position_ids", "cu_seqlens"):
+            tensors[f"{name}_{number}"] = vars(batch)[name].cpu().contiguous().clone()
+    save_file(tensors, where / f"rank_{rank:05d}.safetensors")
+
+
+def _first_few(pack_ids: Sequence[int]) -> str:
+    shown = ", ".join(map(str, pack_ids[:8]))
+    return f"{shown} and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else shown
+
+
+def _ordinal(number: int) -> str:
+    return {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")
+
 
 _WAIT_FOR_CAUSE_S = 5.0
 _LOST_PEER = re.compile(
@@ -149,3 +229,37 @@ def _records(folder: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(path.read_text())
         except (OSError, ValueError):
             continue
+
+
+class Watchdog:
+    """`beat` at every step; when the next beat does not come in time, faulthandler writes all threads' stacks to the
+    log, again and again. Its thread needs no Python lock, so a hang inside of a kernel is seen too.
+    """
+
+    def __init__(self, log: Path, after_s: float) -> None:
+        self.doing = "setting up"  # what the rank is at, for error reports
+        self._after_s = after_s
+        self._last = time.monotonic()
+        self._log = log
+        self._file: TextIO | None = None  # opened by the first beat: a run that never starts leaves no file
+
+    def beat(self, doing: str) -> None:
+        """The rank begins something new."""
+        now = time.monotonic()
+        if self._after_s:
+            if self._file is None:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
+            faulthandler.cancel_dump_traceback_later()
+            if now - self._last > self._after_s:
+                self._file.write(f"the stacks above are of: {self.doing}; it took {now - self._last:.0f} s\n")
+            faulthandler.dump_traceback_later(self._after_s, repeat=True, file=self._file)
+        self.doing, self._last = doing, now
+
+    @property
+    def is_in_step(self) -> bool:
+        return self.doing.startswith("in step")
+
+    def stop(self) -> None:
+        if self._after_s:
+            faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,11 @@
-"""What is known of a step, and the rates over the steps since the last logged one."""
+"""Where the time of a run goes, on the device's own clock.
+
+What a device can do at most, from its data sheet: dense bf16 tensor FLOP/s, without sparsity.
+
+A device that is not listed by its exact name has no known peak: no utilisation is better than a wrong one.
+
+What is known of a step, and the rates over the steps since the last logged one.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +22,87 @@ from torch import Tensor
 from automodel_lite.flops import CostModel
 from automodel_lite.models.flops import StepFlops
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.telemetry.clock import PhaseClock
-from automodel_lite.telemetry.peak_flops import peak_flops
 from automodel_lite.thd import ThdBatch
+
+PHASES = ("data", "forward", "backward", "optimizer", "validation", "checkpoint", "other")
+
+
+class PhaseClock:
+    """Laps: `lap("forward")` says that the time since the last lap went into the forward pass.
+
+    On a GPU the laps are events in its stream, which are read by `seconds()`: no lap waits for the device, and the
+    time that the device stood idle for data counts as data.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._start = self._now()
+
+    def lap(self, phase: str) -> None:
+        """`phase` is one of PHASES."""
+        self._marks.append((phase, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Phase -> seconds since the last call; waits for the device."""
+        spent = dict.fromkeys(PHASES, 0.0)
+        before = self._start
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for phase, mark in self._marks:
+            spent[phase] += _between(before, mark)
+            before = mark
+        self._start, self._marks = before, []
+        return {phase: value for phase, value in spent.items() if value}
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
+    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
+        return first.elapsed_time(second) / 1e3
+    assert isinstance(first, float)
+    assert isinstance(second, float)
+    return second - first
+
+
+BF16_TFLOPS = {
+    "NVIDIA A10": 125.0,
+    "NVIDIA A10G": 70.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-SXM-64GB": 312.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H200": 989.4,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of one device in the compute dtype; None when it is not known (CPU, MIG slices, fp32)."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(device_name: str) -> float | None:
+    """By the name that torch gives the device."""
+    tflops = BF16_TFLOPS.get(device_name)
+    return None if tflops is None else tflops * 1e12
 
 
 @dataclass(frozen=True)

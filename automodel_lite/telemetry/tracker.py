@@ -1,7 +1,11 @@
-"""Trackers beside metrics.jsonl: started on rank 0 alone, fed the same rows, never able to stop a run."""
+"""metrics.jsonl: one object a line, written at once, so that a killed run keeps what it has logged.
+
+Trackers beside metrics.jsonl: started on rank 0 alone, fed the same rows, never able to stop a run.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +14,30 @@ from typing import Any, Protocol
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.redact import scrub
 from automodel_lite.run.folder import RunFolder, config_yaml_values
-from automodel_lite.telemetry.jsonl import JsonlLogger
+
+
+class JsonlLogger:
+    """Appends rows to a file. NaN and infinities are written as text, so that every line is valid JSON."""
+
+    def __init__(self, path: Path, is_silent: bool = False) -> None:
+        self._file = None if is_silent else open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._file:
+            self._file.write(scrub(json.dumps({key: _json_value(value) for key, value in row.items()})) + "\n")
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value
+
 
 Row = dict[str, Any]
 

@@ -16,8 +16,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Peft
-from automodel_lite.models.loss import CrossEntropy
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.run.checkpoint import load_weights
 from automodel_lite.run.checkpoint_folder import survey

@@ -18,8 +18,7 @@ from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
-from automodel_lite.models.loss import CrossEntropy, Loss
-from automodel_lite.models.loss_model import LossModel, head_is_plain
+from automodel_lite.models.loss import CrossEntropy, Loss, LossModel, head_is_plain
 from automodel_lite.models.source import CausalLM, embedding_rows
 from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.parallel.mesh import Mesh

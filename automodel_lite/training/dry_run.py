@@ -13,11 +13,9 @@ from transformers import PretrainedConfig
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.plan import batch_shape
-from automodel_lite.data.prepare import prepare_data
+from automodel_lite.data.prepare import batch_shape, prepare_data
 from automodel_lite.models.adapter import Peft
-from automodel_lite.models.cost import cost_model
-from automodel_lite.models.flops import model_size
+from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy

@@ -1,16 +1,94 @@
-"""Questions held out of the training set, asked by generation and compared word for word."""
+"""Loss over validation packs as (sum, count): every document counted once, on any layout of ranks.
+
+What the model in training answers to fixed prompts, without leaving the mesh: greedy, one forward a token.
+
+Every rank runs every forward, as sharded weights ask for; rank 0's choice of token is everyone's.
+
+Questions held out of the training set, asked by generation and compared word for word.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import transformers
+from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.attention.probe import stream_of
+from automodel_lite.config.schema import SamplesConfig
+from automodel_lite.data.loader import DeviceFeed, PackLoader, validation_steps
+from automodel_lite.data.packing.packs import PackedDataset
+from automodel_lite.data.stream_loader import StreamLoader
 from automodel_lite.models.generate import load_model
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.thd import ThdBatch
+
+
+@torch.no_grad()
+def validation_loss(
+    model: ParallelModel,
+    packs: PackedDataset,
+    loader: PackLoader | StreamLoader,
+    mesh: Mesh,
+    shard: Callable[[ThdBatch], ThdBatch],
+    must_stop: Callable[[], bool],
+) -> float | None:
+    """Mean over all label tokens of the packs; ranks that run short of packs get empty ones. Every rank calls it.
+
+    `shard` takes this rank's part of a stream. `must_stop` is asked after every batch, on all ranks; None when it says
+    so.
+    """
+    model.module.eval()
+    loss_sum = torch.zeros((), device=mesh.device)
+    num_label_tokens = 0
+    feed = DeviceFeed(validation_steps(packs, loader.shape, loader.dp_rank, loader.config), shard, mesh.device)
+    for ready in feed:
+        loss_sum += model(ready.parts[0])
+        num_label_tokens += ready.micro_batches[0].num_label_tokens
+        feed.stage()
+        if must_stop():
+            model.module.train()
+            return None
+    model.module.train()
+    count = mesh.sum(torch.tensor(num_label_tokens)).item() / mesh.shape.cp
+    return mesh.sum(loss_sum).item() / max(count, 1)
+
+
+@torch.no_grad()
+def sample_answers(
+    config: SamplesConfig, model: ParallelModel, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, str]]:
+    """(prompt, answer) of each configured prompt. Every rank calls it."""
+    model.module.eval()
+    answers = []
+    for prompt in config.prompts:
+        ids = prompt_ids(prompt, tokenizer)
+        start = len(ids)
+        while len(ids) < start + config.max_new_tokens:
+            token = model.logits(stream_of(torch.tensor([ids]), mesh.device), num_last=1)[-1].argmax()
+            if mesh.root:
+                dist.broadcast(token, src=0)
+            if token.item() == tokenizer.eos_token_id:
+                break
+            ids.append(int(token.item()))
+        answers.append((prompt, str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip()))
+    model.module.train()
+    return answers
+
+
+def prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """As a user's turn of the chat template; as plain text without one."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer(prompt)["input_ids"])
+    message = [{"role": "user", "content": prompt}]
+    encoded: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 class Question(Protocol):

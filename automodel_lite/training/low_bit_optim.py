@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torchao.optim import AdamW8bit
 
-from automodel_lite.training.optim import param_groups
+from automodel_lite.training.optimizers import param_groups
 
 
 def adamw_8bit(

@@ -10,8 +10,7 @@ import transformers
 import automodel_lite
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.data.plan import TrainingPlan
-from automodel_lite.data.prepare import PreparedData, StreamedData
+from automodel_lite.data.prepare import PreparedData, StreamedData, TrainingPlan
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
 

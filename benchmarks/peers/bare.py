@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from automodel_lite.config.components import build
-from automodel_lite.data.loader import PackLoader
-from automodel_lite.data.pack_order import BatchShape, Cursor
+from automodel_lite.data.loader import BatchShape, Cursor, PackLoader
 from automodel_lite.data.prepare import prepare_data
-from automodel_lite.models.cost import cost_model
+from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import build_model
-from automodel_lite.training.optim import adamw, clip_gradients
+from automodel_lite.training.optimizers import adamw, clip_gradients
 from benchmarks.peers.job import LR, Clock, Job, use_one_thread
 from benchmarks.peers.recipe import recipe_config
 

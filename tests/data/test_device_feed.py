@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from automodel_lite.data.device_feed import DeviceFeed
-from automodel_lite.data.loader import StepBatches
-from automodel_lite.data.pack_order import Cursor
+from automodel_lite.data.loader import Cursor, DeviceFeed, StepBatches
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig
-from automodel_lite.data.loader import PackLoader, StepBatches
-from automodel_lite.data.pack_order import BatchShape, Cursor, epoch_order
+from automodel_lite.data.loader import BatchShape, Cursor, PackLoader, StepBatches, epoch_order
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokenize import tokenize_documents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from automodel_lite.data.pack_order import BatchShape, MicroBatchSampler, deal, epoch_order, steps_per_epoch
+from automodel_lite.data.loader import BatchShape, MicroBatchSampler, deal, epoch_order, steps_per_epoch
 from automodel_lite.data.packing.packs import EMPTY_PACK
 
 

@@ -12,13 +12,11 @@ import datasets
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
-from automodel_lite.data.loader import StepBatches
-from automodel_lite.data.pack_order import BatchShape, Cursor
+from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packer import Packer
-from automodel_lite.data.stream_loader import StreamLoader, gather_cursor
+from automodel_lite.data.stream_loader import StreamLoader, TokenStream, gather_cursor
 from automodel_lite.data.streaming import StreamingDataset
-from automodel_lite.data.token_stream import TokenStream
-from automodel_lite.data.tokenize_chunks import Job
+from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parallel.mesh import init_mesh
 from tests.data.templates import MARKED, QWEN3, Family, byte_tokenizer

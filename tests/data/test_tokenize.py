@@ -13,7 +13,7 @@ import pytest
 
 from automodel_lite.data.documents import DocumentList
 from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.show import mark_trained
+from automodel_lite.data.row_checks import mark_trained
 from automodel_lite.data.token_rows import TokenRows, next_token_labels
 from automodel_lite.data.tokenize import TokenizedData, tokenize_documents
 from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer

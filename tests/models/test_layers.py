@@ -12,8 +12,7 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import check_layers, compile_layers, compiled_graphs, recompute_layers
-from automodel_lite.models.loss import FusedLinearCrossEntropy
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.thd import ThdBatch, to_thd
 
 NUM_TOKENS = 48

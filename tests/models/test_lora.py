@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import cast_frozen
 from automodel_lite.models.lora import Lora, load_adapted
-from automodel_lite.models.loss_model import head_is_plain
+from automodel_lite.models.loss import head_is_plain
 from recipes import export_hf
 from tests.recipes.runs import losses, train
 

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel import shard as context_parallel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.shard import cp_shard

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_lite.models import export
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import LossModel
+from automodel_lite.run import export
 from automodel_lite.tools.merge import load_trained
 from tests.recipes.runs import train
 

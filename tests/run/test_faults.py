@@ -18,10 +18,10 @@ import torch
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run import checkpoint_folder
+from automodel_lite.run.failures import Watchdog
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import Deadline, deadline_of, seconds_of
-from automodel_lite.run.watchdog import Watchdog
 from tests.ranks import run_ranks
 from tests.run.disk_faults import Faults
 from tests.run.small_run import QUICK, config_of, losses, train

@@ -7,9 +7,7 @@ from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.flops import CostModel
 from automodel_lite.models.flops import StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
-from automodel_lite.telemetry.clock import PhaseClock
-from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, sum_counts
-from automodel_lite.telemetry.peak_flops import peak_flops, peak_of
+from automodel_lite.telemetry.metrics import Counts, Meter, PhaseClock, StepResult, peak_flops, peak_of, sum_counts
 from automodel_lite.thd import to_thd
 
 CPU = torch.device("cpu")

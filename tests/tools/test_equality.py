@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_lite.tools.equality import Check, Difference, Step, difference, table
+from automodel_lite.tools.verify import Check, Difference, Step, difference, table
 
 WANT = Step(2.0, {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])})
 

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss
-from automodel_lite.models.loss_model import LossModel
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.training.optim import adamw, clip_gradients
+from automodel_lite.training.optimizers import adamw, clip_gradients
 from tests.models.test_layers import pack_of, small_model
 
 READS = {

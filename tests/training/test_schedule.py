@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from automodel_lite.training import schedule
+from automodel_lite.training import optimizers as schedule
 
 
 def rates(make: Callable[..., torch.optim.lr_scheduler.LambdaLR], num_steps: int, **options: object) -> list[float]:

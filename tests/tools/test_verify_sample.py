@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_lite.models import part
 from automodel_lite.models.source import CausalLM
-from automodel_lite.tools.first_layers import first_layers
+from automodel_lite.tools import verify
+from automodel_lite.tools.verify import first_layers
 
 
 class Tokenizer:
@@ -35,7 +35,7 @@ def test_a_small_model_is_whole() -> None:
     ("kinds", "kept"), [([SLIDING, FULL] * 3, 2), ([SLIDING] * 3 + [FULL] * 3, 4)], ids=["alternating", "late"]
 )
 def test_a_large_model_keeps_every_kind_of_layer(kinds: list[str], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(part.LARGEST_PARAMETERS, "cpu", 1000)
+    monkeypatch.setitem(verify.LARGEST_PARAMETERS, "cpu", 1000)
     source = CausalLM(config={**SETTINGS, "layer_types": kinds})
     cut, words = first_layers(source, Tokenizer(), torch.device("cpu"))  # type: ignore[arg-type]
     config = cut.config(Tokenizer())  # type: ignore[arg-type]

@@ -1,0 +1,287 @@
+"""Do two ways of computing a step give the same loss and the same gradients? Differences, verdicts, a table.
+
+The first layers of a model, for checks that need its arithmetic but not its size.
+
+A small sample of the packs that training would read, for recipes/verify.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from automodel_lite.config.schema import Config
+from automodel_lite.data.loader import epoch_order
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, TokenArrays
+from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.prepare import StreamedData, prepare_data
+from automodel_lite.data.token_rows import IndexedRows
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import MeshShape
+
+
+@dataclass(frozen=True)
+class Step:
+    """Mean loss over the label tokens of a step, and its gradients by parameter name (fp32, whole)."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+    @property
+    def grad_norm(self) -> float:
+        return float(torch.stack([grad.double().norm() for grad in self.gradients.values()]).norm())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative differences of two steps: of the loss, of the worst single gradient to the largest, of the norm."""
+
+    loss: float
+    gradients: float
+    grad_norm: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients, self.grad_norm)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table.
+
+    is_fault  the step was broken on purpose: the row passes when the difference shows it
+    """
+
+    name: str
+    difference: Difference
+    limit: float
+    is_fault: bool = False
+
+    @property
+    def passed(self) -> bool:
+        largest = self.difference.largest
+        return largest > 10 * self.limit if self.is_fault else largest <= self.limit
+
+
+def difference(step: Step, want: Step) -> Difference:
+    """Raises ValueError when the two do not have gradients of the same parameters."""
+    if step.gradients.keys() != want.gradients.keys():
+        only = sorted(step.gradients.keys() ^ want.gradients.keys())
+        raise ValueError(f"gradients of {only[:3]} exist in one of the two steps only.")
+    largest = max(float(grad.abs().max()) for grad in want.gradients.values())
+    worst = max(float((step.gradients[name] - grad).abs().max()) for name, grad in want.gradients.items())
+    return Difference(
+        loss=abs(step.loss - want.loss) / abs(want.loss),
+        gradients=worst / largest,
+        grad_norm=abs(step.grad_norm - want.grad_norm) / want.grad_norm,
+    )
+
+
+def take_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """Copies of all gradients on the CPU in fp32, sharded ones gathered (a collective); clears them."""
+    gradients = {}
+    for name, parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            gradients[name] = whole.detach().float().cpu().clone()
+        parameter.grad = None
+    return gradients
+
+
+def table(checks: Iterable[Check]) -> str:
+    """Rows of relative differences, each with its limit and verdict."""
+    checks = list(checks)
+    width = max(len(check.name) for check in checks) + 2
+    lines = [f"{'':{width}} {'loss':>8} {'gradients':>10} {'grad norm':>10} {'limit':>8}"]
+    for check in checks:
+        d = check.difference
+        if check.is_fault:
+            verdict = "noticed" if check.passed else "FAIL: not noticed"
+            limit = ""
+        else:
+            verdict, limit = "PASS" if check.passed else "FAIL", f"{check.limit:.0e}"
+        numbers = f"{d.loss:8.0e} {d.gradients:10.0e} {d.grad_norm:10.0e} {limit:>8}"
+        lines.append(f"{check.name:{width}} {numbers}  {verdict}")
+    return "\n".join(lines)
+
+
+def names(documents: Mapping[str, int]) -> str:
+    """`7 documents, 2 packs`, without plural when there is one."""
+    return ", ".join(f"{count} {noun if count != 1 else noun.removesuffix('s')}" for noun, count in documents.items())
+
+
+LARGEST_PARAMETERS = {"cpu": 60e6, "cuda": 2e9}
+LEAST_LAYERS = 2
+
+
+def first_layers(source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> tuple[CausalLM, str]:
+    """A model of as many layers as are quickly checked on the device, each kind of layer included; and how many."""
+    config = source.config(tokenizer)
+    num_layers = config.num_hidden_layers
+    largest = LARGEST_PARAMETERS[device.type]
+    whole = num_parameters(config)
+    if whole <= largest or num_layers <= LEAST_LAYERS:
+        return source, f"all {num_layers} layers, {whole / 1e6:,.1f} M parameters"
+    per_layer = (whole - num_parameters(cut_config(config, 1))) / (num_layers - 1)
+    fitting = int((largest - (whole - num_layers * per_layer)) / per_layer)
+    kept = min(num_layers, max(LEAST_LAYERS, fitting, _layers_with_every_kind(config)))
+    cut = CausalLM(source.pretrained, {**source.overrides, **cut_settings(config, kept)})
+    return cut, f"the first {kept} of {num_layers} layers ({whole / 1e6:,.0f} M parameters in all)"
+
+
+def num_parameters(config: PretrainedConfig) -> int:
+    """Of a model of this config, without making it."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cut_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+    """Settings of the first layers: their number, and every list that has an entry a layer."""
+    whole = config.num_hidden_layers
+    lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list) and len(value) == whole}
+    return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
+
+
+def cut_config(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    return type(config).from_dict({**config.to_dict(), **cut_settings(config, num_layers)})
+
+
+def _layers_with_every_kind(config: PretrainedConfig) -> int:
+    """As many first layers as hold each kind of `layer_types` once."""
+    kinds = config.to_dict().get("layer_types") or []
+    return max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
+
+
+LARGEST_PACK_TOKENS = {"cpu": 512, "cuda": 4096}
+PACKS_A_RANK = 2
+LEAST_PACKS = 4
+
+Pack = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Packs as the loader gives them, and the documents in them."""
+
+    packs: list[Pack]
+    documents: TokenArrays
+    tokenizer: PreTrainedTokenizerFast
+    pack_size: int
+    training_size: int  # packed_sequence.packed_sequence_size of the run
+    slot_multiple: int
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents.offsets) - 1
+
+    def each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and labels, int64, without padding."""
+        inside = [slice(start, stop) for start, stop in pairwise(self.documents.offsets.tolist())]
+        for tokens in inside:
+            ids, labels = self.documents.input_ids[tokens], self.documents.labels[tokens]
+            yield torch.from_numpy(ids), torch.from_numpy(labels)
+
+    @property
+    def description(self) -> str:
+        """One line for the screen."""
+        text = f"{self.num_documents} documents in {len(self.packs)} packs of {self.pack_size}"
+        if self.pack_size < self.training_size:
+            text += f" (training packs {self.training_size}; longer documents are cut here)"
+        return text
+
+    def packed_otherwise(self) -> list[Pack]:
+        """The same documents in other company and order, in packs half as large again."""
+        size = -(-self.pack_size * 3 // 2 // self.slot_multiple) * self.slot_multiple
+        lengths = np.diff(self.documents.offsets)
+        plan = plan_packs(lengths, size, strategy="worst_fit", slot_multiple=self.slot_multiple)
+        packs = PackedDataset(self.documents, plan)
+        return [packs[i] for i in reversed(range(len(packs)))]
+
+
+def draw_sample(config: Config, shape: MeshShape) -> Sample:
+    """The first packs of the first epoch's order; smaller ones than training's when those are large.
+
+    The number of packs is a multiple of the data-parallel ranks; a last rank that runs short gets an empty pack, as in
+    training.
+    """
+    training_size: int = config.packed_sequence["packed_sequence_size"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    multiple = config.packed_sequence.get("slot_multiple") or (2 * shape.cp if shape.cp > 1 else 1)
+    size = min(training_size, LARGEST_PACK_TOKENS[device] // multiple * multiple)
+    smaller = {"packed_sequence_size": size, "overlong": "truncate", "drop_long_samples": None}
+    if size < training_size:
+        config = replace(config, packed_sequence={**config.packed_sequence, **smaller})
+    data = prepare_data(config, shape)
+    if isinstance(data, StreamedData):
+        raise ConfigError("dataset.path is a stream: verify with a file of some of its documents.")
+    packs = data.packs_of(0)
+    num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)
+    order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()
+    order += [EMPTY_PACK] * (-len(order) % shape.dp)
+    rows = [packs[i] for i in order]
+    documents = _documents(rows)
+    _check_against_source(documents, packs, order)
+    return Sample(rows, documents, data.tokenizer, size, training_size, multiple)
+
+
+def _documents(packs: list[Pack]) -> TokenArrays:
+    """What lies in the packs, document by document."""
+    ids, labels, lengths = [], [], [0]
+    for pack in packs:
+        for start, length in _places(pack):
+            ids.append(np.asarray(pack["input_ids"][start : start + length]))
+            labels.append(np.asarray(pack["labels"][start : start + length]))
+            lengths.append(length)
+    return TokenArrays(np.concatenate(ids), np.concatenate(labels), np.cumsum(lengths))
+
+
+def _check_against_source(documents: TokenArrays, packs: PackedDataset, order: list[int]) -> None:
+    """Raises DataError when a document in the packs is not, token by token, the row that the plan put there."""
+    plan, found = packs.plan, 0
+    for pack in order:
+        if pack == EMPTY_PACK:
+            continue
+        for place in range(int(plan.offsets[pack]), int(plan.offsets[pack + 1])):
+            row = _row(packs.rows, int(plan.doc_ids[place]))
+            start = int(plan.starts[place]) if plan.starts is not None else 0
+            stop = int(plan.stops[place]) if plan.stops is not None else len(row[0])
+            inside = slice(int(documents.offsets[found]), int(documents.offsets[found + 1]))
+            for packed, source in zip((documents.input_ids[inside], documents.labels[inside]), row):
+                if not np.array_equal(packed, np.asarray(source[start:stop])):
+                    raise DataError(
+                        f"pack {pack} does not hold document {int(plan.doc_ids[place])} as it is in the data."
+                    )
+            found += 1
+
+
+def _row(rows: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """ids and labels of one document."""
+    if isinstance(rows, IndexedRows):
+        row = rows[index]
+        return row["input_ids"], row["labels"]
+    inside = slice(int(rows.offsets[index]), int(rows.offsets[index + 1]))
+    return rows.input_ids[inside], rows.labels[inside]
+
+
+def _places(pack: Pack) -> Iterator[tuple[int, int]]:
+    """(start, length) of each document of a pack; a row without packing is one."""
+    if "seq_lens" not in pack:
+        yield 0, int(sum(pack["attention_mask"]))
+        return
+    start = 0
+    for length, slot in zip(pack["seq_lens"], pack["seq_lens_padded"]):
+        if length:
+            yield start, length
+        start += slot
