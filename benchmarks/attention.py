@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.data.collate import pack_features_for_thd, packed_sequence_thd_collater
+from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.thd import to_thd
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64

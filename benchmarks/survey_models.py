@@ -30,8 +30,8 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.attention.spec import attention_spec
-from automodel_lite.data.collate import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.errors import ConfigError
+from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
 FAMILIES = """

@@ -5,6 +5,7 @@ documents [1 2 3] and [4 5], size 6     input_ids 1 2 3 4 5 0   attention_mask 1
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,20 +14,33 @@ import datasets
 import numpy as np
 import torch
 
-from automodel_lite.data.packing.packs import CROSS_ENTROPY_IGNORE_IDX
-from automodel_lite.data.packing.strategies import worst_fit
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.nemo_api.packed_sequence import flat_samples, split_of
+from automodel_lite.thd import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
 
-def greedy_knapsack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+def greedy_knapsack(lengths: Sequence[int] | np.ndarray, max_length: int) -> list[list[int]]:
     """Positions in `lengths` of each bin: longest first into the emptiest bin if it fits, else a new one.
 
     Items over max_length are skipped. greedy_knapsack([3, 2, 4, 1], 5) -> [[2, 3], [0, 1]]
     """
-    return worst_fit(lengths, max_length)
+    lengths = np.asarray(lengths, np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    packs: list[list[int]] = []
+    fills: list[tuple[int, int]] = []  # heap of (tokens, pack)
+    for i, length in zip(order.tolist(), lengths[order].tolist()):
+        if length > max_length:
+            continue
+        if fills and fills[0][0] + length <= max_length:
+            tokens, pack = fills[0]
+            heapq.heapreplace(fills, (tokens + length, pack))
+            packs[pack].append(i)
+        else:
+            heapq.heappush(fills, (length, len(packs)))
+            packs.append([i])
+    return packs
 
 
 def neat_pack_dataset(
@@ -56,7 +70,7 @@ def neat_pack_dataset(
     kept = np.flatnonzero(~long & (lengths > 0))
     if not len(kept):
         raise DataError("No samples remaining after filtering.")
-    packs = worst_fit(lengths[kept], pack_size)[:max_packs]
+    packs = greedy_knapsack(lengths[kept], pack_size)[:max_packs]
     parts = [
         _build_packed_sample(
             [_sample(rows.input_ids, rows.labels, rows.offsets, kept[i]) for i in pack], pack_size, padding_idx
@@ -77,7 +91,7 @@ def _build_packed_sample(
     """One row of int64 tensors [pack_size] from samples {"input_ids", "labels"} that together fit it."""
     row = {
         "input_ids": torch.full((pack_size,), padding_idx, dtype=torch.int64),
-        "labels": torch.full((pack_size,), CROSS_ENTROPY_IGNORE_IDX, dtype=torch.int64),
+        "labels": torch.full((pack_size,), IGNORE_INDEX, dtype=torch.int64),
         "attention_mask": torch.zeros(pack_size, dtype=torch.int64),
         "position_ids": torch.zeros(pack_size, dtype=torch.int64),
     }

@@ -1,24 +1,40 @@
-"""All packs at once as a dataset, next-fit in its order: the function that NeMo AutoModel has under this name."""
+"""Packing on whole datasets, and dense masks of packed rows.
+
+lengths [2, 1]      1 0 0
+                    1 1 0
+                    0 0 1      a query (row) sees the keys (columns) of its own document up to itself
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Protocol
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import torch
+from datasets.fingerprint import Hasher
 
-from automodel_lite.data.packing.packs import CROSS_ENTROPY_IGNORE_IDX, TokenArrays, flatten, spread
+from automodel_lite.data.packing.packs import TokenArrays, flatten, spread
 from automodel_lite.data.packing.strategies import next_fit
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.thd import IGNORE_INDEX
 
-if TYPE_CHECKING:  # most of a second of start-up, which packs read lazily do without; who needs them imports them
-    import datasets
-    import pyarrow as pa
-
+CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
 BLOCK_TOKENS = 1 << 20  # written about so many at a time, which stay in the cache
+CHUNK_ROWS = 1_000  # of tokenize_dataset_parallel, that a process makes at a time
+SeqLens = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[int]]
 
 logger = logging.getLogger(__name__)
+
+
+class MapStyle(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
 def pack_dataset(
@@ -56,10 +72,72 @@ def pack_dataset(
     return _materialise(rows, slots, offsets, packed_sequence_size, padding_idx)
 
 
+def tokenize_dataset_parallel(dataset: MapStyle, num_proc: int) -> datasets.Dataset:
+    """Calls dataset[i] for every i, in `num_proc` forked processes, and keeps the rows in order.
+
+    For datasets that tokenise when they are read. The first error of a row ends the call.
+    Raises ConfigError for num_proc < 1, DataError for a dataset without rows.
+    """
+    if num_proc < 1:
+        raise ConfigError(f"num_proc={num_proc} must be at least 1 process: use 1 to stay in this one.")
+    if not len(dataset):
+        raise DataError("there are no rows to tokenise: check the path, the split and the filters of the dataset.")
+    if num_proc == 1:
+        return datasets.Dataset(_rows(dataset, 0, len(dataset)))
+    width = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
+    starts = range(0, len(dataset), width)
+    context = multiprocessing.get_context("fork")  # any dataset serves, also one that cannot be pickled
+    with ProcessPoolExecutor(num_proc, context, initializer=_hold, initargs=(dataset,)) as pool:
+        tables = list(pool.map(_held_rows, starts, [min(start + width, len(dataset)) for start in starts]))
+    return datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
+
+
+def create_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
+    """bool [B, 1, T, T], True where a query may attend. seq_lens: document lengths of each row, rows of equal sum T.
+
+    Raises ValueError when the rows have different sums.
+    """
+    rows = [torch.as_tensor(row, dtype=torch.int64) for row in seq_lens]
+    totals = {int(row.sum()) for row in rows}
+    if len(totals) != 1:
+        raise ValueError(f"seq_lens rows sum to {sorted(totals)} and must have one sum: pad their last document.")
+    return torch.stack([_block_causal(row) for row in rows])
+
+
+def packed_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
+    """The same as create_block_causal_mask."""
+    return create_block_causal_mask(seq_lens)
+
+
+def build_block_causal_additive_mask(
+    seq_lens: torch.Tensor, *, seq_length: int, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """[B, 1, T, T]: 0 where a query may attend, else the lowest number of `dtype`; T = seq_length.
+
+    seq_lens: [B, max_docs], rows padded with 0. Raises ValueError if it is not 2-D or a row does not sum to seq_length.
+    """
+    if seq_lens.ndim != 2:
+        raise ValueError(
+            f"build_block_causal_additive_mask expects a 2D [B, max_docs] seq_lens tensor, got shape "
+            f"{tuple(seq_lens.shape)}."
+        )
+    sums = seq_lens.sum(dim=1).tolist()
+    if any(total != seq_length for total in sums):
+        raise ValueError(f"Packed seq_lens rows must each sum to seq_length={seq_length}, got {sums}.")
+    allowed = torch.stack([_block_causal(row) for row in seq_lens.to(device)])
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+    return mask.masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def _block_causal(seq_lens: torch.Tensor) -> torch.Tensor:
+    """bool [1, T, T] of one row."""
+    document = torch.repeat_interleave(torch.arange(len(seq_lens), device=seq_lens.device), seq_lens)
+    same = document[:, None] == document[None, :]
+    return same.tril()[None]
+
+
 def split_of(dataset: Any, split: str) -> Any:
     """Only a DatasetDict is indexed by `split`."""
-    import datasets
-
     if not isinstance(dataset, datasets.DatasetDict):
         return dataset
     if split not in dataset:
@@ -70,8 +148,6 @@ def split_of(dataset: Any, split: str) -> Any:
 
 def flat_samples(samples: Any) -> TokenArrays:
     """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
-    import datasets
-
     rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
     return flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
 
@@ -136,10 +212,6 @@ def _materialise(
     rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
-    import datasets
-    import pyarrow as pa
-    from datasets.fingerprint import Hasher
-
     per_block = max(1, BLOCK_TOKENS // size)
     blocks = [
         _materialise_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
@@ -154,8 +226,6 @@ def _materialise_block(
     rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> pa.Table:
     """The packs between the first and the last of `offsets`."""
-    import pyarrow as pa
-
     num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))
     starts, lengths, slots = rows.offsets[:-1][documents], np.diff(rows.offsets)[documents], slots[documents]
     offsets = offsets - offsets[0]
@@ -183,3 +253,20 @@ def _materialise_block(
     return pa.table(
         {name: pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values) for name, (ends, values) in columns.items()}
     )
+
+
+_held: MapStyle  # the dataset of a worker process
+
+
+def _hold(dataset: MapStyle) -> None:
+    global _held
+    _held = dataset
+
+
+def _held_rows(start: int, stop: int) -> pa.Table:
+    return _rows(_held, start, stop)
+
+
+def _rows(dataset: MapStyle, start: int, stop: int) -> pa.Table:
+    rows = datasets.Dataset.from_list([dict(dataset[i]) for i in range(start, stop)])
+    return rows.data.table.replace_schema_metadata(None)  # the types of all chunks together decide

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.nemo_api.tokenize import tokenize_dataset_parallel
+from automodel_lite.nemo_api.packed_sequence import tokenize_dataset_parallel
 
 
 class Rows:

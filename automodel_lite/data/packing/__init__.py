@@ -4,7 +4,6 @@ plan.py               plan_packs(lengths, ...) -> PackPlan: settings, over-long 
 strategies.py         the strategies
 packer.py             Packer: the options of the config node `packed_sequence`
 packs.py              PackedDataset, which reads packs lazily; EMPTY_PACK
-pack_dataset.py       pack_dataset: all packs at once
 report.py             what a plan costs and gains, as text and as data
 balance.py            packs of equal attention work side by side
 stream.py             StreamedPacks: packs of documents that arrive one by one
@@ -12,8 +11,5 @@ exact_fill.py         the streaming packer, the default
 histogram.py          the global packer: best-fit on the histogram of lengths
 refine.py             its refinement to the lower bound
 column_generation.py  the packer for narrow hard mixes (needs scipy)
-neat.py               greedy_knapsack, neat_pack_dataset
-masks.py              block-causal masks
-tokenize.py           tokenize_dataset_parallel
 order.py              seeded orders, the same on every machine
 """

@@ -1,4 +1,4 @@
-"""Packs as rows of tokens, read lazily from flat rows when asked for (all at once: pack_dataset.py).
+"""Packs as rows of tokens, read lazily from flat rows when asked for.
 
     size 16, slots of 4, documents [1 2 3] and [4 5 6 7 8]
     input_ids        1 2 3 0 | 4 5 6 7 8 0 0 0 | 0 0 0 0
@@ -23,9 +23,8 @@ import torch
 from automodel_lite.data.packing.plan import PackPlan, padding_segments
 from automodel_lite.data.token_rows import IndexedRows
 from automodel_lite.errors import DataError
-from automodel_lite.thd import SEQ_LENS_PADDING
+from automodel_lite.thd import IGNORE_INDEX, SEQ_LENS_PADDING
 
-CROSS_ENTROPY_IGNORE_IDX = -100
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
 
 
@@ -228,7 +227,7 @@ def lay_out_packs(
     if not full:
         real = position_ids < lengths.repeat(slots)
         input_ids = spread(input_ids, real, padding_idx)
-        labels = spread(labels, real, CROSS_ENTROPY_IGNORE_IDX)
+        labels = spread(labels, real, IGNORE_INDEX)
     segments = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
     columns = {
         "input_ids": input_ids.reshape(num_packs, size),

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import copy
-import logging
-
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -11,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.collate import packed_sequence_thd_collater
-from automodel_lite.data.packing.packs import CROSS_ENTROPY_IGNORE_IDX, EMPTY_PACK, PackedDataset, TokenArrays, flatten
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, TokenArrays, flatten
 from automodel_lite.data.packing.plan import padding_segments, plan_packs
 from automodel_lite.data.token_rows import IndexedRows
 from automodel_lite.errors import DataError
-from automodel_lite.nemo_api.packed_sequence import pack_dataset
+from automodel_lite.thd import IGNORE_INDEX
 
 TWO = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5, 6, 7, 8], "labels": [5, 6, 7, 8, -100]}]
 documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=20)
@@ -27,107 +23,6 @@ def samples(rows: list[list[int]]) -> list[dict[str, list[int]]]:
 
 def plain(pack: dict) -> dict[str, list[int]]:
     return {name: value.tolist() for name, value in pack.items()}
-
-
-class TestPackDataset:
-    """The reference's function, by the examples of its pages."""
-
-    def test_two_documents_in_slots_of_four(self) -> None:
-        assert pack_dataset(TWO, "train", 16, cp_size=2)[0] == {
-            "input_ids": [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0],
-            "labels": [2, 3, -100, -100, 5, 6, 7, 8, -100, -100, -100, -100, -100, -100, -100, -100],
-            "position_ids": [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-            "seq_lens": [3, 5],
-            "seq_lens_padded": [4, 12],
-        }
-
-    def test_a_size_that_is_no_multiple_of_the_slots(self) -> None:
-        packs = pack_dataset(TWO, "train", 10, cp_size=2)
-        assert packs["seq_lens"][:] == [[3], [5]]
-        assert packs["seq_lens_padded"][:] == [[10], [10]]
-        assert packs["position_ids"][0] == list(range(10))
-
-    def test_next_fit_in_dataset_order(self) -> None:
-        packs = pack_dataset(samples([[1] * 3, [2] * 4, [3] * 5, [4] * 2, [5] * 2]), "train", 8)
-        assert packs["seq_lens"][:] == [[3, 4], [5, 2], [2]]
-        assert packs["seq_lens_padded"][:] == [[3, 5], [5, 3], [8]]
-        assert packs["position_ids"][0] == [0, 1, 2, 0, 1, 2, 3, 4]
-        assert packs["input_ids"][0] == [1, 1, 1, 2, 2, 2, 2, 0]
-
-    def test_padding_idx(self) -> None:
-        assert pack_dataset(TWO, "train", 6, padding_idx=9)["input_ids"][0] == [1, 2, 3, 9, 9, 9]
-
-    def test_loss_mask_on_copies_of_the_labels(self) -> None:
-        rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4], "loss_mask": [0, 1, 0]}]
-        before = copy.deepcopy(rows)
-        for dataset in (rows, datasets.Dataset.from_list(rows)):
-            assert pack_dataset(dataset, "train", 4)["labels"][0] == [-100, 3, -100, -100]
-        assert rows == before
-
-    def test_long_samples_are_dropped_and_counted_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.WARNING):
-            packs = pack_dataset(samples([[1] * 9, [2] * 3, [3] * 10]), "train", 8)
-        assert packs["seq_lens"][:] == [[3]]
-        assert caplog.messages == ["Dropped 2 samples longer than packed_sequence_size=8."]
-
-    def test_long_samples_raise(self) -> None:
-        sentence = r"Dataset sample is too long \(9 > 8\). Please increase `packed_sequence_size`."
-        with pytest.raises(ValueError, match=sentence):
-            pack_dataset(samples([[2] * 3, [1] * 9]), "train", 8, drop_long_samples=False)
-
-    def test_a_document_too_long_only_for_its_slots_counts_as_long(self) -> None:
-        rows = samples([[1] * 10, [2] * 3])
-        assert pack_dataset(rows, "train", 10, cp_size=2)["seq_lens"][:] == [[3]]
-        with pytest.raises(ValueError, match=r"too long \(12 > 10\)"):
-            pack_dataset(rows, "train", 10, cp_size=2, drop_long_samples=False)
-
-    def test_max_packs_takes_the_first(self) -> None:
-        packs = pack_dataset(samples([[i] * 5 for i in range(1, 9)]), "train", 8, max_packs=2)
-        assert [row[0] for row in packs["input_ids"]] == [1, 2]
-
-    def test_no_pack_at_all(self) -> None:
-        for rows in ([], samples([[1] * 9])):
-            with pytest.raises(ValueError, match="longer than packed_sequence_size=8 and was dropped"):
-                pack_dataset(rows, "train", 8)
-
-    def test_max_packs_zero(self) -> None:
-        with pytest.raises(ValueError, match="max_packs=0 must be at least 1"):
-            pack_dataset(TWO, "train", 8, max_packs=0)
-
-    def test_splits(self, caplog: pytest.LogCaptureFixture) -> None:
-        both = datasets.DatasetDict(
-            {"train": datasets.Dataset.from_list(TWO[:1]), "val": datasets.Dataset.from_list(TWO)}
-        )
-        assert pack_dataset(both, "train", 8)["seq_lens"][:] == [[3]]
-        assert pack_dataset(both, "val", 8)["seq_lens"][:] == [[3, 5]]
-        with pytest.raises(ValueError, match="split='test' is not in the dataset: use one of 'train', 'val'"):
-            pack_dataset(both, "test", 8)
-        assert "test" in caplog.text
-
-    def test_anything_that_has_rows_serves(self) -> None:
-        class MapStyle:
-            def __len__(self) -> int:
-                return 2
-
-            def __getitem__(self, i: int) -> dict:
-                if i >= 2:
-                    raise IndexError(i)
-                return TWO[i]
-
-        tensors = [{name: torch.tensor(value) for name, value in row.items()} for row in TWO]
-        arrow = datasets.Dataset.from_list(TWO)
-        expected = pack_dataset(TWO, "train", 8)[:]
-        for rows in (MapStyle(), iter(TWO), tensors, arrow, arrow.with_format("torch"), arrow.select([0, 1])):
-            assert pack_dataset(rows, "train", 8)[:] == expected
-        assert pack_dataset(arrow.select([1, 0]), "train", 8)["seq_lens"][0] == [5, 3]
-        doubled = arrow.with_transform(lambda rows: {n: [[2 * t for t in r] for r in rows[n]] for n in rows})
-        assert pack_dataset(doubled, "train", 8)["input_ids"][0] == [2, 4, 6, 8, 10, 12, 14, 16]
-
-    def test_samples_of_unequal_columns(self) -> None:
-        rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}]
-        for dataset in (rows, datasets.Dataset.from_list(rows)):
-            with pytest.raises(DataError, match="document 1 has 2 input_ids and 1 labels"):
-                pack_dataset(dataset, "train", 8)
 
 
 def test_the_drawing_of_a_pack() -> None:
@@ -154,7 +49,7 @@ def test_the_empty_pack() -> None:
     packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 8, slot_multiple=4), padding_idx=7)
     assert plain(packs[EMPTY_PACK]) == {
         "input_ids": [7] * 8,
-        "labels": [CROSS_ENTROPY_IGNORE_IDX] * 8,
+        "labels": [IGNORE_INDEX] * 8,
         "position_ids": list(range(8)),
         "seq_lens": [0],
         "seq_lens_padded": [8],
@@ -175,25 +70,6 @@ def test_pieces_of_documents() -> None:
     assert packs[1]["labels"].tolist() == [5, 6, 7, 8]  # the target of position 3 is known, though in another piece
     cut = PackedDataset(flatten(TWO), plan_packs([3, 5], 4, strategy="next_fit", overlong="truncate"))
     assert [pack["input_ids"].tolist() for pack in cut] == [[1, 2, 3, 0], [4, 5, 6, 7]]
-
-
-@settings(deadline=None, max_examples=60)
-@given(rows=documents, cp_size=st.sampled_from([1, 2]), size=st.sampled_from([12, 16, 24]))
-def test_lazy_packs_equal_materialised_ones(rows, cp_size: int, size: int) -> None:
-    flat = flatten(samples(rows))
-    plan = plan_packs(np.diff(flat.offsets), size, strategy="next_fit", slot_multiple=2 * cp_size if cp_size > 1 else 1)
-    lazy = PackedDataset(flat, plan)
-    packs = pack_dataset(samples(rows), "train", size, cp_size=cp_size)
-    assert len(lazy) == len(packs)
-    for one, other in zip(lazy, packs):
-        documents_in_pack = len(other["seq_lens"])
-        assert one["input_ids"].tolist() == other["input_ids"]
-        assert one["labels"].tolist() == other["labels"]
-        assert one["seq_lens"].tolist()[:documents_in_pack] == other["seq_lens"]
-        assert not one["seq_lens"][documents_in_pack:].any()
-        in_slots = sum(one["seq_lens_padded"][:documents_in_pack])
-        assert one["position_ids"].tolist()[:in_slots] == other["position_ids"][:in_slots]
-        assert sum(one["seq_lens_padded"]) == sum(other["seq_lens_padded"]) == size
 
 
 @pytest.mark.parametrize("labels", [[2, 3, -100], [-100, 3, -100], [2, 3, 4]], ids=["all", "prompt", "no end"])
@@ -218,7 +94,7 @@ def one_pack(rows: TokenArrays, pieces: list[tuple[int, int, int]], size: int, m
     for i, start, stop, slot in segments:
         begin, padding = int(rows.offsets[i]), slot - (stop - start)
         pack["input_ids"] += rows.input_ids[begin + start : begin + stop].tolist() + [pad] * padding
-        pack["labels"] += rows.labels[begin + start : begin + stop].tolist() + [CROSS_ENTROPY_IGNORE_IDX] * padding
+        pack["labels"] += rows.labels[begin + start : begin + stop].tolist() + [IGNORE_INDEX] * padding
         pack["position_ids"] += range(slot)
         pack["seq_lens"].append(stop - start)
         pack["seq_lens_padded"].append(slot)
@@ -302,7 +178,7 @@ def test_every_token_is_in_one_pack_with_its_label(strategy: str, rows, seed: in
         pair
         for pack in packs
         for pair in zip(pack["input_ids"].tolist(), pack["labels"].tolist())
-        if pair[0] or pair[1] != CROSS_ENTROPY_IGNORE_IDX
+        if pair[0] or pair[1] != IGNORE_INDEX
     ]
     assert sorted(pairs) == sorted(zip(flat.input_ids.tolist(), flat.labels.tolist()))
 

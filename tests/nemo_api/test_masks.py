@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_lite.data.packing.masks import (
+from automodel_lite.nemo_api.packed_sequence import (
     build_block_causal_additive_mask,
     create_block_causal_mask,
     packed_block_causal_mask,
