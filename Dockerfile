@@ -19,5 +19,5 @@ COPY recipes recipes
 # torch stays the one of the image
 RUN pip freeze | grep -i "^torch==" > /tmp/torch.txt \
  && grep -v "^torch==" constraints.txt > /tmp/constraints.txt \
- && pip install -c /tmp/constraints.txt -c /tmp/torch.txt ".[peft,qlora,plots,wandb,trackio,tensorboard]"
+ && pip install -c /tmp/constraints.txt -c /tmp/torch.txt ".[peft,qlora,wandb,trackio,tensorboard]"
 WORKDIR /data

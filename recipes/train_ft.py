@@ -44,7 +44,7 @@ from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
 from automodel_lite.telemetry.tracker import open_metrics
 from automodel_lite.thd import ThdBatch
-from automodel_lite.tools.report import draw_at_end
+from automodel_lite.tools.report import LiveReport
 from automodel_lite.training.build import build_model
 from automodel_lite.training.dry_run import dry_run
 from automodel_lite.training.evaluation import sample_answers, validation_loss
@@ -64,10 +64,13 @@ def main(config: Config) -> int:
         Console(is_silent=rank() != 0).print(message)
         return 0
     recipe = TrainFinetuneRecipe(config)
-    with recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text), recipe.lock:
-        with collecting_seldom():
-            recipe.setup()
-        return recipe.run()
+    try:
+        with recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text), recipe.lock:
+            with collecting_seldom():
+                recipe.setup()
+            return recipe.run()
+    finally:
+        recipe.page.update(is_last=True)
 
 
 class TrainFinetuneRecipe:
@@ -79,11 +82,12 @@ class TrainFinetuneRecipe:
         self.lock = RunLock(folder.lock)
         self.memory_text = out_of_memory_text(config, None)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
+        self.console = Console(is_silent=rank() != 0)
+        self.page = LiveReport(folder.path, config.report and rank() == 0, self.console.say)
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
-        self.console = Console(is_silent=rank() != 0)
         self.lock.check()
         shape, batches = check_sizes(config, world_size())
         self.source: CausalLM = build(config.model)
@@ -143,8 +147,11 @@ class TrainFinetuneRecipe:
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
-        for topic, text in start_lines(self.config, self.data, self.report, self.built, self.mesh, self.plan):
+        lines = start_lines(self.config, self.data, self.report, self.built, self.mesh, self.plan)
+        for topic, text in lines:
             self.console.say(topic, text)
+        if self.mesh.rank == 0:
+            self.folder.write_facts(lines)
         self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
         SIGNALS.defer()
         SIGNALS.watch(
@@ -212,6 +219,7 @@ class TrainFinetuneRecipe:
         row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
         self.metrics.log(row.as_row() | self.loader.left_out(self.cursor))
+        self.page.update()
 
     def validate(self) -> None:
         """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
@@ -277,9 +285,9 @@ class TrainFinetuneRecipe:
         if self.mesh.rank == 0:
             self.folder.write_status("finished", self.num_steps)
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
+        if self.page.is_drawn:
+            self.console.say("report", str(self.page.path))
         self.close()
-        if self.config.report and rank() == 0:
-            draw_at_end(self.folder.path, self.console.say)
         return 0
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ EXTRAS = {  # optional package -> the extra that brings it
     "bitsandbytes": "qlora",
     "flash_attn": "flash",
     "liger_kernel": "liger",
-    "matplotlib": "plots",
     "peft": "peft",
     "tensorboard": "tensorboard",
     "torchao": "ao",

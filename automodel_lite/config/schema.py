@@ -126,7 +126,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: Part = field(default_factory=dict)
-    report: bool = True  # draw report.html and report.png at the end (needs matplotlib)
+    report: bool = True  # keep report.html, a page of the run that refreshes itself while the run goes on
     logger: Part = field(default_factory=dict)
     security: SecurityConfig = field(default_factory=SecurityConfig)
 

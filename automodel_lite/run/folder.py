@@ -4,7 +4,7 @@ runs/<name>/
     config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
     checkpoints/      step_00000100/ ...              hf/               the exported model
     packing.json      what the packs cost and gain    lengths.json      documents by length, and one pack
-    report.html       the run on one screen           report.png
+    run.json          the command, the start block    report.html      the run on one page, live
     STATUS.json       running, preempted, finished or failed: how the last process of this run ended
     logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
     run.lock          who is at work here
@@ -13,8 +13,11 @@ runs/<name>/
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +27,7 @@ from omegaconf import OmegaConf
 
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
-from automodel_lite.redact import scrub_tree
+from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import write_atomically
 
 # settings that do not shape the numbers: free to change between the restarts of a run
@@ -71,6 +74,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.packing = self.path / "packing.json"
         self.lengths = self.path / "lengths.json"
+        self.facts = self.path / "run.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
         self.status = self.path / "STATUS.json"
@@ -111,6 +115,12 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
         except OSError as error:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
+
+    def write_facts(self, lines: Sequence[tuple[str, str]]) -> None:
+        """run.json: the command line, and the (topic, text) lines that the run printed at its start."""
+        command = shlex.join(["torchrun" if "RANK" in os.environ else "python", *sys.argv])
+        facts = {"command": scrub(command), "lines": [[topic, scrub(text)] for topic, text in lines]}
+        write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
 
     def rewind_metrics(self, step: int) -> None:
         """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes

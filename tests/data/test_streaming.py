@@ -213,8 +213,8 @@ def test_chats_that_become_several_rows_resume_between_them(family: Family) -> N
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset.path and dataset.generator: give one of them"):
         StreamingDataset()
-    with pytest.raises(ConfigError, match=r"dataset.generator=tests.datasets.test_streaming:none cannot be found"):
-        StreamingDataset(generator="tests.datasets.test_streaming:none")
+    with pytest.raises(ConfigError, match=r"dataset.generator=tests.data.test_streaming:none cannot be found"):
+        StreamingDataset(generator="tests.data.test_streaming:none")
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(DataError, match="the stream is empty"):
         StreamingDataset(str(tmp_path / "a.jsonl"))

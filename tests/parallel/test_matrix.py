@@ -141,7 +141,7 @@ def test_a_shifted_label_is_noticed() -> None:
 
 
 def spread_with_shifted_labels(rank: int, world: int) -> dict:
-    from tests.distributed import test_matrix
+    from tests.parallel import test_matrix
 
     def shifted(batch: ThdBatch, *rest: object) -> ThdBatch:
         mine = context_parallel.cp_shard(batch, *rest)  # type: ignore[arg-type]

@@ -1,16 +1,20 @@
 import json
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
-import matplotlib.pyplot as plt
 import pytest
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.tools.report import draw_at_end
-from automodel_lite.tools.report.page import facts_of, page_of, write_report
-from automodel_lite.tools.report.panels import PANELS, draw_grad_norm
-from automodel_lite.tools.report.record import RunRecord, differences, read_run
+from automodel_lite.tools.report import (
+    LiveReport,
+    _thinned,
+    facts_of,
+    next_steps,
+    page_of,
+    warnings_of,
+    write_report,
+)
+from automodel_lite.tools.report.record import differences, read_run
 from tests.recipes.runs import train
 
 
@@ -54,42 +58,57 @@ def test_what_is_read_from_a_run(tmp_path: Path):
         ("step", "4"),
         ("loss", "0.5000"),
         ("validation (held out)", "0.7000"),
+        ("tokens", "0"),
+        ("time", "0:25"),
         ("tokens/s", "300"),
         ("fill", "95.0%"),
     ]
 
 
-def test_page_is_self_contained_and_its_drawings_are_well_formed(tmp_path: Path):
-    page = page_of([read_run(run_folder(tmp_path / "a<b"))])
+def test_page_is_self_contained_and_escapes_what_it_shows(tmp_path: Path):
+    page = page_of([read_run(run_folder(tmp_path / "a<b", **{"text/<script>q": "</script><b>"}))])
     assert re.findall(r'(?:src|href)="(?!#)[^"]*"', page) == []
     assert "a&lt;b" in page
+    assert page.count("</script>") == 2  # its own data and its own code
     assert "prefers-color-scheme: dark" in page
-    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(drawings) == len(PANELS)
-    for drawing in drawings:
-        ElementTree.fromstring(drawing)
-        assert "#010203" not in drawing
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    (run,) = json.loads(data)["runs"]
+    assert run["curves"]["loss"] == [[1, 2, 3, 4], [2.0, 1.0, pytest.approx(2 / 3), 0.5]]
+    assert run["curves"]["grad_norm"][0] == [1, 3, 4]  # the step that was not a number is left out
+    assert run["curves"]["val_loss/held_out"] == [[4], [0.7]]
+    assert run["phases"] == {"forward": 8.0, "backward": 12.0, "checkpoint": 5.0}
+
+
+def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
+    record = read_run(run_folder(tmp_path / "a"))
+    record.facts.update(command="torchrun train", lines=[["steps", "4\nNOTE: the data are few"]])
+    assert warnings_of(record) == ["NOTE: the data are few"]
+    assert next_steps(record)[-1] == f"automodel-lite export_hf {tmp_path / 'a'}"
+    record.status["state"] = "preempted"
+    assert next_steps(record)[0].startswith("torchrun train")
+    record.rows.append({"step": 5, "loss": "nan"})
+    assert warnings_of(record)[1] == "the loss was not finite at steps 5"
+
+
+def test_long_curves_keep_their_spikes():
+    values = [1.0] * 100_000
+    values[54_321] = 99.0
+    steps, kept = _thinned(list(range(100_000)), values)
+    assert len(steps) <= 1502
+    assert kept[steps.index(54_321)] == 99.0
+    assert (steps[0], steps[-1]) == (0, 99_999)
 
 
 def test_several_runs_side_by_side(tmp_path: Path):
     runs = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b", lr=0.02, mfu_frac=0.4)]
-    records = [read_run(path) for path in runs]
-    assert differences(records) == [("optimizer.lr", ["0.01", "0.02"])]
-    page, picture = write_report(runs, tmp_path / "both")
-    assert "Settings that differ" in page.read_text()
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_spike_does_not_flatten_the_gradient_norm():
-    figure, axes = plt.subplots()
-    rows = [{"step": step, "grad_norm": value} for step, value in enumerate([1.0, 1.0, 40.0, 1.0])]
-    assert draw_grad_norm(axes, [RunRecord("a", {}, rows, {}, {}, {})])
-    assert axes.get_yscale() == "log"
-    plt.close(figure)
+    assert differences([read_run(path) for path in runs]) == [("optimizer.lr", ["0.01", "0.02"])]
+    page = write_report(runs, tmp_path / "both").read_text()
+    assert "Settings that differ" in page
+    assert "<td>MFU</td><td>-</td><td>40.0%</td>" in page
 
 
 def test_folders_that_cannot_be_drawn_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="is no run's folder"):
+    with pytest.raises(ConfigError, match="is not a run's folder"):
         read_run(tmp_path)
     empty = run_folder(tmp_path / "a")
     (empty / "metrics.jsonl").write_text("")
@@ -97,14 +116,31 @@ def test_folders_that_cannot_be_drawn_are_named(tmp_path: Path):
         read_run(empty)
 
 
-def test_a_drawing_that_fails_does_not_fail_the_run(tmp_path: Path):
+def test_a_page_that_cannot_be_drawn_warns_once(tmp_path: Path):
     said: list[tuple[str, str]] = []
-    draw_at_end(tmp_path, lambda topic, text: said.append((topic, text)))
-    assert said[0][0] == "report"
+    page = LiveReport(tmp_path, True, lambda topic, text: said.append((topic, text)))
+    page.update()
+    page.update()
+    assert len(said) == 1
     assert said[0][1].startswith("WARNING: not drawn: ConfigError")
+
+
+def test_the_page_refreshes_itself_while_the_run_goes_on(tmp_path: Path):
+    page = LiveReport(run_folder(tmp_path / "a"), True, lambda topic, text: pytest.fail(text))
+    page.update()
+    first = page.path.read_text()
+    assert '<meta http-equiv="refresh"' in first
+    with (tmp_path / "a/metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 6, "loss": 0.25}) + "\n")
+    page.update()
+    assert page.path.read_text() == first  # not due yet: drawing takes little of the run's time
+    page.update(is_last=True)
+    assert '<meta http-equiv="refresh"' not in page.path.read_text()
+    assert "0.2500" in page.path.read_text()
 
 
 def test_a_run_of_two_ranks_ends_with_its_report(tmp_path: Path):
     train("smoke", tmp_path / "run", "report=true", "training.max_steps=1", world_size=2)
-    assert "Mask of one pack" in (tmp_path / "run/report.html").read_text()
-    assert (tmp_path / "run/report.png").is_file()
+    page = (tmp_path / "run/report.html").read_text()
+    assert "2 processes" in page
+    assert '<meta http-equiv="refresh"' not in page

@@ -1,24 +1,218 @@
-"""A run on one screen: what was logged, drawn. matplotlib is an extra; without it a run ends without a picture."""
+"""report.html: one self-contained page of a run, or of several, drawn by the browser; live while a run goes on.
+
+record.py      what a run has left in its folder
+page.html.j2   the page, with page.css and page.js inside; the script draws the charts from the JSON in the page
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections.abc import Callable
-from importlib.util import find_spec
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-CAN_DRAW = find_spec("matplotlib") is not None
-HOW_TO_DRAW = "drawing a report needs the package matplotlib: pip install 'automodel-lite[plots]'."
+from automodel_lite.run.durable import write_atomically
+from automodel_lite.tools.report.record import RunRecord, differences, flatten, read_run
+
+MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
+REFRESH_S = 10
+_OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
+_CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu_frac", "tflops_per_s", "fill_frac", "memory_gib")
 
 
-def draw_at_end(run: Path, say: Callable[[str, str], None]) -> None:
-    """report.html and report.png in the run's folder; whatever happens here, the run is finished and stays so."""
-    if not CAN_DRAW:
-        say("report", f"none: {HOW_TO_DRAW}")
-        return
-    from automodel_lite.tools.report.page import write_report
+@dataclass
+class LiveReport:
+    """The page of a run that goes on, written again at logged steps; drawing takes at most 1 % of the run's time.
 
-    try:
-        page, _ = write_report([run], run)
-        say("report", str(page))
-    except Exception as error:
-        say("report", f"WARNING: not drawn: {type(error).__name__}: {error}")
+    A page that cannot be drawn never ends a run: it costs one warning.
+    """
+
+    run: Path
+    is_drawn: bool
+    warn: Callable[[str, str], None]
+    _not_before: float = field(default=0.0, init=False)
+
+    @property
+    def path(self) -> Path:
+        return self.run / "report.html"
+
+    def update(self, is_last: bool = False) -> None:
+        """Draws the page if it is due; `is_last` always does, without the page's refresh of itself."""
+        began = time.perf_counter()
+        if not self.is_drawn or not self.run.is_dir() or (began < self._not_before and not is_last):
+            return
+        try:
+            write_report([self.run], self.run, refresh_s=None if is_last else REFRESH_S)
+        except Exception as error:
+            self.is_drawn = False
+            self.warn("report", f"WARNING: not drawn: {type(error).__name__}: {error}")
+        now = time.perf_counter()
+        self._not_before = now + max(REFRESH_S, (now - began) / _OVERHEAD_FRAC)
+
+
+def write_report(runs: list[Path], to: Path, refresh_s: int | None = None) -> Path:
+    """Writes `to`/report.html and returns its path; with `refresh_s`, the page loads itself anew that often.
+
+    Raises ConfigError when a folder is not a run's.
+    """
+    page = page_of([read_run(path) for path in runs], refresh_s)
+    to.mkdir(parents=True, exist_ok=True)
+    write_atomically(to / "report.html", page)
+    return to / "report.html"
+
+
+def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
+    """The whole page as text."""
+    from jinja2 import Environment, PackageLoader  # a run without a report does not wait for it
+
+    template = Environment(loader=PackageLoader(__name__, "."), autoescape=True, trim_blocks=True).get_template(
+        "page.html.j2"
+    )
+    facts = [facts_of(record) for record in records]
+    names = dict.fromkeys(name for of_run in facts for name, _ in of_run)
+    first = records[0]
+    return template.render(
+        runs=records,
+        refresh_s=refresh_s,
+        progress=progress_frac(first),
+        facts=facts,
+        results=[(name, [dict(of_run).get(name, "-") for of_run in facts]) for name in names],
+        differences=differences(records),
+        samples=[] if len(records) > 1 else samples_of(first),
+        warnings=[f"{record.name}: {text}" for record in records for text in warnings_of(record)],
+        packing=packing_of(first),
+        settings=[(key, value) for key, value in flatten(first.config) if value not in (None, {}, [])],
+        next=next_steps(first),
+        data=_script_json({"runs": [_run_data(record) for record in records]}),
+    )
+
+
+def facts_of(record: RunRecord) -> list[tuple[str, str]]:
+    """The numbers that one looks for first."""
+    last = record.rows[-1]
+    facts = [("step", f"{last['step']:,}")]
+    if (loss := record.last("loss")) is not None:
+        facts.append(("loss", f"{loss:.4f}"))
+    for key in record.validation_keys():
+        facts.append((f"validation ({key.removeprefix('val_loss/').replace('_', ' ')})", f"{record.last(key):.4f}"))
+    if (right := record.last("answers_right")) is not None:
+        facts.append(("answers right", f"{right:.0f} of {record.last('answers'):.0f}"))
+    facts.append(("tokens", f"{record.num_tokens():,.0f}"))
+    facts.append(("time", _duration(sum(record.time_s().values()))))
+    if (rate := record.typical("tokens_per_s")) is not None:
+        facts.append(("tokens/s", f"{rate:,.0f}"))
+    if (mfu := record.typical("mfu_frac")) is not None:
+        facts.append(("MFU", f"{mfu:.1%}"))
+    if (memory := record.last("memory_gib")) is not None:
+        facts.append(("memory", f"{memory:.1f} GiB"))
+    if record.packing:
+        facts.append(("fill", f"{record.packing['fill_frac']:.1%}"))
+    if (eta := record.last("eta_s")) is not None and record.status.get("state") == "running":
+        facts.append(("left", _duration(eta)))
+    return facts
+
+
+def progress_frac(record: RunRecord) -> float:
+    """Steps done over steps planned, from the rows' own estimate of the time left; 0..1."""
+    done, left = record.rows[-1]["step"], record.last("eta_s") or 0.0
+    step_s = record.last("step_s")
+    return done / (done + left / step_s) if step_s and done else float(not left and done > 0)
+
+
+def samples_of(record: RunRecord) -> list[tuple[int, str, str]]:
+    """(step, prompt, answer) of the last steps at which the model was asked."""
+    asked = [(row["step"], key, str(row[key])) for row in record.rows for key in row if key.startswith("text/")]
+    latest = sorted({step for step, _, _ in asked})[-2:]
+    return [(step, key.removeprefix("text/"), answer) for step, key, answer in asked if step in latest]
+
+
+def warnings_of(record: RunRecord) -> list[str]:
+    """What the start block noted, and steps that were not finite."""
+    lines = (line for _, text in record.facts.get("lines", []) for line in text.splitlines())
+    noted = [line for line in lines if line.startswith(("NOTE:", "WARNING:"))]
+    bad = [str(row["step"]) for row in record.rows if "loss" in row and not _is_finite(row["loss"])]
+    return [*noted, *([f"the loss was not finite at steps {', '.join(bad[:10])}"] if bad else [])]
+
+
+def packing_of(record: RunRecord) -> list[tuple[str, str]]:
+    """Of packing.json, how much there is and what was left out."""
+    shown = {
+        "documents": "documents",
+        "tokens": "tokens",
+        "longest_tokens": "longest document, tokens",
+        "median_tokens": "median document, tokens",
+        "packs": "packs",
+        "packed_sequence_size": "tokens per pack",
+        "strategy": "strategy",
+        "documents_per_pack_mean": "documents per pack",
+        "speedup_over_padding": "fewer slots than padded, times",
+        "dropped_documents": "dropped documents",
+        "truncated_documents": "truncated documents",
+    }
+    return [(name, _number(record.packing[key])) for key, name in shown.items() if record.packing.get(key)]
+
+
+def next_steps(record: RunRecord) -> list[str]:
+    """Commands to type next, by the state of the run."""
+    folder = record.path
+    match record.status.get("state"):
+        case "finished" if (folder / "hf").is_dir():
+            served = f"vllm serve {folder}/hf"
+            return [f'automodel-lite generate {folder} "..."', served, f"automodel-lite report {folder} OTHER_RUN"]
+        case "finished":
+            return [f'automodel-lite generate {folder} "..."', f"automodel-lite export_hf {folder}"]
+        case "preempted" | "interrupted" | "failed" if record.facts.get("command"):
+            return [f"{record.facts['command']}   # the same command goes on from the newest checkpoint"]
+    return []
+
+
+def _run_data(record: RunRecord) -> dict[str, Any]:
+    keys = [*_CURVES, "data_wait_s", *record.validation_keys()]
+    curves = {key: curve for key in keys if (curve := _thinned(*record.curve(key)))[0]}
+    size = record.packing.get("packed_sequence_size", 0)
+    return {
+        "name": record.name,
+        "curves": curves,
+        "phases": record.time_s(),
+        "lengths": record.lengths,
+        "packSize": size,
+    }
+
+
+def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """At most MOST_POINTS points: of every stretch the lowest and the highest, so that no spike is lost."""
+    if len(steps) <= MOST_POINTS:
+        return steps, values
+    width = math.ceil(len(steps) / (MOST_POINTS // 2))
+    kept: list[int] = []
+    for start in range(0, len(steps), width):
+        stretch = range(start, min(start + width, len(steps)))
+        kept += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
+    kept = sorted({*kept, 0, len(steps) - 1})
+    return [steps[i] for i in kept], [values[i] for i in kept]
+
+
+def _script_json(value: Any) -> Any:
+    """JSON that cannot end the <script> element that holds it."""
+    from markupsafe import Markup
+
+    return Markup(json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
