@@ -11,13 +11,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
 from automodel_lite.cli import CONF_DIR, groups, presets
 from automodel_lite.config import schema
-from automodel_lite.config.check import describe
+from automodel_lite.config.check import describe, parameter_hints, rules_of
+from automodel_lite.config.components import locate
+from automodel_lite.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\
@@ -59,7 +61,7 @@ def _sections() -> Iterator[str]:
 
 
 def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
-    comments, hints = _comments(kind), get_type_hints(kind)
+    comments, hints = _comments(kind), get_type_hints(kind, include_extras=True)
     by_name = {item.name: item for item in fields(kind)}
     rows = []
     for name in names:
@@ -86,6 +88,7 @@ def _comments(kind: type) -> dict[str, str]:
 def _option(group: str, option: str) -> str:
     comment, body = _comment_and_body(CONF_DIR / group / f"{option}.yaml")
     block = f"\n```yaml\n{body}\n```\n" if body and body != "{}" else "\n"
+    block += _ranges(CONF_DIR / group / f"{option}.yaml")
     return f"**`{group}={option}`** — {comment}\n{block}"
 
 
@@ -99,7 +102,23 @@ def _comment_and_body(path: Path) -> tuple[str, str]:
 
 
 def _type(hint: object) -> str:
-    return describe(hint).removeprefix("a ")
+    """`whole number, at least 1`; a choice needs no other type."""
+    rules = list(rules_of(hint))
+    null = " or null" if type(None) in get_args(hint) else ""
+    if any(rule.startswith("one of ") for rule in rules):
+        return f"{rules[0]}{null}"
+    return ", ".join([describe(hint).removeprefix("a "), *rules])
+
+
+def _ranges(option: Path) -> str:
+    """`Ranges: warmup_steps at least 0; min_lr_frac at least 0 and at most 1.` of an option's target."""
+    found = re.search(r"^_target_:\s*(\S+)", option.read_text(), flags=re.MULTILINE)
+    try:
+        hints = parameter_hints(locate(found[1])) if found else {}
+    except ConfigError:  # of an optional package
+        return ""
+    rules = [f"`{name}` {', '.join(texts)}" for name, hint in hints.items() if (texts := list(rules_of(hint)))]
+    return f"\nRanges: {'; '.join(rules)}.\n" if rules else ""
 
 
 def _yaml(value: object) -> str:

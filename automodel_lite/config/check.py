@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.config.components import check_origin, locate, own_targets, target_problem
-from automodel_lite.config.schema import AT_LEAST, CHOICES, Config, Part
+from automodel_lite.config.rules import MAX_PART_BYTES, Rule
+from automodel_lite.config.schema import Config, Part
 from automodel_lite.errors import ConfigError, did_you_mean
+
+MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
+LISTS = (list, tuple, Sequence)
+GROUPS = (dict, Mapping)
 
 
 def check_config(raw: DictConfig) -> Config:
@@ -29,7 +35,7 @@ def check_config(raw: DictConfig) -> Config:
         raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = [*_schema_problems(plain, Config, ""), *_target_problems(plain)]
-    problems += [*_choice_problems(plain), *_range_problems(plain), *_name_problems(plain)]
+    problems += [*_unsound_values(plain), *_name_problems(plain)]
     if not any("_target_" in problem for problem in problems):
         for key, part in _parts(plain):
             problems += _part_problems(key, part)
@@ -70,7 +76,7 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     for key, value in node.items():
         path = f"{prefix}{key}"
         if key not in hints:
@@ -84,28 +90,36 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
         elif hints[key] == Part:
             if not isinstance(value, dict):
                 yield f"{path}={_show(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
-        elif not matches(value, hints[key]):
-            yield f"{path}={_show(value)} must be {describe(hints[key])}."
+        else:
+            yield from _value_problems(path, value, hints[key])
 
 
-def _choice_problems(plain: dict[str, Any]) -> Iterator[str]:
-    for key, choices in CHOICES.items():
-        value = _lookup(plain, key)
-        if value is not None and value not in choices:
-            yield f"{key}={_show(value)} must be one of {', '.join(choices)}{did_you_mean(str(value), choices) or '.'}"
+def _unsound_values(node: Any, path: str = "") -> Iterator[str]:
+    """Values that no key can take: numbers that are not finite or too large for a machine word, zero bytes in a text.
 
-
-def _range_problems(plain: dict[str, Any]) -> Iterator[str]:
-    for key, least in AT_LEAST.items():
-        value = _lookup(plain, key)
-        if isinstance(value, (int, float)) and value < least:
-            yield f"{key}={value} must be at least {least}."
+    `model.config` is left to the model: some families have an infinite limit in it.
+    """
+    if isinstance(node, (dict, list)) and path != "model.config":
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            yield from _unsound_values(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, float) and not math.isfinite(node):
+        yield f"{path}={node} must be a finite number."
+    elif isinstance(node, int) and abs(node) >= 2**63:
+        yield f"{path}={node} must be below 2**63."
+    elif isinstance(node, str) and "\0" in node:
+        yield f"{path}={node!r} holds a zero byte, which no text or path may."
 
 
 def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
+    if "name" not in plain:
+        yield "name has no value: set name=..."
+        return
     name = str(plain["name"])
     if not re.fullmatch(r"[\w][\w.,=+@ -]*", name):
         yield f"name={name!r} must be a plain folder name (letters, digits, _-.=+@): set output_dir=... for a path."
+    elif len(name.encode()) > MAX_NAME_BYTES:
+        yield f"name={name[:20]}... must have at most {MAX_NAME_BYTES} bytes, and has {len(name.encode())}."
 
 
 def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
@@ -138,7 +152,7 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
         return
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints = _parameter_hints(target)
+    hints = parameter_hints(target)
     for name, value in part.items():
         path = f"{key}.{name}"
         if name == "_target_" or (takes_any and name not in parameters):
@@ -147,16 +161,35 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
             options = [f"{key}.{p}" for p in parameters]
             near = did_you_mean(path, options) or f"; if the preset sets it, ~{path} takes it out."
             yield f"{path}={_show(value)}: unknown key{near}"
-        elif (
-            name in hints and not (isinstance(value, dict) and "_target_" in value) and not matches(value, hints[name])
-        ):
-            yield f"{path}={_show(value)} must be {describe(hints[name])}."
+        elif name in hints and not (isinstance(value, dict) and "_target_" in value):
+            yield from _value_problems(path, value, hints[name])
 
 
-def _parameter_hints(target: Callable[..., Any]) -> dict[str, Any]:
+def _value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
+    """What is wrong with a value: its type, or a rule that stands in the type."""
+    if not matches(value, hint):
+        yield f"{path}={_show(value)} must be {describe(hint)}."
+        return
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, Rule)]
+        yield from (f"{path}={_show(value)} must be {text}" for text in texts if text)
+        yield from _value_problems(path, value, args[0])
+    elif origin in (typing.Union, types.UnionType):
+        yield from _value_problems(path, value, next(arg for arg in args if matches(value, arg)))
+    elif isinstance(value, list) and args:
+        for index, item in enumerate(value):
+            yield from _value_problems(f"{path}.{index}", item, args[0])
+    elif isinstance(value, dict) and len(args) == 2:
+        for key, item in value.items():
+            yield from _value_problems(f"{path}.{key}", item, args[1])
+
+
+def parameter_hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Parameter -> annotation of a part's function or class, with the rules in it."""
     annotated = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
     try:
-        return typing.get_type_hints(annotated)
+        return typing.get_type_hints(annotated, include_extras=True)
     except (NameError, TypeError):  # annotations of another library that only exist for its type checker
         return {}
 
@@ -192,6 +225,8 @@ def matches(value: Any, hint: Any) -> bool:
         return any(matches(value, arg) for arg in args)
     if origin is typing.Literal:
         return value in args
+    if origin is Annotated:
+        return matches(value, args[0])
     if hint is type(None):
         return value is None
     if hint is bool:
@@ -202,23 +237,36 @@ def matches(value: Any, hint: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is str:
         return isinstance(value, str)
-    if (origin or hint) in (list, tuple):
+    if (origin or hint) in LISTS:
         item = args[0] if args else Any
         return isinstance(value, (list, tuple)) and all(matches(v, item) for v in value)
-    if (origin or hint) is dict:
-        return isinstance(value, dict)
+    if (origin or hint) in GROUPS:
+        item = args[1] if args else Any
+        return isinstance(value, dict) and all(matches(v, item) for v in value.values())
     return True
 
 
 def describe(hint: Any) -> str:
-    """A type annotation in words: `int | None` -> `a whole number or null`."""
+    """A type annotation in words, without its rules: `int | None` -> `a whole number or null`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return describe(args[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, args))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return names.get(hint, "a list" if (origin or hint) in (list, tuple) else "a group of keys")
+    return names.get(hint, "a list" if (origin or hint) in LISTS else "a group of keys")
+
+
+def rules_of(hint: Any) -> Iterator[str]:
+    """The rules that stand in a type annotation: `Annotated[int, Range(1)] | None` -> `at least 1`."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is Annotated:
+        yield from (str(rule) for rule in args[1:] if isinstance(rule, Rule) and str(rule))
+    if typing.get_origin(hint) is not typing.Literal:
+        for arg in args:
+            yield from rules_of(arg)
 
 
 def _lookup(plain: Mapping[str, Any], key: str) -> Any:

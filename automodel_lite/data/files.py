@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from automodel_lite.config.rules import PathStr, Positive, Range, Seed
 from automodel_lite.data.documents import Document, DocumentRows, Question
 from automodel_lite.data.formats import Normalise, NormalisedRows, detect
 from automodel_lite.data.readers import RawRow, RawRows, Source, open_source
@@ -39,17 +40,17 @@ class FilesDataset:
         ConfigError: nothing at `path`, unknown format, columns of no known format.
     """
 
-    path: str | Sequence[str]
+    path: PathStr | Sequence[PathStr]
     name: str | None = None
     split: str = "train"
     format: str | None = None
     columns: Mapping[str, str] | None = None
-    val_path: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None = None
+    val_path: PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]] | None = None
     val_split: str | None = None
-    val_frac: float = 0.0
-    max_documents: int | None = None
+    val_frac: Annotated[float, Range(0, below=1)] = 0.0
+    max_documents: Positive | None = None
     labels: Alignment | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     train: DocumentRows = field(init=False)
     val: dict[str, DocumentRows] = field(init=False)

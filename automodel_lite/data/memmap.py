@@ -14,9 +14,11 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from automodel_lite.config.rules import Count, OneOf, PathStr
 from automodel_lite.data.documents import Question
 from automodel_lite.data.token_rows import ID_DTYPE, IndexedRows
 from automodel_lite.errors import ConfigError, DataError
@@ -91,12 +93,12 @@ class MemmapCorpus:
         bos_id, eos_id: put before and behind documents that do not have it already.
     """
 
-    path: str | Sequence[str]
-    val_path: str | Mapping[str, str] | None = None
-    dtype: str | None = None
-    separator_id: int | None = None
-    bos_id: int | None = None
-    eos_id: int | None = None
+    path: PathStr | Sequence[PathStr]
+    val_path: PathStr | Mapping[str, PathStr] | None = None
+    dtype: Annotated[str, OneOf(DTYPES)] | None = None
+    separator_id: Count | None = None
+    bos_id: Count | None = None
+    eos_id: Count | None = None
 
     train: IndexedRows = field(init=False)
     val: dict[str, IndexedRows] = field(init=False)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from automodel_lite.config.rules import Seed
 from automodel_lite.data.documents import DocumentRows, Documents, Question
 from automodel_lite.data.memmap import MemmapCorpus
 from automodel_lite.data.readers import ConcatenatedRows
@@ -46,7 +47,7 @@ class Mixture:
         ConfigError: weights for some datasets only, or a number that cannot be.
     """
 
-    def __init__(self, parts: Mapping[str, Mapping[str, Any]], stop: Stop = "first_exhausted", seed: int = 0):
+    def __init__(self, parts: Mapping[str, Mapping[str, Any]], stop: Stop = "first_exhausted", seed: Seed = 0):
         if stop not in ("first_exhausted", "all_exhausted"):
             raise ConfigError(f"dataset.stop={stop} must be first_exhausted or all_exhausted.")
         self.parts = {name: _part(name, part) for name, part in parts.items()}

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from automodel_lite.config.rules import PathStr, Range
 from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.formats import NormalisedRows, detect
@@ -127,14 +128,14 @@ class StreamingDataset:
         name, split, format, columns, val_path: as for `FilesDataset`.
     """
 
-    path: str | Sequence[str] | None = None
+    path: PathStr | Sequence[PathStr] | None = None
     generator: str | None = None
     name: str | None = None
     split: str = "train"
     format: str | None = None
     columns: Mapping[str, str] | None = None
-    val_path: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None = None
-    num_shards: int = 8
+    val_path: PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]] | None = None
+    num_shards: Annotated[int, Range(1, 100_000)] = 8
 
     stream: RawStream = field(init=False)
     val: dict[str, DocumentRows] = field(init=False)

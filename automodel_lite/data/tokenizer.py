@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from automodel_lite.config.rules import PathStr, Positive, Range
 from automodel_lite.data.cache import build_once, default_cache_dir, short_hash
 from automodel_lite.data.documents import Documents, document_texts
 from automodel_lite.errors import ConfigError
 
+TokenCount = Annotated[int, Range(262, 1_000_000)]
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
@@ -30,7 +33,7 @@ CHAT_TEMPLATE = """\
 """A turn is `<|role|>content<|end|>`; what an assistant says, its end token included, is marked as generated."""
 
 
-def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(path: PathStr, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Loads a fast tokenizer from a folder or by its hub name.
 
     `chat_template`: a file with a Jinja template, or the template itself, in place of the tokenizer's own.
@@ -63,7 +66,11 @@ def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def train_bpe_tokenizer(
-    documents: Documents, vocab_size: int = 384, *, max_chars: int = 20_000_000, cache_dir: str | Path | None = None
+    documents: Documents,
+    vocab_size: TokenCount = 384,
+    *,
+    max_chars: Positive = 20_000_000,
+    cache_dir: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it.
 

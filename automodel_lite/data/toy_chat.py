@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from automodel_lite.config.rules import Count, Range, Seed
 from automodel_lite.data.documents import Document, DocumentList, Question
 from automodel_lite.errors import ConfigError
 
@@ -42,10 +44,10 @@ class ToyChat:
         'The capital of Finland is Helsinki.'
     """
 
-    num_chats: int = 2000
-    num_val_chats: int = 40
-    num_questions: int = 24  # of 150 pairs
-    seed: int = 0
+    num_chats: Annotated[int, Range(1, 1_000_000)] = 2000
+    num_val_chats: Annotated[int, Range(0, 1_000_000)] = 40
+    num_questions: Count = 24  # of 150 pairs
+    seed: Seed = 0
 
     train: DocumentList = field(init=False)
     val: dict[str, DocumentList] = field(init=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import peft
 import torch
@@ -16,6 +16,7 @@ import transformers
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
+from automodel_lite.config.rules import Positive, Range
 from automodel_lite.errors import ConfigError
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
@@ -29,9 +30,9 @@ class Lora:
     modules_to_save   modules trained whole and saved with the adapter, such as [embed_tokens, lm_head]
     """
 
-    r: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
+    r: Positive = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
     target_modules: str | list[str] = "all-linear"
     modules_to_save: list[str] | None = None
     use_dora: bool = False

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from automodel_lite.config.rules import Positive
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
 LEAST_CHUNK_TOKENS = 512
@@ -52,7 +53,7 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
                   chunk take as much memory as the gradient of the head, which is there anyway
     """
 
-    chunk_tokens: int | None = None
+    chunk_tokens: Positive | None = None
 
     def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
         rows = chunk_rows(self.chunk_tokens, hidden_RC.shape[1])

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from automodel_lite.config.rules import PathStr
 from automodel_lite.errors import ConfigError, did_you_mean
 
 
@@ -33,7 +34,7 @@ class CausalLM:
 
     def __init__(
         self,
-        pretrained: str | None = None,
+        pretrained: PathStr | None = None,
         config: dict[str, Any] | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,

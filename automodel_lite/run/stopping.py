@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from automodel_lite.errors import ConfigError
+from automodel_lite.config.rules import seconds_of
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
@@ -108,20 +108,6 @@ def deadline_of(max_time: str | int | None, margin_s: float, environment: Mappin
     if job_end := environment.get("SLURM_JOB_END_TIME"):
         ends.append(time.monotonic() + float(job_end) - time.time())
     return Deadline(min(ends, default=None), margin_s)
-
-
-def seconds_of(max_time: str | int) -> float:
-    """`1:30:00` or `2-12:00:00` (days first) or a number of seconds -> seconds; raises ConfigError."""
-    try:
-        if isinstance(max_time, int):
-            return float(max_time)
-        days, _, clock = max_time.rpartition("-")
-        hours, minutes, seconds = (int(part) for part in clock.split(":"))
-        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
-    except ValueError:
-        raise ConfigError(
-            f"training.max_time={max_time} must be hours:minutes:seconds, such as 1:30:00, or a number of seconds."
-        ) from None
 
 
 class Ranks(Protocol):

@@ -7,13 +7,14 @@ from typing import Any
 import tensorboard  # noqa: F401 - torch's writer imports it late; a missing one is named when the config is checked
 from torch.utils.tensorboard import SummaryWriter
 
+from automodel_lite.config.rules import Positive
 from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
 
 
 class TensorboardTracker:
     """The config node `logger.tensorboard`. Steps that a continued run repeats replace the old ones."""
 
-    def __init__(self, run: RunInfo, flush_s: int = 30) -> None:
+    def __init__(self, run: RunInfo, flush_s: Positive = 30) -> None:
         purge_step = run.first_step + 1 if run.first_step else None
         self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=flush_s)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import wandb
 
+from automodel_lite.config.rules import Positive
 from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
 
 _HOST = "api.wandb.ai"
@@ -33,7 +34,7 @@ class WandbTracker:
         group: str | None = None,
         tags: list[str] | None = None,
         mode: str = "auto",
-        timeout_s: int = 30,
+        timeout_s: Positive = 30,
     ) -> None:
         mode = os.environ.get("WANDB_MODE", mode)
         is_online = mode == "online" or (mode == "auto" and _has_key())

@@ -20,6 +20,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.attention.probe import stream_of
+from automodel_lite.config.rules import Count, Positive
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.loader import DeviceFeed, PackLoader, validation_steps
 from automodel_lite.data.packing.packs import PackedDataset
@@ -113,9 +114,9 @@ class Answer:
 class ExactMatch:
     """The config node `evaluation`: asks the dataset's held-out questions at the end of the run."""
 
-    num_questions: int = 24
-    max_new_tokens: int = 64
-    num_shown: int = 3  # sample answers on the screen
+    num_questions: Count = 24
+    max_new_tokens: Positive = 64
+    num_shown: Count = 3  # sample answers on the screen
 
     def ask(self, model_folder: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> Answers:
         """Greedy answers of the exported model or adapter, loaded as a user would load it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from automodel_lite.config.rules import Count, Fraction, Length, Range
+
+Rate = Annotated[float, Range(0)]
+Betas = Annotated[list[Annotated[float, Range(0, below=1)]], Length(2)]
+Eps = Annotated[float, Range(0)]
+
 
 def adamw(
     model: nn.Module,
-    lr: float,
-    betas: list[float] | None = None,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    lr: Rate,
+    betas: Betas | None = None,
+    eps: Eps = 1e-8,
+    weight_decay: Rate = 0.01,
     fused: bool = True,
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
@@ -71,7 +77,7 @@ def progress_frac(step: int, first_step: int, max_steps: int) -> float:
     return min(1.0, max(0.0, (step - first_step) / max(1, max_steps - first_step)))
 
 
-def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, min_lr_frac: float = 0.0) -> LambdaLR:
+def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
 
     def frac(step: int) -> float:
@@ -83,7 +89,7 @@ def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, min_lr_f
     return LambdaLR(optimizer, frac)
 
 
-def linear(optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, min_lr_frac: float = 0.0) -> LambdaLR:
+def linear(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
     """A straight line from the peak to min_lr_frac of it."""
 
     def frac(step: int) -> float:
@@ -94,13 +100,17 @@ def linear(optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, min_lr_f
     return LambdaLR(optimizer, frac)
 
 
-def constant(optimizer: Optimizer, max_steps: int, warmup_steps: int = 0) -> LambdaLR:
+def constant(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0) -> LambdaLR:
     """The peak after the warm-up, to the end."""
     return LambdaLR(optimizer, lambda step: warmup_frac(step, warmup_steps))
 
 
 def wsd(
-    optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, decay_frac: float = 0.1, min_lr_frac: float = 0.0
+    optimizer: Optimizer,
+    max_steps: int,
+    warmup_steps: Count = 0,
+    decay_frac: Fraction = 0.1,
+    min_lr_frac: Fraction = 0.0,
 ) -> LambdaLR:
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
     decay_start = max(warmup_steps, max_steps - round(decay_frac * max_steps))

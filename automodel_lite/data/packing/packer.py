@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 
+from automodel_lite.config.rules import Count, Positive, Range, Seed
 from automodel_lite.data.packing.balance import BALANCES
 from automodel_lite.data.packing.packs import FlatRows, PackedDataset
 from automodel_lite.data.packing.plan import OVERLONG, PackPlan, check_settings, plan_packs
 from automodel_lite.data.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError
+
+MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
 
 
 class Packer:
@@ -22,16 +26,16 @@ class Packer:
 
     def __init__(
         self,
-        packed_sequence_size: int,
+        packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
         strategy: str = "exact_fill",
-        max_packs: int | None = None,
+        max_packs: Positive | None = None,
         overlong: str | None = None,
         drop_long_samples: bool | None = None,
         balance: str = "step",
-        slot_multiple: int | None = None,
-        seed: int = 0,
+        slot_multiple: Positive | None = None,
+        seed: Seed = 0,
         repack_each_epoch: bool = False,
-        padding_idx: int = 0,
+        padding_idx: Count = 0,
         column_generation: bool = False,
         cp_size: int = 1,
     ):

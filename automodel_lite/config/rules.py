@@ -1,0 +1,133 @@
+"""What a value of the configuration may be besides its type: `Annotated[int, Range(1)]`.
+
+A rule stands beside its key: in the schema, or in the signature of the part that takes it. The check before anything
+is loaded and docs/config.md both read it there. `problem(value)` completes the sentence `key=value must be ...`, or is
+None; `str(rule)` is the rule in the table of docs/config.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from automodel_lite.errors import ConfigError, did_you_mean
+
+MAX_PATH_BYTES = 4096  # of Linux
+MAX_PART_BYTES = 255
+
+
+@runtime_checkable
+class Rule(Protocol):
+    def problem(self, value: Any) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number from `least` to `most`; `above` and `below` exclude the bound itself."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def problem(self, value: float) -> str | None:
+        too_small = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
+        too_large = (self.most is not None and value > self.most) or (self.below is not None and value >= self.below)
+        return f"{self}." if too_small or too_large else None
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.least, "over": self.above, "at most": self.most, "below": self.below}
+        return " and ".join(f"{name} {bound:,}" for name, bound in bounds.items() if bound is not None)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these texts."""
+
+    choices: tuple[str, ...]
+
+    def problem(self, value: str) -> str | None:
+        return None if value in self.choices else f"{self}{did_you_mean(value, self.choices) or '.'}"
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.choices)}"
+
+
+@dataclass(frozen=True)
+class Length:
+    """A list of so many values."""
+
+    length: int
+
+    def problem(self, value: list[Any]) -> str | None:
+        return None if len(value) == self.length else f"{self}, not of {len(value)}."
+
+    def __str__(self) -> str:
+        return f"a list of {self.length} values"
+
+
+@dataclass(frozen=True)
+class UpToTheCores:
+    """Processes or threads: at most as many as this machine has cores, and four on any machine."""
+
+    def problem(self, value: int) -> str | None:
+        cores = len(os.sched_getaffinity(0))
+        most = max(4, cores)
+        return f"at most {most}: this machine has {cores} cores." if value > most else None
+
+    def __str__(self) -> str:
+        return "at most the cores of the machine"
+
+
+@dataclass(frozen=True)
+class PathText:
+    """The name of a file, a folder, or a set of the hub: neither empty nor longer than the file system allows."""
+
+    def problem(self, value: str) -> str | None:
+        if not value.strip():
+            return "a path, and it is empty: was a shell variable not set?"
+        longest = max(len(part.encode(errors="surrogateescape")) for part in value.split("/"))
+        if longest > MAX_PART_BYTES or len(value.encode(errors="surrogateescape")) > MAX_PATH_BYTES:
+            return f"shorter: a name has at most {MAX_PART_BYTES} bytes, a path {MAX_PATH_BYTES}."
+        return None
+
+    def __str__(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """`1:30:00`, `2-12:00:00` (days first) or a number of seconds, over 0."""
+
+    def problem(self, value: str | int) -> str | None:
+        try:
+            return "over 0." if seconds_of(value) <= 0 else None
+        except ConfigError:
+            return "hours:minutes:seconds, such as 1:30:00, or a number of seconds."
+
+    def __str__(self) -> str:
+        return "hours:minutes:seconds, or seconds"
+
+
+def seconds_of(duration: str | int) -> float:
+    """`1:30:00` or `2-12:00:00` (days first) or a number of seconds -> seconds; raises ConfigError."""
+    if isinstance(duration, int):
+        return float(duration)
+    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6}):(\d{1,2}):(\d{1,2})", duration, flags=re.ASCII)
+    if found is None:
+        raise ConfigError(
+            f"training.max_time={duration} must be hours:minutes:seconds, such as 1:30:00, or a number of seconds."
+        )
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+Count = Annotated[int, Range(0)]
+"""A whole number, 0 included."""
+Positive = Annotated[int, Range(1)]
+"""A whole number from 1 on."""
+Fraction = Annotated[float, Range(0, 1)]
+Seed = Annotated[int, Range(0)]
+PathStr = Annotated[str, PathText()]

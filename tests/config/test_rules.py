@@ -1,0 +1,148 @@
+"""Every number of the schema and of the parts has its range, found before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+import pytest
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config, parameter_hints, rules_of
+from automodel_lite.config.components import locate, own_targets
+from automodel_lite.config.rules import Duration, OneOf, PathText, Range, UpToTheCores
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError
+
+
+def problems(*overrides: str) -> list[str]:
+    try:
+        check_config(compose_config("smoke", list(overrides)))
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+WRONG = {
+    "optimizer.lr=inf": "optimizer.lr=inf must be a finite number.",
+    "optimizer.lr=-1": "optimizer.lr=-1 must be at least 0.",
+    "optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be a list of 2 values, not of 1.",
+    "optimizer.betas=[0.9,1.0]": "optimizer.betas.1=1.0 must be at least 0 and below 1.",
+    "optimizer.eps=-1": "optimizer.eps=-1 must be at least 0.",
+    "optimizer.weight_decay=-0.1": "optimizer.weight_decay=-0.1 must be at least 0.",
+    "training.max_grad_norm=nan": "training.max_grad_norm=nan must be a finite number.",
+    "lr_scheduler.warmup_steps=-3": "lr_scheduler.warmup_steps=-3 must be at least 0.",
+    "lr_scheduler.min_lr_frac=-1": "lr_scheduler.min_lr_frac=-1 must be at least 0 and at most 1.",
+    "lr_scheduler.min_lr_frac=7": "lr_scheduler.min_lr_frac=7 must be at least 0 and at most 1.",
+    "loss.chunk_tokens=-5": "loss.chunk_tokens=-5 must be at least 1.",
+    "tokenize.max_bad_frac=nan": "tokenize.max_bad_frac=nan must be a finite number.",
+    "training.max_time=-1:00:00": "training.max_time=-1:00:00 must be hours:minutes:seconds, such as 1:30:00, or a number of seconds.",
+    "training.max_time=0": "training.max_time=0 must be over 0.",
+    "training.stuck_after_s=-1": "training.stuck_after_s=-1 must be at least 0.",
+    "seed=-1": "seed=-1 must be at least 0.",
+    "seed=100000000000000000000": "seed=100000000000000000000 must be below 2**63.",
+    "training.num_epochs=1000000000": "training.num_epochs=1000000000 must be at least 1 and at most 10,000.",
+    "packed_sequence.packed_sequence_size=100000000000": "packed_sequence.packed_sequence_size=100000000000 must be at least 1 and at most 16,777,216.",
+    "training.precision=bf61": "training.precision=bf61 must be one of auto, fp32, bf16; did you mean bf16?",
+    "~name": "name has no value: set name=...",
+    f"name={'x' * 300}": "name=xxxxxxxxxxxxxxxxxxxx... must have at most 200 bytes, and has 300.",
+    "output_dir=": "output_dir= must be a path, and it is empty: was a shell variable not set?",
+    "cache_dir=": "cache_dir= must be a path, and it is empty: was a shell variable not set?",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_a_wrong_value_is_named_with_its_rule(override: str) -> None:
+    assert WRONG[override] in problems(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("dataset.path=", "dataset.path= must be a path, and it is empty: was a shell variable not set?"),
+        ("dataset.path=null", "dataset.path=null must be text or a list."),
+        ("dataset.path=[a,7]", "dataset.path=['a', 7] must be text or a list."),
+        ("dataset.path=x dataset.val_path={easy: 3}", "dataset.val_path={'easy': 3} must be text or a list or a group of keys or null."),
+        ("dataset.path=x dataset.val_frac=1", "dataset.val_frac=1 must be at least 0 and below 1."),
+    ],
+    ids=["empty", "null", "list", "by name", "fraction"],
+)  # fmt: skip
+def test_a_wrong_dataset(override: str, sentence: str) -> None:
+    assert sentence in problems("dataset=files", "~dataset.num_chats", *override.split(" ", 1))
+
+
+def test_processes_and_threads_are_bounded_by_the_machine() -> None:
+    cores = len(os.sched_getaffinity(0))
+    for key in ("dataloader.num_workers", "tokenize.num_proc", "training.num_threads"):
+        sentence = f"{key}=9999 must be at most {max(4, cores)}: this machine has {cores} cores."
+        assert problems(f"{key}=9999") == [sentence]
+        assert problems(f"{key}={cores}") == []
+
+
+def test_keys_and_sizes_are_named_together() -> None:
+    found = problems("training.max_stepz=3", "optimizer.lr=-1", "mesh.cp=0", "loss.chunk_tokens=0", "optimizer.lrr=2")
+    keys = [line.split("=")[0] for line in found]
+    assert keys == ["training.max_stepz", "mesh.cp", "loss.chunk_tokens", "optimizer.lr", "optimizer.lrr"]
+
+
+def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
+    assert problems("model.config.time_step_limit=[0.0,inf]") == []
+
+
+# ----------------------------------------------------------------------------------------------------------- the rules
+@pytest.mark.parametrize(
+    ("rule", "right", "wrong"),
+    [
+        (Range(0, 1), [0, 0.5, 1], [-1e-9, 1.1]),
+        (Range(above=0, below=1), [0.1], [0, 1]),
+        (OneOf(("a", "b")), ["a"], ["c", ""]),
+        (UpToTheCores(), [0, 1, 4], [100_000]),
+        (PathText(), ["a", "ü/日本語", "~/x", "x" * 255], ["", " ", "x" * 256, "ü" * 128, "a/" * 3000]),
+        (Duration(), ["1:30:00", "2-12:00:00", 5], ["soon", "-1:00:00", "1:30", "0:00:00", 0, -5, "１:00:00"]),
+    ],
+    ids=["closed", "open", "choice", "cores", "path", "duration"],
+)  # fmt: skip
+def test_what_a_rule_lets_through(rule: Any, right: list[Any], wrong: list[Any]) -> None:
+    assert [rule.problem(value) for value in right] == [None] * len(right)
+    assert all(rule.problem(value) for value in wrong)
+
+
+def numbers_without_a_range(hints: dict[str, Any], prefix: str) -> Iterator[str]:
+    for name, hint in hints.items():
+        if is_dataclass(hint):
+            yield from numbers_without_a_range(typing.get_type_hints(hint, include_extras=True), f"{prefix}{name}.")
+        elif any(kind in (int, float) for kind in kinds(hint)) and not list(rules_of(hint)):
+            yield f"{prefix}{name}"
+
+
+def kinds(hint: Any) -> Iterator[Any]:
+    """The plain types inside an annotation: `Annotated[int, …] | None` -> int, NoneType."""
+    if typing.get_origin(hint) is typing.Annotated:
+        yield from kinds(typing.get_args(hint)[0])
+    elif typing.get_origin(hint) in (typing.Union, types.UnionType, list, tuple):
+        for arg in typing.get_args(hint):
+            yield from kinds(arg)
+    else:
+        yield hint
+
+
+RUNTIME = {"max_steps", "cp_size", "run.first_step"}  # handed over by the program, never by a configuration
+
+
+def test_every_number_has_a_range() -> None:
+    assert list(numbers_without_a_range(typing.get_type_hints(Config, include_extras=True), "")) == []
+    for target in sorted(own_targets()):
+        try:
+            found = locate(target)
+        except ConfigError:  # an optional package that is not here
+            continue
+        hints = {
+            key: hint for key, hint in parameter_hints(found).items() if key in inspect.signature(found).parameters
+        }
+        assert hints or not inspect.signature(found).parameters, target
+        assert set(numbers_without_a_range(hints, "")) <= RUNTIME, target
