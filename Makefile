@@ -13,7 +13,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio]" trl
 	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)

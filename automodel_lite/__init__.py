@@ -1,3 +1,52 @@
-"""automodel_lite: fine-tune Hugging Face causal language models on packed sequences in THD format."""
+"""automodel_lite: fine-tune Hugging Face causal language models on packed sequences in THD format.
+
+The names below are the package's Python interface (docs/python.md); each is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
+    from automodel_lite.data.collate import packed_sequence_thd_collater
+    from automodel_lite.data.packing.packer import Packer
+    from automodel_lite.data.packing.packs import PackedDataset
+    from automodel_lite.data.packing.plan import plan_packs
+    from automodel_lite.nemo_api.packed_sequence import pack_dataset
+    from automodel_lite.thd import to_thd
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "PackedDataset",
+    "Packer",
+    "hf_collater",
+    "install_attention",
+    "pack_dataset",
+    "packed_sequence_thd_collater",
+    "plan_packs",
+    "to_thd",
+    "tokenize_chats",
+    "train",
+]
+
+_MODULES = {
+    "PackedDataset": "data.packing.packs",
+    "Packer": "data.packing.packer",
+    "pack_dataset": "nemo_api.packed_sequence",
+    "packed_sequence_thd_collater": "data.collate",
+    "plan_packs": "data.packing.plan",
+    "to_thd": "thd",
+}  # the others are functions of `api`
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(import_module(f"{__name__}.{_MODULES.get(name, 'api')}"))[name]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

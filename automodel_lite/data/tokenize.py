@@ -33,7 +33,7 @@ from automodel_lite.data.memmap import MemmapCorpus, check_token_ids
 from automodel_lite.data.mixture import Mixture, Rows, prefixed
 from automodel_lite.data.row_checks import Chunk, RowCounts, Tally, check_rows
 from automodel_lite.data.streaming import StreamingDataset
-from automodel_lite.data.token_rows import CONTENT_HASH, RowsWriter, load_rows, next_token_labels
+from automodel_lite.data.token_rows import CONTENT_HASH, RowsWriter, TokenRows, load_rows, next_token_labels
 from automodel_lite.errors import ConfigError, DataError
 
 EVERY_S = 5.0
@@ -278,6 +278,19 @@ def tokenize_documents(
             raise ConfigError(f"{name}={value} must be one of {', '.join(get_args(kind))}.")
     job = Job(tokenizer, train_on, dict(template_kwargs or {}), on_bad_row, max_bad_frac, num_proc)
     return _tokenize(documents, job, Path(cache_dir) if cache_dir is not None else default_cache_dir())
+
+
+def tokenize_in_memory(rows: DocumentRows, job: Job) -> TokenRows:
+    """Token rows of a set that need no cache; checked as those of a file are."""
+    chunks = list(tokenize_chunks(rows, job))
+    tally = Tally(job.tokenizer, "messages", job.train_on, job.max_bad_frac)
+    for chunk in chunks:
+        tally.add(chunk)
+    tally.finish("train")
+    input_ids, labels, lengths = (
+        np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("input_ids", "labels", "lengths")
+    )
+    return TokenRows(input_ids, labels, np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def tokenize_validation(

@@ -1,0 +1,83 @@
+"""The package from Python: what a notebook or a training loop of one's own needs, as functions of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.auto import auto_attention
+from automodel_lite.attention.kernel import AttentionKernel
+from automodel_lite.attention.probe import check_packing_isolation
+from automodel_lite.attention.spec import attention_spec
+from automodel_lite.cli import compose_config, imported
+from automodel_lite.config.check import check_config
+from automodel_lite.data.chat import TrainOn
+from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.data.documents import DocumentList
+from automodel_lite.data.token_rows import TokenRows
+from automodel_lite.data.tokenize import Job, tokenize_in_memory
+from automodel_lite.errors import RunStoppedError
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.thd import to_thd
+
+
+def install_attention(model: transformers.PreTrainedModel, kernel: AttentionKernel | None = None) -> str:
+    """Makes a Hugging Face causal LM run on packed sequences, in place; returns which kernel, and why.
+
+    kernel  None takes the best for the model's device and dtype, as `attention=auto` does
+    Call the model with `to_thd(batch).model_inputs()` from then on. Two short documents are run through the model;
+    raises ConfigError when one of them sees the other, or the family does not fit packed attention.
+    """
+    spec = attention_spec(model.config, model.device, model.dtype, False)
+    why = "as given"
+    if kernel is None:
+        kernel, why = auto_attention(spec)
+    else:
+        kernel.check(spec)
+    install(model, kernel)
+    check_packing_isolation(model, model.device)
+    return why
+
+
+def tokenize_chats(
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: PreTrainedTokenizerFast,
+    train_on: TrainOn = "assistant",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> TokenRows:
+    """Chats (lists of {"role", "content", ...}) -> token rows: `lengths` int64 [N], `[i]` -> {"input_ids", "labels"}.
+
+    Labels are next-token aligned, -100 where nothing is trained on. Raises DataError: a message that the template
+    cannot render, or a set in which nothing is trained on.
+    """
+    documents = DocumentList([{"messages": [dict(message) for message in chat]} for chat in chats], "chats")
+    return tokenize_in_memory(documents, Job(tokenizer, train_on, dict(template_kwargs or {})))
+
+
+def hf_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Packs of a PackedDataset -> the keyword arguments of a model under `install_attention`, for HF Trainer and TRL.
+
+    input_ids, position_ids, labels, shift_labels  int64 [1, B * S]; the boundaries of the documents beside them
+    The labels are next-token aligned already. `shift_labels` says so to transformers, which would shift `labels` once
+    more; `labels` stays for Trainer, which counts the label tokens of a step in it.
+    """
+    thd = to_thd(packed_sequence_thd_collater(packs))
+    labels = thd.labels[None]
+    return {**thd.model_inputs(), "labels": labels, "shift_labels": labels}
+
+
+def train(config_name: str, *overrides: str, config_dir: str | None = None) -> Path:
+    """Trains as `recipes/train_ft.py --config-name ... key=value ...` does; returns the run's folder.
+
+    Raises ConfigError or DataError for a mistake, RunStoppedError when the run ends before its last step.
+    """
+    config = check_config(compose_config(config_name, list(overrides), config_dir=config_dir))
+    code = imported("recipes.train_ft:main")(config)
+    if code:
+        raise RunStoppedError(f"{config.output_dir} ended with exit code {code}: call train again to go on.")
+    return RunFolder(config.output_dir).path

@@ -1,0 +1,112 @@
+"""The scripts of examples/ do what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import automodel_lite
+from automodel_lite import hf_collater, install_attention
+from automodel_lite.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
+    return importlib.import_module
+
+
+def test_the_public_names_are_there_and_lazy() -> None:
+    for name in automodel_lite.__all__:
+        assert callable(getattr(automodel_lite, name)), name
+    with pytest.raises(AttributeError, match="has no attribute 'Packr'"):
+        _ = automodel_lite.Packr
+    code = "import automodel_lite, sys; dir(automodel_lite); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_plain_loop_learns(example) -> None:
+    losses = example("plain_loop").main(num_steps=12)
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def first_step_by_hand(plain: ModuleType, seen: list[dict]) -> float:
+    """Mean loss over the label tokens of the first optimizer step, from logits and labels alone."""
+    tokenizer, _ = plain.make_rows()
+    model = plain.make_model(len(tokenizer))
+    install_attention(model)
+    loss_sum = num_labels = 0
+    for batch in seen[:2]:  # gradient accumulation of 2
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
+        logits = model(**inputs).logits[0]
+        loss_sum += torch.nn.functional.cross_entropy(logits.float(), batch["labels"][0], reduction="sum").item()
+        num_labels += int((batch["labels"] != -100).sum())
+    return loss_sum / num_labels
+
+
+@pytest.mark.parametrize("use_trl", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trainer", "trl"])
+def test_hf_trainer_gives_our_loss(example, use_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, plain = example("hf_trainer"), example("plain_loop")
+    seen: list[dict] = []
+
+    def remember(packs: list) -> dict:
+        seen.append(hf_collater(packs))
+        return dict(seen[-1])
+
+    monkeypatch.setattr(script, "hf_collater", remember)
+    losses = script.main(use_trl, num_steps=2)
+    assert losses[0] == pytest.approx(first_step_by_hand(plain, seen), rel=1e-4)
+    assert losses[1] < losses[0]
+
+
+def test_parts_of_ones_own(tmp_path: Path) -> None:
+    folder = ROOT / "examples/own_parts"
+    command = [sys.executable, str(ROOT / "recipes/train_ft.py"), "--config-dir", "conf", "--config-name", "mine"]
+    command += ["security.allow_targets=[my_parts]", f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "spelling: 5 words, 20 times" in done.stdout
+    assert "loss LabelSmoothing" in done.stdout
+    assert "finished at step 6 of 6" in done.stdout
+
+
+def test_chats_that_train_nothing_are_refused(example) -> None:
+    tokenizer, rows = example("plain_loop").make_rows()
+    chat = [{"role": "user", "content": "What is the capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
+    row = automodel_lite.tokenize_chats([chat], tokenizer)[0]
+    trained = tokenizer.decode(row["labels"][row["labels"] != -100])
+    assert trained == "Lima.<|end|>"
+    assert len(rows) == 200
+    with pytest.raises(DataError):
+        automodel_lite.tokenize_chats([chat[:1]], tokenizer)
+
+
+def test_train_from_python(tmp_path: Path) -> None:
+    overrides = [f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache", "training.max_steps=1"]
+    folder = automodel_lite.train("smoke", *overrides, "checkpoint.export_hf=false")
+    assert folder == tmp_path / "run"
+    assert '"finished"' in (folder / "STATUS.json").read_text()
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    notebook = json.loads((ROOT / "examples/first_steps.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    (tmp_path / "cells.py").write_text("\n\n".join(cells))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "AUTOMODEL_LITE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "documents in" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1]
+    assert (tmp_path / "runs/notebook/report.html").is_file()
