@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from automodel_lite.document_rows import DocumentRows, document_rows
+
 IGNORE_INDEX = -100
 """Label of a position that carries no loss."""
 
@@ -69,6 +71,55 @@ class AttentionPlan:
         return replace(self, cu_q=cu_q, cu_k=cu_k, exchange=exchange)
 
 
+class MixerExchange(Protocol):
+    """What context parallelism does around a layer that mixes tokens in other ways than attention: either all tokens of
+    some heads are dealt to each rank, or whole documents are. [T / cp] are this rank's tokens, [T] the whole stream,
+    [T'] the documents that this rank owns.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def owned(self) -> DocumentRows:
+        """The documents that this rank mixes when whole documents are dealt, as rows of [T']."""
+
+    def to_heads(self, x_TH: Tensor) -> Tensor:
+        """[T / cp, H, ...] -> [T, H / cp, ...]."""
+
+    def from_heads(self, x_TH: Tensor) -> Tensor:
+        """[T, H / cp, ...] -> [T / cp, H, ...]."""
+
+    def part(self, weight: Tensor, dim: int) -> Tensor:
+        """The slice of a weight that belongs to this rank's heads."""
+
+    def to_owner(self, x_TC: Tensor) -> Tensor:
+        """[T / cp, ...] -> [T', ...]."""
+
+    def from_owner(self, x_TC: Tensor) -> Tensor:
+        """[T', ...] -> [T / cp, ...]."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> MixerExchange:
+        """The same exchange with each of its tensors moved."""
+
+
+@dataclass(frozen=True)
+class MixerPlan:
+    """What layers get that mix tokens in other ways than attention.
+
+    stream    the documents of the whole stream
+    exchange  what to do around such a layer; None without context parallelism
+    """
+
+    stream: DocumentRows
+    exchange: MixerExchange | None = None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> MixerPlan:
+        exchange = None if self.exchange is None else self.exchange.moved(move)
+        return replace(self, stream=self.stream.moved(move), exchange=exchange)
+
+
 @dataclass(frozen=True)
 class ThdBatch:
     """One micro-batch of one rank.
@@ -83,6 +134,7 @@ class ThdBatch:
     num_tokens         real tokens of the whole stream
     num_label_tokens   positions of the whole stream that carry a label
     attention          what this rank's attention kernel gets
+    mixers             what its other mixers get: state spaces, convolutions, linear attention
     """
 
     input_ids: Tensor
@@ -95,6 +147,7 @@ class ThdBatch:
     num_tokens: int
     num_label_tokens: int
     attention: AttentionPlan
+    mixers: MixerPlan
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> ThdBatch:
         """The batch with each of its tensors moved."""
@@ -107,6 +160,7 @@ class ThdBatch:
             cu_seqlens=move(self.cu_seqlens),
             cu_seqlens_padded=move(self.cu_seqlens_padded),
             attention=self.attention.moved(move),
+            mixers=self.mixers.moved(move),
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
@@ -131,6 +185,7 @@ class ThdBatch:
             "cu_seq_lens_k": plan.cu_k,
             "max_length_q": plan.max_q,
             "max_length_k": plan.max_k,
+            "mixer_plan": self.mixers,
         }
         return inputs if plan.exchange is None else inputs | {"cp_exchange": plan.exchange}
 
@@ -168,6 +223,7 @@ def to_thd(batch: dict[str, Any]) -> ThdBatch:
         num_tokens=int(lens.sum()),
         num_label_tokens=len(label_rows),
         attention=AttentionPlan(cu_padded, cu_padded, max_seqlen, max_seqlen),
+        mixers=MixerPlan(document_rows(cu_padded)),
     )
 
 

@@ -1,12 +1,12 @@
-"""Puts a kernel under a Hugging Face model, through transformers' AttentionInterface.
+"""Puts a kernel under a Hugging Face model, through transformers' AttentionInterface, and what other mixers need.
 
 A registered attention name without a registered mask function makes transformers build no mask at all. Documents
-reach the layer as `cu_seq_lens_q/k`, keyword arguments of the model's forward that every layer passes on (through
-activation checkpointing and peft too); a layer that does not pass them on is refused by its first forward.
+reach the layers as keyword arguments of the model's forward, and attention from there (attention/documents.py).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,46 +15,29 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from automodel_lite.attention.documents import NOW, hold_documents
 from automodel_lite.attention.kernel import AttentionKernel
-from automodel_lite.attention.spec import UNPACKED, layer_window
+from automodel_lite.attention.mixers import install_mixers
+from automodel_lite.attention.spec import UNPACKED, has_attention, layer_window
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import Exchange
-
-ATTENTION_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cp_exchange")
-"""What `ThdBatch.model_inputs` gives to attention alone."""
 
 
 def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> None:
-    """Makes all attention layers of `model` run on `kernel`.
+    """Makes all attention layers of `model` run on `kernel`, and its other mixers document by document.
 
     Raises ConfigError when the family does not go through AttentionInterface: transformers itself only warns.
     """
-    transformers.AttentionInterface.register(kernel.name, outside_of_graphs(packed_attention(kernel)))
+    hold_documents(model)
+    install_mixers(model)
+    if not has_attention(model.config.get_text_config()):
+        return
+    transformers.AttentionInterface.register(kernel.name, torch.compiler.disable(packed_attention(kernel)))
     model.set_attn_implementation(kernel.name)
     if model.config._attn_implementation != kernel.name:
         raise ConfigError(
             f"model_type={model.config.model_type} ({type(model).__name__}) does not take its attention from "
             f"transformers' AttentionInterface, so its documents cannot be kept apart: {UNPACKED}."
         )
-
-
-class Unseen:
-    """Arguments on their way through compiled layers to attention. A graph that saw the boundaries of the documents, or
-    the length of the longest, would be made anew for packs of other documents; of this object it sees the type.
-    """
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
-
-
-def outside_of_graphs(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """`attend`, where torch.compile does not look; takes arguments that came as `unseen=Unseen(...)`."""
-
-    def forward(*args: Any, unseen: Unseen | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-        return attend(*args, **kwargs) if unseen is None else attend(*args, **kwargs, **unseen.arguments)
-
-    outside: Callable[..., tuple[Tensor, None]] = torch.compiler.disable(forward)
-    return outside
 
 
 def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, None]]:
@@ -72,41 +55,38 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        cp_exchange: Exchange | None = None,
         **of_other_layers: Any,  # the model passes every keyword argument of its forward to every layer
     ) -> tuple[Tensor, None]:
         """query [1, Hq, T, D], key, value [1, Hkv, T, D] -> ([1, T, Hq, Dv], None)."""
-        if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+        documents = NOW.get()
+        if documents is None:
             raise ConfigError(
                 f"{type(module).__name__} got no cu_seq_lens_q/k: call the model with ThdBatch.model_inputs(), or, if "
                 f"you did, this family drops the arguments on the way to its attention: {UNPACKED}."
             )
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
-        _refuse_hidden_window(module, sliding_window)
+        window = _window(module, sliding_window)
         q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
         attend: Callable[..., Tensor] = kernel
-        if cp_exchange is not None:
-            q, k, v, s_aux = cp_exchange.before(q, k, v, s_aux)
-            attend = partial(kernel, **cp_exchange.kernel_kwargs)
+        exchange = documents.cp_exchange
+        if exchange is not None:
+            q, k, v, s_aux = exchange.before(q, k, v, s_aux)
+            attend = partial(kernel, **exchange.kernel_kwargs)
         out = attend(
             q,
             k,
             v,
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            max_length_q,
-            max_length_k,
+            documents.cu_seq_lens_q,
+            documents.cu_seq_lens_k,
+            documents.max_length_q,
+            documents.max_length_k,
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=sliding_window,
+            window=window,
             softcap=softcap,
             sinks=s_aux,
         )
-        if cp_exchange is not None:
-            out = cp_exchange.after(out)
+        if exchange is not None:
+            out = exchange.after(out)
         return out[None], None
 
     return forward
@@ -138,12 +118,18 @@ def _refuse_what_packing_cannot(
         raise ConfigError(f"{name} is not causal: packed attention is. {UNPACKED.capitalize()}.")
 
 
-def _refuse_hidden_window(module: nn.Module, sliding_window: int | None) -> None:
-    """Some families (PhiMoE) put the window into the mask only, which is not built here; the probe's forward tells."""
+def _window(module: nn.Module, sliding_window: int | None) -> int | None:
+    """The window of this layer: what its attention call passes, or what its mask would have had (PhiMoE)."""
     expected = layer_window(module.config, module.layer_idx)  # type: ignore[arg-type]
-    if expected != sliding_window:
-        raise ConfigError(
-            f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of {expected}, its "
-            f"attention call passes {sliding_window}, so the window would be lost in silence: set "
-            "model.config.sliding_window=null if no document is longer than it, or take another model."
-        )
+    if expected == sliding_window or (sliding_window is None and _masks_the_window(module)):
+        return expected
+    raise ConfigError(
+        f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of {expected}, its "
+        f"attention call passes {sliding_window}, so the window would be lost in silence: set "
+        "model.config.sliding_window=null if no document is longer than it, or take another model."
+    )
+
+
+def _masks_the_window(module: nn.Module) -> bool:
+    """Does this family build masks with a window?"""
+    return "create_sliding_window_causal_mask" in vars(sys.modules[type(module).__module__])

@@ -13,6 +13,8 @@ def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
     Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks), else the reference.
     Raises ConfigError for mesh.cp_exchange=te: whoever asks for it has Transformer Engine, and says attention=te.
     """
+    if not spec.num_heads:
+        return ReferenceAttention(), "none: the model has no attention layers"
     if spec.own_exchange:
         raise ConfigError("mesh.cp_exchange=te needs attention=te: set it, or take mesh.cp_exchange=all_gather.")
     if spec.device.type != "cuda":

@@ -20,7 +20,7 @@ class AttentionSpec:
 
     model_type     transformers' name of the family
     device, dtype  where and in what the queries arrive
-    num_heads, num_kv_heads; head_dim, value_head_dim  (the two differ with latent attention)
+    num_heads, num_kv_heads; head_dim, value_head_dim  (the two differ with latent attention); 0 without attention
     window         keys that a query of the narrowest sliding layer sees, its own included; None without such layers
     softcap        bound of the attention logits; None without
     sinks          True when each head has a learned extra logit

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from automodel_lite.attention.spec import UNPACKED
+from automodel_lite.document_rows import document_rows
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionPlan, ThdBatch
+from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch
 
 DOCUMENT_TOKENS = 16
 _TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.2
@@ -73,6 +74,7 @@ def stream_of(documents: Tensor, device: torch.device | str) -> ThdBatch:
         num_tokens=documents.numel(),
         num_label_tokens=documents.numel(),
         attention=AttentionPlan(cu, cu, length, length),
+        mixers=MixerPlan(document_rows(cu)),
     )
     return batch.to(device)
 

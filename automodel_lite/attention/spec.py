@@ -15,17 +15,17 @@ from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.errors import ConfigError
 
 FAMILIES_WITH_SINKS = frozenset({"gpt_oss"})
-PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+PACKABLE_LAYERS = frozenset(
+    {
+        *("full_attention", "sliding_attention", "attention"),
+        *("linear_attention", "mamba", "mamba2", "recurrent", "conv"),  # attention/mixers.py
+        *("hybrid", "hybrid_sliding"),  # both in one layer, or after it
+        *("moe", "mlp", "dense", "sparse"),  # mix no tokens
+    }
+)
+"""Kinds of layers that keep documents apart here. What a name does not tell, the probe does."""
 
-REFUSED_LAYERS = {
-    "chunked_attention": "cuts attention into chunks of the whole row, not of the document",
-    "linear_attention": "carries a recurrent state from one document into the next",
-    "mamba": "carries a recurrent state from one document into the next",
-    "mamba2": "carries a recurrent state from one document into the next",
-    "hybrid": "carries a recurrent state from one document into the next",
-    "recurrent": "carries a recurrent state from one document into the next",
-    "conv": "convolves over the boundary of two documents",
-}
+REFUSED_LAYERS = {"chunked_attention": "cuts attention into chunks of the whole row, not of the document"}
 UNPACKED = "take another model, docs/models.md lists the families that can be packed"
 
 
@@ -46,10 +46,15 @@ def layer_window(config: PretrainedConfig, layer_idx: int | None) -> int | None:
         if kind not in PACKABLE_LAYERS:
             why = REFUSED_LAYERS.get(kind, "is not known to keep documents apart")
             raise ConfigError(f"model_type={config.model_type}: layer {layer_idx} ({kind}) {why}: {UNPACKED}.")
-        return config.sliding_window if kind == "sliding_attention" else None
+        return config.sliding_window if kind in ("sliding_attention", "hybrid_sliding") else None
     if not config_value(config, "use_sliding_window", True):
         return None
     return config_value(config, "sliding_window")
+
+
+def has_attention(config: PretrainedConfig) -> bool:
+    """False for a family without attention layers (Mamba), of a text config."""
+    return config_value(config, "num_attention_heads") is not None
 
 
 def attention_spec(
@@ -58,8 +63,7 @@ def attention_spec(
     """What a model of this config will ask of its attention kernel.
 
     own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
-    Raises ConfigError for layers that cannot be packed (recurrent, convolution, chunked attention), and for attention
-    dropout, which no packed kernel has.
+    Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.
     """
     config = model_config.get_text_config()
     dropout = config_value(config, "attention_dropout", 0.0)
@@ -68,9 +72,9 @@ def attention_spec(
             f"model_type={config.model_type} has attention_dropout={dropout}, which packed kernels do not do: set "
             "model.config.attention_dropout=0."
         )
-    num_heads = config_value(config, "num_attention_heads")
-    if num_heads is None:
-        raise ConfigError(f"model_type={config.model_type} has no attention layers to keep apart: {UNPACKED}.")
+    if not has_attention(config):
+        return AttentionSpec(config.model_type, torch.device(device), dtype, 0, 0, 0, 0)
+    num_heads = config.num_attention_heads
     head_dim = config_value(config, "head_dim", config.hidden_size // num_heads)
     value_head_dim = head_dim
     if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values

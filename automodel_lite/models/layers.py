@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from automodel_lite.attention.adapter import ATTENTION_ARGUMENTS, Unseen
+from automodel_lite.attention.documents import WithContext, WithinDocuments
 from automodel_lite.errors import ConfigError
 
 _aten = torch.ops.aten
@@ -54,7 +54,10 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
     """
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for layer in layers:
-        layer.forward = _hiding_boundaries(torch.compile(layer.forward, backend=backend))  # type: ignore[method-assign]
+        if isinstance(layer.forward, WithinDocuments):
+            layer.forward.forward = torch.compile(layer.forward.forward, backend=backend)
+        else:
+            layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]
 
 
 def check_layers(is_compiled: bool, how: str) -> None:
@@ -72,20 +75,12 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _hiding_boundaries(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        boundaries = {name: kwargs.pop(name) for name in ATTENTION_ARGUMENTS if name in kwargs}
-        return compiled(*args, **kwargs, unseen=Unseen(boundaries))
-
-    return forward
-
-
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        return WithContext(checkpoint)(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     return recomputed
 

@@ -11,11 +11,12 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.probe import tolerance_std
 from automodel_lite.attention.spec import config_value
+from automodel_lite.document_rows import document_rows
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import check_heads_divide
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.zigzag import shard_indices
-from automodel_lite.thd import AttentionPlan, ThdBatch
+from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 MUCH_KV_GIB = 2.0
@@ -137,7 +138,8 @@ def _small_stream(vocab: int, cp_size: int) -> ThdBatch:
     ids = torch.randint(min(3, vocab - 1), vocab, (total,), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in lens.tolist()])
     plan = AttentionPlan(cu, cu, longest, longest)
-    return ThdBatch(ids, ids, positions, torch.arange(total), cu, cu, longest, total, total, plan)
+    rows = MixerPlan(document_rows(cu))
+    return ThdBatch(ids, ids, positions, torch.arange(total), cu, cu, longest, total, total, plan, rows)
 
 
 def _hash(values: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
     Olmo2Config,
     Phi3Config,
+    PhimoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -43,6 +45,7 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 16, "kv_lora_r
 LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NO_JITTER = {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0}
 SINKS = {"intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -59,6 +62,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo2": lambda: Olmo2Config(**BASE),
     "gpt_oss_sinks_window": lambda: GptOssConfig(**BASE | SINKS, sliding_window=16, layer_types=SLIDING_THEN_FULL),
     "deepseek_v3_latent": lambda: DeepseekV3Config(**BASE | LATENT),
+    "nemotron_drops_arguments": lambda: NemotronConfig(**BASE),
+    "phimoe_window_in_mask": lambda: PhimoeConfig(**BASE | SINKS, sliding_window=16, **NO_JITTER),
 }
 
 DOCUMENT_LENGTHS = [37, 5, 64, 1, 23, 90]

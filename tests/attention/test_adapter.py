@@ -9,14 +9,13 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    DogeConfig,
     FalconConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    PhimoeConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
-    StableLmConfig,
 )
 
 from automodel_lite.attention.adapter import install
@@ -50,13 +49,9 @@ def started(config: PretrainedConfig) -> None:
     ("config", "words"),
     [
         (lambda: FalconConfig(**SMALL), "does not take its attention from transformers' AttentionInterface"),
-        (lambda: StableLmConfig(**SMALL), "this family drops the arguments on the way to its attention"),
-        (
-            lambda: PhimoeConfig(**SMALL, sliding_window=8, num_local_experts=2, num_experts_per_tok=1),
-            "a sliding window of 8, its attention call passes None",
-        ),
+        (lambda: DogeConfig(**SMALL), "brings a mask of shape"),
     ],
-    ids=["falcon", "stablelm", "phimoe window"],
+    ids=["falcon", "doge"],
 )
 def test_families_that_cannot_be_packed(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

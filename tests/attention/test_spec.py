@@ -18,7 +18,6 @@ from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES
 
-LAYERS: dict[str, Any] = {"lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}}
 ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128, 128)
 
 
@@ -43,16 +42,17 @@ def test_spec_of_a_family(family: str, want: dict[str, Any]) -> None:
     ("model_type", "words"),
     [
         ("llama4_text", "chunked_attention.* cuts attention into chunks of the whole row"),
-        ("lfm2", "conv.* convolves over the boundary of two documents"),
-        ("qwen3_next", "linear_attention.* carries a recurrent state from one document into the next"),
-        ("nemotron_h", "carries a recurrent state"),
-        ("falcon_h1", "carries a recurrent state"),
-        ("mamba", "has no attention layers"),
+        ("deepseek_v4", "compressed_attention.* is not known to keep documents apart"),
     ],
 )
 def test_layers_that_cannot_be_packed(model_type: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        attention_spec(AutoConfig.for_model(model_type, **LAYERS.get(model_type, {})), "cpu", torch.float32)
+        attention_spec(AutoConfig.for_model(model_type), "cpu", torch.float32)
+
+
+def test_a_model_without_attention_needs_no_kernel() -> None:
+    kernel, why = auto_attention(attention_spec(AutoConfig.for_model("mamba"), "cuda", torch.bfloat16))
+    assert (kernel.name, why) == ("thd_reference", "none: the model has no attention layers")
 
 
 def test_attention_dropout_is_refused() -> None:
