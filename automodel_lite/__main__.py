@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from automodel_lite.commands import RECIPES, RECIPES_PACKAGE
+from automodel_lite.cli.commands import RECIPES, RECIPES_PACKAGE
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ from typing import get_args, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from automodel_lite.cli import CONF_DIR, groups, presets
+from automodel_lite.cli import groups, presets
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe, parameter_hints, rules_of
-from automodel_lite.config.components import locate
+from automodel_lite.config.components import CONF_DIR, locate
 from automodel_lite.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parent / "config.md"

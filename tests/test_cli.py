@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli import choose_allocator, compose_config, groups, help_text, presets
+from automodel_lite.cli import compose_config, groups, help_text, presets
+from automodel_lite.cli.app import choose_allocator
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 

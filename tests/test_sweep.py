@@ -6,57 +6,67 @@ from pathlib import Path
 
 import pytest
 
+from automodel_lite.cli.overrides import is_sweep
+from automodel_lite.cli.sweep import folder_name, metric_of, table
 from automodel_lite.errors import ConfigError
-from automodel_lite.sweep import expand, run_sweep, table
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_every_combination_the_last_override_fastest():
-    jobs = expand(["optimizer.lr=1e-3,3e-3", "training.max_steps=4", "seed=range(0,2)"])
-    assert [job.overrides for job in jobs] == [
-        ["optimizer.lr=0.001", "training.max_steps=4", "seed=0"],
-        ["optimizer.lr=0.001", "training.max_steps=4", "seed=1"],
-        ["optimizer.lr=0.003", "training.max_steps=4", "seed=0"],
-        ["optimizer.lr=0.003", "training.max_steps=4", "seed=1"],
-    ]
-    assert [job.folder_name for job in jobs] == [
-        "0_lr-0.001_seed-0",
-        "1_lr-0.001_seed-1",
-        "2_lr-0.003_seed-0",
-        "3_lr-0.003_seed-1",
-    ]
-    assert jobs[3].label == "optimizer.lr=0.003, seed=1"
+@pytest.mark.parametrize(
+    ("override", "is_one"),
+    [
+        ("optimizer.lr=1e-3,3e-3", True),
+        ("seed=range(0,2)", True),
+        ("optimizer.lr=tag(log, interval(1e-5,1e-3))", True),
+        ("logger=[tensorboard,wandb]", False),
+        ("name='a,b'", False),
+        ("seed=[0,1],[2,3]", True),
+        ("training.max_steps=4", False),
+    ],
+)
+def test_which_overrides_vary(override: str, is_one: bool):
+    assert is_sweep(override) == is_one
 
 
-def test_a_list_is_one_value_and_nothing_to_vary_is_one_job():
-    (job,) = expand(["logger=[tensorboard,wandb]"])
-    assert (job.overrides, job.folder_name, job.label) == (["logger=[tensorboard,wandb]"], "0", "as given")
-    with pytest.raises(ConfigError, match="cannot be read as key=value"):
-        expand(["seed=[1"])
+def test_the_folder_of_a_job_names_what_varies():
+    assert folder_name(3, ["optimizer.lr=0.003", "seed=1"]) == "3_lr-0.003_seed-1"
+    assert folder_name(0, ["dataset.path=/data/a b.jsonl"]) == "0_path--data-a-b.jsonl"
+    assert folder_name(0, []) == "0"
 
 
 def test_table_marks_the_best():
     results = [
-        {"job": 0, "settings": "seed=0", "state": "finished", "val_loss/a": 2.0},
+        {"job": 0, "settings": "seed=0", "state": "finished", "val_loss": 2.0},
         {"job": 1, "settings": "seed=1", "state": "failed"},
-        {"job": 2, "settings": "seed=2", "state": "finished", "val_loss/a": 1.5},
+        {"job": 2, "settings": "seed=2", "state": "finished", "val_loss": 1.5},
     ]
     assert table(results).splitlines() == [
-        "| | settings | state | val_loss/a |",
+        "| | settings | state | val_loss |",
         "|---|---|---|---|",
         "| 0 | seed=0 | finished | 2.0000 |",
         "| 1 | seed=1 | failed |  |",
         "| 2 * | seed=2 | finished | 1.5000 |",
         "",
-        "\\* lowest val_loss/a",
+        "\\* lowest val_loss",
     ]
+    assert "| 0 * | seed=0 | finished | 2.0000 |" in table(results, is_highest_best=True)
 
 
-def test_the_folder_of_a_run_is_no_sweeps(tmp_path: Path):
+def test_the_metric_is_the_last_value_and_val_loss_the_mean_of_the_sets(tmp_path: Path):
+    rows = [{"step": 1, "val_loss/a": 4.0}, {"step": 2, "loss": 3.0}, {"step": 2, "val_loss/a": 2.0, "val_loss/b": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert metric_of(tmp_path, "val_loss") == 1.5
+    assert metric_of(tmp_path, "val_loss/a") == 2.0
+    with pytest.raises(ConfigError, match=r"sweep.metric=acc: the run does not log it; it logs loss, step, val_loss/a"):
+        metric_of(tmp_path, "acc")
+
+
+def test_the_folder_of_a_run_is_not_a_sweeps(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("name: x\n")
-    with pytest.raises(ConfigError, match="give the sweep another name"):
-        run_sweep("recipes.train_ft:main", ["--config-name", "smoke"], [], tmp_path)
+    done = sweep(tmp_path, [], "seed=0,1")
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"{tmp_path} is the folder of a run: give the sweep another name=... ."
 
 
 def sweep(folder: Path, launcher: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:

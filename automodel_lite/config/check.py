@@ -54,17 +54,22 @@ def with_defaults(raw: DictConfig) -> DictConfig:
 
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
-    """Missing values (`???`) and interpolations that do not resolve, each with its key."""
+    """Missing values (`???`) and interpolations that do not resolve, each with its key; not those that point to one."""
+    named: list[str] = []
 
     def walk(node: Any, literal: Any, prefix: str) -> Iterator[str]:
         for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
             path = prefix + str(key)
             if OmegaConf.is_missing(node, key):
+                named.append(path)
                 yield f"{path} has no value: set {path}=..."
                 continue
             try:
                 child = node[key]
             except OmegaConfBaseException as error:
+                if any(f"${{{other}}}" in str(literal[key]) for other in named):
+                    continue
+                named.append(path)
                 text = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
                 cause = text.strip('"').rstrip(".")
                 yield f"{path}={literal[key]}: {cause}."

@@ -115,6 +115,13 @@ class SamplesConfig:
 
 
 @dataclass
+class SweepConfig:
+    """What a sweep (`--multirun`) compares its jobs by."""
+
+    metric: str = "val_loss"  # a key of metrics.jsonl; val_loss = the mean over the validation sets
+
+
+@dataclass
 class Config:
     """Everything a run is made of, in the order the data meets it."""
 
@@ -141,4 +148,5 @@ class Config:
     evaluation: Part = field(default_factory=dict)
     report: bool = True  # keep report.html, a page of the run that refreshes itself while the run goes on
     logger: Part = field(default_factory=dict)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,6 +111,46 @@ class Mesh:
             dist.destroy_process_group()
 
 
+class Rendezvous:
+    """Where the ranks meet. One object a process: the jobs of a sweep run in the same ranks, one after the other, and
+    each has its process groups under a prefix of its own in the launcher's store. Under the same names the second job
+    would find the keys of the first, and hang.
+    """
+
+    def __init__(self) -> None:
+        self._store: dist.Store | None = None
+        self._of_job: dist.Store | None = None
+
+    def of_job(self, number: int) -> Rendezvous:
+        """From now on groups belong to this job of a sweep."""
+        if "RANK" in os.environ:
+            self._store = self._store or next(dist.rendezvous("env://"))[0]
+            self._of_job = dist.PrefixStore(f"job{number}", self._store)
+        return self
+
+    def open_group(self, backend: str, timeout: timedelta) -> None:
+        """The default process group, over all ranks."""
+        if self._of_job is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=self._of_job, rank=rank(), world_size=world_size())
+
+    def agree(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
+        """The end of a job: closes what it left open, waits for all ranks; what each says of how it ended."""
+        if dist.is_initialized():
+            dist.destroy_process_group()  # ranks that wait for this one in a collective of gloo leave it
+        if self._of_job is None:
+            return [outcome]
+        self._of_job.set(f"outcome{rank()}", json.dumps(outcome))
+        keys = [f"outcome{number}" for number in range(world_size())]
+        self._of_job.wait(keys, _FOREVER)
+        return [json.loads(self._of_job.get(key)) for key in keys]
+
+
+RENDEZVOUS = Rendezvous()
+_FOREVER = timedelta(days=30)
+
+
 def use_threads(num_threads: int) -> None:
     """CPU threads of this process; 0 = the cores divided by the processes on this host."""
     share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -126,7 +168,7 @@ def init_mesh(config: MeshConfig) -> Mesh:
         return Mesh(shape, device, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+        RENDEZVOUS.open_group(backend, timedelta(seconds=config.timeout_s))
     names = ("dp_replicate", "dp_shard", "cp")
     return Mesh(
         shape,

@@ -23,6 +23,8 @@ from automodel_lite.config.rules import seconds_of
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
+_STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_UNTIL_KILLED_S = 300.0
 _GIVE_UP_S = 10.0
 _LOOK_EVERY_S = 0.5
 _TIME_IS_UP = 1  # number of a signal that nobody sends us
@@ -39,11 +41,33 @@ class StopSignals:
         self.received = 0  # the number of the last signal
         self.edge_reached = threading.Event()  # the ranks have agreed on the last signal
         self._is_deferred = False
+        self._watching: int | None = None  # where the thread of `watch` is told of signals
 
     def install(self) -> None:
         """From now on TERM and USR1 are handled here."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
+
+    def renew(self) -> Callable[[], None]:
+        """For the next job of a sweep in this process. The answer puts a job that was told to stop back into its queue,
+        where its launcher (submitit) offers that.
+        """
+        self.edge_reached.clear()
+        self._is_deferred = False
+        self._stop_watching()
+        if self.received:
+            raise StoppedEarly(reason_of(self.received))
+        self.install()
+        if "SUBMITIT_EXECUTOR" not in os.environ:
+            return lambda: None
+        requeue = signal.signal(signal.SIGUSR2, self._handle)  # submitit saves its job and requeues it in this handler
+
+        def put_back() -> None:
+            if callable(requeue):
+                requeue(signal.SIGUSR2, None)
+            time.sleep(_UNTIL_KILLED_S)  # not the first rank: the scheduler ends it
+
+        return put_back
 
     def defer(self) -> None:
         """Signals no longer end the process: somebody looks at `received` at the edge of every step."""
@@ -57,13 +81,18 @@ class StopSignals:
         """Starts the thread that ends this process when it was told to stop and hangs: at once when another rank has
         failed, else when its step (`in_step`) goes on for 10 s or three of the longest steps (`step_s`) more.
         """
+        self._stop_watching()
         ours, theirs = os.pipe()
+        self._watching = theirs
         os.set_blocking(theirs, False)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
 
         def wait() -> None:
-            while os.read(ours, 1)[0] not in (signal.SIGTERM, signal.SIGUSR1):
+            while (told := os.read(ours, 1)) and told[0] not in _STOPPING:
                 pass
+            os.close(ours)
+            if not told:  # the job is over
+                return
             waited_s = 0.0
             while not self.edge_reached.wait(_LOOK_EVERY_S):
                 waited_s = waited_s + _LOOK_EVERY_S if in_step() else 0.0
@@ -73,6 +102,12 @@ class StopSignals:
                     os._exit(1)
 
         threading.Thread(target=wait, daemon=True).start()
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._watching)
+            self._watching = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = number

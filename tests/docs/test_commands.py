@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from automodel_lite.cli import compose_config
+from automodel_lite.cli.flags import parsed
+from automodel_lite.cli.overrides import is_sweep
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
-from automodel_lite.sweep import expand
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,12 +65,18 @@ def test_it_composes(command: Command):
     assert (ROOT / f"recipes/{command.recipe}.py").is_file()
     if command.recipe not in WITH_CONFIG or "--help" in command.arguments or "..." in command.text:
         return
-    args = get_args_parser().parse_intermixed_args(command.arguments)
-    if args.config_dir:
+    line = parsed(command.arguments)
+    if line.config_dir:
         return
-    for job in expand(args.overrides):
-        raw = compose_config(args.config_name, job.overrides)
+    for which in (0, -1):  # of a sweep the first job and the last
+        overrides = [one_value(text, which) for text in line.overrides if not text.startswith("hydra")]
+        raw = compose_config(line.preset, overrides)
         assert not [line for line in problems(raw) if "has no value" not in line]  # a name or model is the reader's own
+
+
+def one_value(override: str, which: int) -> str:
+    key, _, values = override.partition("=")
+    return f"{key}={values.split(',')[which]}" if is_sweep(override) else override
 
 
 def problems(raw: DictConfig) -> list[str]:

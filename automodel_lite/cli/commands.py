@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 from automodel_lite.config.components import IS_INSTALLED
@@ -30,3 +31,10 @@ def as_typed(text: str) -> str:
         text = re.sub(rf"(torchrun|python) recipes/{module}\.py", f"automodel-lite {verb}", text)
         text = text.replace(f"recipes/{module}.py", f"-m automodel_lite {verb}")
     return text
+
+
+def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
+    """Of a recipe that reads its own command line; its docstring is the head of `--help`."""
+    return argparse.ArgumentParser(
+        description=as_typed(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )

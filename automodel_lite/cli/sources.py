@@ -1,0 +1,265 @@
+"""Where presets and group options come from, and the configuration that Hydra composes of them.
+
+Folders are searched in this order: the user's own (`--config-dir`, or `--config-path` in place of the project's), the
+project's conf/, then those of `hydra.searchpath`. The schema is in Hydra's ConfigStore: conf/base.yaml starts from it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from automodel_lite.cli.overrides import check_options, opened, split
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import CONF_DIR
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError, did_you_mean
+
+_NO_OPTION = re.compile(r"Could not find '(.+)/([^/]+)' Available options in '.+?': (.*?) Config search path")
+COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
+# As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.
+ConfigStore.instance().store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)))
+
+
+class MoreFolders(SearchPathPlugin):
+    """Tells Hydra of the folders behind the first one."""
+
+    folders: ClassVar[tuple[Path, ...]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in self.folders:
+            search_path.append("automodel-lite", f"file://{folder}")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Folders of presets and group options; the first that has a file wins."""
+
+    first: Path = CONF_DIR
+    behind: tuple[Path, ...] = ()  # that MoreFolders adds
+    searchpath: tuple[Path, ...] = ()  # that Hydra adds by itself
+
+    @classmethod
+    def of(cls, config_dir: str | None = None, config_path: str | None = None, beside: Path | None = None) -> Sources:
+        """`config_path` takes the place of conf/; a relative one is looked up beside the recipe, then here."""
+        own = _folder("--config-dir", config_dir, None) if config_dir else None
+        main = _folder("--config-path", config_path, beside) if config_path else None
+        folders = [folder for folder in (main, own, None if main else CONF_DIR) if folder]
+        return cls(folders[0].resolve(), tuple(folder.resolve() for folder in folders[1:]))
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.first, *self.behind, *self.searchpath)
+
+    @property
+    def are_ours(self) -> bool:
+        """No file of anybody else's can have a say."""
+        return self.folders == (CONF_DIR,)
+
+    def file(self, name: str) -> Path | None:
+        """`optimizer/adamw` -> the file that Hydra reads."""
+        return next((path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None)
+
+    def with_searchpath(self, preset: str | None, overrides: Sequence[str]) -> Sources:
+        """With the folders of `hydra.searchpath`, from the command line or the preset.
+
+        Raises ConfigError when a preset names a Python package there: that would import it.
+        """
+        typed = [value for key, value in map(split, overrides) if key == "hydra.searchpath" and value]
+        path = self.file(preset) if preset else None
+        found: list[str] = []
+        if typed:
+            found = [item.strip(" '\"") for item in typed[-1].strip("[]").split(",")]
+        elif path is not None and path.parent != CONF_DIR:
+            found = list(map(str, OmegaConf.select(read(path), "hydra.searchpath", default=None) or ()))
+            for item in found:
+                if item.startswith("pkg://"):
+                    raise ConfigError(f"hydra.searchpath={item} is set in {path}: give it on the command line.")
+        folders = tuple(folder for item in found for folder in _folders_of(item))
+        return replace(self, searchpath=folders)
+
+    def activate(self) -> None:
+        """From now on Hydra searches here."""
+        MoreFolders.folders = self.behind
+        Plugins.instance().register(MoreFolders)
+
+
+def presets(config_dir: str | None = None) -> list[str]:
+    """Names for --config-name."""
+    return presets_of(Sources.of(config_dir))
+
+
+def groups(config_dir: str | None = None) -> dict[str, list[str]]:
+    """Group -> its options: {"attention": ["auto", "flash", ...]}."""
+    return groups_of(Sources.of(config_dir))
+
+
+def presets_of(sources: Sources) -> list[str]:
+    return sorted({path.stem for folder in sources.folders for path in folder.glob("*.yaml")} - {"base"})
+
+
+def groups_of(sources: Sources) -> dict[str, list[str]]:
+    found: dict[str, set[str]] = {}
+    for folder in sources.folders:
+        for path in folder.glob("*/**/*.yaml"):
+            found.setdefault(path.parent.relative_to(folder).as_posix(), set()).add(path.stem)
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+def check_preset(sources: Sources, preset: str | None) -> str:
+    """Raises ConfigError: no preset named, or one that is nowhere."""
+    known = presets_of(sources)
+    if preset is None:
+        raise ConfigError(f"--config-name is missing: choose one of {', '.join(known)}.")
+    if sources.file(preset) is None:
+        near = did_you_mean(preset, known) or "."
+        raise ConfigError(f"--config-name {preset}: no such preset{near} The presets are {', '.join(known)}.")
+    return preset
+
+
+def composed(sources: Sources, preset: str, overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+    """What Hydra makes of the preset and the overrides.
+
+    Raises ConfigError, with a line for each override that cannot be read and each option that does not exist.
+    """
+    known = groups_of(sources)
+    problems = list(check_options(overrides, known))
+    readable = [opened(text, known) for text in overrides if not any(p.startswith(f"{text}:") for p in problems)]
+    GlobalHydra.instance().clear()
+    sources.activate()
+    with initialize_config_dir(str(sources.first), version_base="1.3"):
+        while True:
+            try:
+                raw = compose(preset, readable, return_hydra_config=with_hydra)
+                break
+            except OverrideParseException as error:
+                problems.append(unreadable(error))
+                readable.remove(error.override)
+            except (HydraException, OmegaConfBaseException) as error:
+                raise ConfigError("\n".join([*problems, sentence_of(error)])) from None
+    if problems:
+        raise ConfigError("\n".join([*problems, *_mistakes_of(raw)]))
+    return raw
+
+
+def sentence_of(error: Exception) -> str:
+    """An error of Hydra in one line."""
+    text = " ".join(str(error).split())
+    if found := _NO_OPTION.search(text):
+        group, option, options = found.groups()
+        near = did_you_mean(option, options.split()) or "."
+        return f"{group}={option}: no such option{near} The options are {', '.join(options.split())}."
+    return text
+
+
+def _mistakes_of(raw: DictConfig) -> list[str]:
+    """What the check finds, for a message that names other mistakes already."""
+    try:
+        check_config(raw)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def unreadable(error: OverrideParseException) -> str:
+    reason = " ".join(error.message.splitlines()[0].split())
+    return f"{error.override.removeprefix('++')}: cannot be read as key=value ({reason})."
+
+
+def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a permission that a file grants: those are the command line's to give."""
+    typed = [split(text)[0] for text in overrides]
+    for key in COMMAND_LINE_ONLY:
+        value = OmegaConf.select(raw, key, throw_on_missing=False)
+        if value and not any(name == key or name.startswith(f"{key}.") for name in typed):
+            raise ConfigError(f"{key} is set in a file: it is taken from the command line only, {key}=... .")
+
+
+_CODE_KEYS = ("_target_", "()", "class")
+_COMMANDS = (  # of Hydra's settings: what a shell or an interpreter will run
+    "hydra.launcher.setup",
+    "hydra.launcher.python",
+    "hydra.launcher.additional_parameters",
+    "hydra.job.env_set",
+)
+_TRUSTED = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.", "logging.", "automodel_lite.cli.")
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+
+
+def check_hydra_settings(raw: DictConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for code that a file makes Hydra run: callbacks, handlers of logs, commands of launchers.
+
+    Hydra builds these before any configuration is checked. The command line may name them.
+    """
+    typed = [split(text)[0] for text in overrides]
+    plain = OmegaConf.to_container(raw.hydra, resolve=False)
+    for key, value in _leaves(plain, "hydra"):
+        last = key.rpartition(".")[2]
+        is_code = last in _CODE_KEYS and not (isinstance(value, str) and value.startswith(_TRUSTED))
+        is_code = is_code or (
+            isinstance(value, str) and value.startswith("ext://") and not value.startswith("ext://sys.")
+        )
+        is_command = value not in (None, [], {}) and any(key == k or key.startswith(f"{k}.") for k in _COMMANDS)
+        if (is_code or is_command) and not any(key == name or key.startswith(f"{name}.") for name in typed if name):
+            raise ConfigError(f"{key}={value} is set in a file: code is named on the command line only, {key}=... .")
+
+
+def _leaves(node: object, prefix: str) -> Iterator[tuple[str, object]]:
+    items: list[tuple[object, object]] = []
+    if isinstance(node, dict):
+        items = list(node.items())
+    elif isinstance(node, list):
+        items = list(enumerate(node))
+    if not items:
+        yield prefix, node
+    for key, value in items:
+        yield from _leaves(value, f"{prefix}.{key}")
+
+
+def _folder(flag: str, text: str, beside: Path | None) -> Path:
+    candidates = [folder / text for folder in (beside, Path.cwd()) if folder]
+    found = next((path for path in candidates if path.is_dir()), None)
+    if found is None:
+        raise ConfigError(f"{flag} {text}: there is no such folder.")
+    return found
+
+
+def _folders_of(item: str) -> Iterator[Path]:
+    """An entry of `hydra.searchpath`: a folder, file://folder or pkg://package."""
+    if item.startswith("pkg://"):
+        package = item.removeprefix("pkg://").replace("/", ".")
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.submodule_search_locations is None:
+            raise ConfigError(f"hydra.searchpath={item}: there is no such package.")
+        yield from map(Path, spec.submodule_search_locations)
+    elif not item.startswith("structured://"):
+        folder = Path(item.removeprefix("file://"))
+        if not folder.is_dir():
+            raise ConfigError(f"hydra.searchpath={item}: there is no such folder.")
+        yield folder.resolve()
+
+
+def read(path: Path) -> DictConfig:
+    """A file of presets or options as it is; empty if it is not a mapping."""
+    try:
+        loaded = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})

@@ -1,0 +1,279 @@
+"""`--multirun`: Hydra's sweepers choose the jobs and its launchers start them. Ours is a folder for each job, the table
+of their results, and that the same command again goes on with what is not finished.
+
+    torchrun recipes/train_ft.py --config-name llama_packed --multirun optimizer.lr=1e-3,3e-3 seed=0,1
+
+    runs/llama_packed/0_lr-0.001_seed-0/ ...      sweep.json, sweep.md: the results of all jobs
+
+Hydra's basic launcher runs the jobs one after the other in the same ranks, each with process groups of its own. joblib
+and submitit start processes. Each job leaves a note of what it is and how it ended in the folder jobs/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from automodel_lite.cli.overrides import is_sweep, split
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.run.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
+
+_BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_MAX_TIMEOUTS = 100  # times that a SLURM job which has reached its time limit goes back into the queue
+_SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
+
+
+@dataclass
+class Record:
+    """jobs/<job>.json in the folder of the sweep."""
+
+    job: int
+    folder: str
+    settings: str
+    state: str = "running"  # running | finished | failed | preempted
+    error: str = ""
+
+    def write(self, sweep: Path) -> None:
+        path = sweep / "jobs" / f"{self.folder.replace('/', '_')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+@dataclass
+class Sweep:
+    """What this process knows of the sweep that it has started."""
+
+    folder: Path
+    metric: str
+    is_highest_best: bool
+
+
+_OPEN: list[Sweep] = []
+
+
+class Start(Callback):
+    """Hydra's callback at the start of a sweep, named in conf/base.yaml."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        from automodel_lite.cli.app import Ended  # Hydra turns every Exception of a callback into a warning
+
+        try:
+            _OPEN.append(_start(config))
+        except Exception as error:
+            raise Ended(error=error) from None
+
+
+def _start(config: DictConfig) -> Sweep:
+    folder = Path(str(config.hydra.sweep.dir)).resolve()
+    if (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is the folder of a run: give the sweep another name=... .")
+    if os.environ.get("RANK", "0") == "0":
+        for note in (folder / "jobs").glob("*.json"):  # the table is of this sweep; jobs that are finished say so again
+            note.unlink()
+    launcher = str(config.hydra.launcher._target_)
+    if launcher != _BASIC_LAUNCHER and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        name = HydraConfig.get().runtime.choices["hydra/launcher"] if HydraConfig.initialized() else launcher
+        raise ConfigError(f"hydra/launcher={name} starts processes by itself: start the sweep without torchrun.")
+    with read_write(config), open_dict(config):
+        sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
+        if sampler is not None and "seed" in sampler and sampler.seed is None:
+            sampler.seed = config.seed  # the same points on every rank, and again when the sweep goes on
+        if config.hydra.launcher.get("max_num_timeout") == 0:
+            config.hydra.launcher.max_num_timeout = _MAX_TIMEOUTS
+    direction = str(OmegaConf.select(config, "hydra.sweeper.direction") or "").rpartition(".")[2]
+    return Sweep(folder, str(config.sweep.metric), direction == "maximize")
+
+
+def forget() -> None:
+    """Before a command line is run."""
+    _OPEN.clear()
+
+
+def close() -> None:
+    """Prints the table of a sweep and writes it to its folder, on the first rank.
+
+    Raises RunStoppedError when jobs have failed.
+    """
+    if not _OPEN or os.environ.get("RANK", "0") != "0":
+        return
+    sweep = _OPEN.pop()
+    records = [Record(**json.loads(path.read_text())) for path in (sweep.folder / "jobs").glob("*.json")]
+    records.sort(key=lambda record: (record.job, record.folder))
+    results = [result_of(record, sweep.folder / record.folder, sweep.metric) for record in records]
+    if not results:
+        return
+    text = table(results, sweep.metric, sweep.is_highest_best)
+    (sweep.folder / "sweep.json").write_text(json.dumps(results, indent=1) + "\n")
+    (sweep.folder / "sweep.md").write_text(text)
+    print(f"\n{text}\n{sweep.folder / 'sweep.md'}", flush=True)
+    if failed := [record.folder for record in records if record.state == "failed"]:
+        raise RunStoppedError(f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)} in {sweep.folder}")
+
+
+def run_job(
+    config_of: Callable[[DictConfig, Sequence[str]], Config],
+    raw: DictConfig,
+    recipe: Callable[[], Callable[[Config], int | None]],
+) -> float | None:
+    """One job of a sweep; the value of `sweep.metric` at its end, for sweepers that look for the best.
+
+    Raises what the job raised. All ranks agree on how it ended.
+    """
+    hydra: Any = HydraConfig.get()
+    folder, number = Path(hydra.runtime.output_dir), int(hydra.job.num)
+    _join_submitit()
+    requeue = SIGNALS.renew()
+    is_first = os.environ.get("RANK", "0") == "0"
+    base = Path(str(hydra.sweep.dir)).resolve()
+    record = Record(number, os.path.relpath(folder, base), ", ".join(varied(hydra)) or "as given")
+    if is_first:
+        print(f"\njob {number}: {record.settings}", flush=True)
+        record.write(base)
+    code, failure, metric = 0, None, None
+    with read_write(raw):
+        raw.name, raw.output_dir = f"{raw.name}+{folder.name}", str(folder)
+    try:
+        config = config_of(raw, list(hydra.overrides.task))
+        ranks = _ranks(number)
+        try:
+            code = recipe()(config) or 0
+            metric = metric_of(folder, config.sweep.metric) if code == 0 and is_first else None
+        except Exception as error:
+            failure = error
+        others = ranks.agree({"failed": str(failure) if failure else "", "code": code, "metric": metric})
+    except (ConfigError, DataError) as error:
+        failure, others = error, []
+    if failure is None and (told := next((o["failed"] for o in others if o["failed"]), None)):
+        failure = RunStoppedError(told)
+    if failure is None and code not in (0, PREEMPTED_EXIT):
+        failure = RunStoppedError(f"exit code {code}")
+    if failure is None and code == PREEMPTED_EXIT:
+        record.state = "preempted"
+    else:
+        record.state, record.error = ("failed", str(failure)) if failure else ("finished", "")
+    if is_first:
+        record.write(base)
+    if record.state == "preempted":
+        requeue()
+        raise StoppedEarly("a signal")
+    if failure is not None:
+        if is_first:
+            print(f"\njob {number} failed: {failure}", file=sys.stderr, flush=True)
+        raise failure
+    return others[0]["metric"] if others else metric
+
+
+def varied(hydra: Any) -> list[str]:
+    """The overrides of this job that differ between jobs."""
+    fixed = set(hydra.job.config.override_dirname.exclude_keys)
+    texts = [text.lstrip("+") for text in hydra.overrides.task]
+    return [text for text in texts if split(text)[0] not in fixed]
+
+
+def fixed_keys(typed: Sequence[str]) -> list[str]:
+    """Keys of overrides that are the same for all jobs."""
+    return [split(text)[0] for text in typed if not is_sweep(text)]
+
+
+def folder_name(number: int, settings: Sequence[str]) -> str:
+    """`0_lr-0.001_seed-0`"""
+    short = "_".join(text.split("=", 1)[0].split(".")[-1] + "-" + text.split("=", 1)[-1] for text in settings)
+    return "_".join([str(number), re.sub(r"[^A-Za-z0-9_.-]+", "-", short)])[:120].rstrip("_")
+
+
+OmegaConf.register_new_resolver(
+    "sweep_folder", lambda: folder_name(HydraConfig.get().job.num, varied(HydraConfig.get())), replace=True
+)
+
+
+def result_of(record: Record, folder: Path, metric: str) -> dict[str, Any]:
+    """What the table says of a job."""
+    result: dict[str, Any] = {"job": record.job, "settings": record.settings, "state": record.state}
+    for row in _rows(folder):
+        for key, value in row.items():
+            if key in (*_SHOWN, metric) or key.startswith("val_loss/"):
+                result[key] = value
+    with suppress(ConfigError):
+        value = metric_of(folder, metric)
+        return result if value is None else {**result, metric: value}
+    return result
+
+
+def metric_of(folder: Path, metric: str) -> float | None:
+    """The last value of a key of metrics.jsonl; `val_loss` is the mean over the validation sets.
+
+    None for a recipe that trains nothing. Raises ConfigError for a key that the run does not log.
+    """
+    rows = _rows(folder)
+    if not rows:
+        return None
+    last = {key: float(value) for row in rows for key, value in row.items() if isinstance(value, (int, float))}
+    losses = [value for key, value in last.items() if key.startswith("val_loss/")]
+    if metric == "val_loss" and losses:
+        return sum(losses) / len(losses)
+    if metric not in last:
+        raise ConfigError(f"sweep.metric={metric}: the run does not log it; it logs {', '.join(sorted(last))}.")
+    return last[metric]
+
+
+def table(results: list[dict[str, Any]], metric: str = "val_loss", is_highest_best: bool = False) -> str:
+    """Markdown; the job with the best value of the metric is marked."""
+    columns = [key for key in dict.fromkeys(key for result in results for key in result) if key != "job"]
+    scored = [result for result in results if isinstance(result.get(metric), float) and result["state"] == "finished"]
+    choose = max if is_highest_best else min
+    best = choose(scored, key=lambda result: float(result[metric]), default=None)
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for result in results:
+        mark = f"{result['job']}{' *' if result is best else ''}"
+        lines.append(f"| {mark} | {' | '.join(_show(result.get(key, '')) for key in columns)} |")
+    note = f"\n\\* {'highest' if is_highest_best else 'lowest'} {metric}\n" if best else ""
+    return "\n".join(lines) + "\n" + note
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    metrics = folder / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def _ranks(job: int) -> Any:
+    from automodel_lite.parallel.mesh import RENDEZVOUS  # imports torch
+
+    return RENDEZVOUS.of_job(job)
+
+
+def _join_submitit() -> None:
+    """The ranks of a submitit job under the names that PyTorch reads."""
+    if "SUBMITIT_EXECUTOR" not in os.environ or "RANK" in os.environ:
+        return
+    import submitit
+
+    task = submitit.JobEnvironment()
+    if task.num_tasks == 1:
+        return
+    port = 20000 + int(re.sub(r"\D", "", task.raw_job_id)) % 20000
+    os.environ |= {
+        "RANK": str(task.global_rank),
+        "LOCAL_RANK": str(task.local_rank),
+        "WORLD_SIZE": str(task.num_tasks),
+        "LOCAL_WORLD_SIZE": str(task.num_tasks // task.num_nodes),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", task.hostnames[0]),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", str(port)),
+    }
