@@ -17,17 +17,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
-import jinja2
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from automodel_lite.data.documents import Message
+from automodel_lite.deadline import Deadline, DeadlineExceeded
 from automodel_lite.errors import ConfigError, DataError
 
 TrainOn = Literal["assistant", "last_assistant", "completion", "all"]
-Message = dict[str, Any]
 Span = tuple[int, int]
 
 # End-of-turn tokens of other turns than a plain answer: Llama-3 tool calls, gpt-oss, Gemma-4, Cohere.
@@ -35,6 +36,9 @@ OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|return|>", "<|im_end
 _MARKER = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = re.compile("[\ufdd0\ufdd1]")  # code points that Unicode keeps free for such use
 _PROBE = "PROBE"
+_PROBE_CALL = {"type": "function", "function": {"name": _PROBE, "arguments": {}}}
+_REWRITTEN_ROLES = ("assistant", "model", "tool", "ipython")  # templates take thoughts out, or write JSON
+MAX_RENDER_S = 20.0  # of one chat, which takes a template some 0.0002 s
 
 
 @dataclass(frozen=True)
@@ -81,25 +85,28 @@ class ChatRenderer:
         self._template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._without_tools = _template(tokenizer.get_chat_template())
         self._with_tools = _template(tokenizer.get_chat_template(tools=[{}]))
+        self._deadline = Deadline(MAX_RENDER_S)
         self.stop_tokens = self._probe_stop_tokens({token.content for token in tokenizer.added_tokens_decoder.values()})
 
     def samples(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Sample]:
         """The samples of one chat: one, or one a trained turn when the template rewrites earlier turns.
 
         Raises:
-            DataError: no assistant turn, or the template refuses the chat.
+            DataError: no assistant turn, or the template refuses the chat or leaves a part of it out.
         """
         messages = list(messages)
+        self._check_tool_calls(messages)
         turns = self._trained_turns(messages)
         template = self._with_tools if tools else self._without_tools
         if self._train_on == "all":
-            text = self._render(messages, tools, template.plain)
+            text = self._whole(messages, tools, template.plain)
             return [Sample(text, ((0, len(text)),))]
         if template.marked is not None:
             marked = self._marked(messages, tools, template.marked, turns)
             if marked is not None:
+                _check_whole(messages, marked.text)
                 return [marked]
-        text = self._render(messages, tools, template.plain)
+        text = self._whole(messages, tools, template.plain)
         spans = [self._span(messages, tools, template.plain, text, turn) for turn in turns]
         if all(span is not None for span in spans):
             return [Sample(text, tuple(span for span in spans if span is not None))]
@@ -118,16 +125,43 @@ class ChatRenderer:
             turns = [turn for turn in turns if not answered or turn > answered[-1]]
         return [turn for turn in turns if messages[turn].get("weight", 1) != 0]
 
+    def _whole(self, messages: list[Message], tools: list[Any] | None, template: str) -> str:
+        text = self._render(messages, tools, template)
+        _check_whole(messages, text)
+        return text
+
+    def _check_tool_calls(self, messages: list[Message]) -> None:
+        place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
+        if place is not None and not self._writes_tool_calls:
+            raise DataError(
+                f"message {place} calls a tool, and the chat template writes no tool calls: the turn would be trained "
+                "as if it were empty. Take a template that writes them, tokenizer.chat_template=template.jinja."
+            )
+
+    @cached_property
+    def _writes_tool_calls(self) -> bool:
+        question = {"role": "user", "content": "Hi"}
+        call = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+        try:
+            return _PROBE in self._render([question, call], None, self._without_tools.plain)
+        except DataError:
+            return True  # of a template that asks for more than a name: it knows calls
+
     def _render(self, messages: list[Message], tools: list[Any] | None, template: str, prompt: bool = False) -> str:
         try:
-            texts, _ = render_jinja_template(  # type: ignore[str-unpack]
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=prompt,
-                **self._template_kwargs,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
+            with self._deadline:
+                texts, _ = render_jinja_template(  # type: ignore[str-unpack]
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=template,
+                    add_generation_prompt=prompt,
+                    **self._template_kwargs,
+                )
+        except DeadlineExceeded:
+            raise DataError(
+                f"the chat template was stopped after {MAX_RENDER_S:.0f} s: are there loops inside of loops in it?"
+            ) from None
+        except Exception as error:  # whatever a template does wrong
             raise DataError(f"is refused by the chat template: {error}") from error
         return texts[0]
 
@@ -220,6 +254,16 @@ def _template(source: str) -> _Template:
         return f"{{%{before} if true %}}{chr(0xFDD1 if end else 0xFDD0)}{{% endif {after}%}}"
 
     return _Template(source, _MARKER.sub(mark, source))
+
+
+def _check_whole(messages: Sequence[Message], text: str) -> None:
+    """Raises DataError for a message of which the template wrote nothing: it knows no such role."""
+    for place, message in enumerate(messages):
+        if message["role"] not in _REWRITTEN_ROLES and message["content"].strip() not in text:
+            raise DataError(
+                f"message {place} (role {message['role']}) is left out by the chat template: take a template that "
+                "knows the role, tokenizer.chat_template=template.jinja, or take such messages out of the data."
+            )
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:

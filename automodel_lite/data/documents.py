@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from automodel_lite.errors import DataError
 
+Message = dict[str, Any]
 Document = dict[str, Any]
 """A normalised document; its keys say what it is:
 

@@ -72,7 +72,7 @@ class FilesDataset:
             normalise, labels = self._aligned(NormalisedRows(source.rows, normalise, detected.renames))
 
         def normalised(rows: RawRows) -> DocumentRows:
-            return NormalisedRows(rows, normalise, detected.renames)
+            return NormalisedRows(rows, normalise, detected.renames, detected.media)
 
         val_sources = self._val_sources()
         val: dict[str, DocumentRows] = {name: normalised(val_source.rows) for name, val_source in val_sources.items()}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_lite.data.documents import Document
+from automodel_lite.data.documents import Document, Message
 from automodel_lite.data.readers import RawRow, RawRows
 from automodel_lite.data.token_rows import packed_tokens, tokens
+from automodel_lite.data.turns import MEDIA, maybe_json, read_turn, sound_text
 from automodel_lite.errors import ConfigError, DataError
 
 Normalise = Callable[[RawRow], Document]
@@ -17,58 +18,48 @@ Normalise = Callable[[RawRow], Document]
 
 @dataclass(frozen=True)
 class Format:
-    """One shape: the columns that tell it (any of these sets), and how a row of it becomes a document."""
+    """One shape: the columns that tell it (any of these sets), how a row of it becomes a document, and what more it
+    may have.
+    """
 
     name: str
     kind: str
     signs: tuple[tuple[str, ...], ...]
     normalise: Normalise
+    optional: tuple[str, ...] = ()
 
 
 def messages(row: RawRow) -> Document:
-    """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, optional `tools`."""
-    turns = [_message(turn, place) for place, turn in enumerate(_list(row, "messages"))]
-    return _chat(turns, row)
+    """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, optional `tools`, `system`."""
+    return _chat(_turns(row, "messages"), row)
 
 
 def sharegpt(row: RawRow) -> Document:
-    """`conversations` of `{"from": "human", "value": …}`, optional `system`."""
-    turns = []
-    for place, turn in enumerate(_list(row, "conversations")):
-        if isinstance(turn, dict) and "from" in turn:
-            role = SHAREGPT_ROLES.get(str(turn["from"]))
-            if role is None:
-                known = ", ".join(SHAREGPT_ROLES)
-                raise DataError(f"conversations[{place}]: from={turn['from']!r} is none of {known}.")
-            turn = {"role": role, "content": turn.get("value")}
-        turns.append(_message(turn, place, column="conversations"))
-    return _chat(turns, row)
-
-
-SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "function_call": "assistant",
-}  # fmt: skip
+    """`conversations` of `{"from": "human", "value": …}`, optional `tools`, `system`."""
+    return _chat(_turns(row, "conversations"), row)
 
 
 def alpaca(row: RawRow) -> Document:
     """`instruction`, optional `input`, `output`, optional `system` and `history` of [question, answer] pairs."""
-    return _prompt_completion(row, ("instruction", "input"), "output")
+    prompt = "\n\n".join([_text(row, "instruction"), *([_text(row, "input")] if row.get("input") else [])])
+    if row.get("history"):
+        asked = [{"role": "user", "content": prompt}, {"role": "assistant", "content": _text(row, "output")}]
+        return _chat([*_history(row["history"]), *asked], row)
+    return _prompt_completion(row, prompt, "output")
 
 
 def question_answer(row: RawRow) -> Document:
-    """`question`, optional `context` (put before it), `answer`."""
-    return _prompt_completion(row, ("context", "question"), "answer")
+    """`question`, optional `context` (put before it), `answer`, optional `system`."""
+    context = [_text(row, "context")] if row.get("context") else []
+    return _prompt_completion(row, "\n\n".join([*context, _text(row, "question")]), "answer")
 
 
 def prompt_completion(row: RawRow) -> Document:
     """`prompt` and `completion`: texts, or both lists of messages (trained on: the assistant's of the completion)."""
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
-        before = [_message(turn, place, "prompt") for place, turn in enumerate(_list(row, "prompt"))]
-        after = [_message(turn, place, "completion") for place, turn in enumerate(_list(row, "completion"))]
+        before, after = _turns(row, "prompt"), _turns(row, "completion")
         return _chat([*({**turn, "weight": 0} for turn in before), *after], row)
-    return _prompt_completion(row, ("prompt",), "completion")
+    return _prompt_completion(row, _text(row, "prompt"), "completion")
 
 
 def text(row: RawRow) -> Document:
@@ -76,14 +67,16 @@ def text(row: RawRow) -> Document:
     return {"text": _text(row, "text")}
 
 
+SYSTEM = ("system", "system_prompt")
+CHAT_EXTRAS = ("tools", *SYSTEM)
 FORMATS = (
-    Format("packed", "tokens", (("input_ids", "labels", "seq_lens"),), packed_tokens),
-    Format("tokens", "tokens", (("input_ids",),), tokens),
-    Format("messages", "messages", (("messages",),), messages),
-    Format("sharegpt", "messages", (("conversations",),), sharegpt),
-    Format("prompt_completion", "prompt_completion", (("prompt", "completion"),), prompt_completion),
-    Format("alpaca", "prompt_completion", (("instruction", "output"),), alpaca),
-    Format("question_answer", "prompt_completion", (("question", "answer"),), question_answer),
+    Format("packed", "tokens", (("input_ids", "labels", "seq_lens"),), packed_tokens, ("seq_lens_padded",)),
+    Format("tokens", "tokens", (("input_ids",),), tokens, ("labels", "loss_mask", "attention_mask")),
+    Format("messages", "messages", (("messages",),), messages, CHAT_EXTRAS),
+    Format("sharegpt", "messages", (("conversations",),), sharegpt, CHAT_EXTRAS),
+    Format("prompt_completion", "prompt_completion", (("prompt", "completion"),), prompt_completion, CHAT_EXTRAS),
+    Format("alpaca", "prompt_completion", (("instruction", "output"),), alpaca, ("input", "history", *SYSTEM)),
+    Format("question_answer", "prompt_completion", (("question", "answer"),), question_answer, ("context", *SYSTEM)),
     Format("text", "text", (("text",),), text),
 )
 
@@ -95,7 +88,11 @@ ALIASES = {
     "prompt": ("query", "problem", "source"),
     "answer": ("solution", "response"),
     "text": ("content", "document"),
+    "input": ("context",),
 }
+REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)  # a column of the answer that is not wanted
+CHOSEN = re.compile(r"chosen|prefer|winner|accepted|better", re.IGNORECASE)
+VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
 
 
 @dataclass(frozen=True)
@@ -105,10 +102,14 @@ class Detected:
     format: Format
     renames: Mapping[str, str]
     description: str
+    media: tuple[str, ...] = ()  # columns of pictures and sounds: a row that has some is refused
 
 
 def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str, str] | None) -> Detected:
     """Finds the format from the columns, or checks the given one.
+
+    Columns that change what the others mean (an answer that was rejected, a verdict, pictures) are refused unless the
+    format is given, which says that they are left out on purpose.
 
     Args:
         renames: canonical name -> column of the file (`{"question": "Frage"}`).
@@ -122,28 +123,77 @@ def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str
             raise ConfigError(
                 f"dataset.columns.{canonical}={column} is not a column of the data, which has {', '.join(columns)}."
             )
+    if format_name is None:
+        _check_preferences(columns, renames)
     candidates = FORMATS if format_name is None else [_by_name(format_name)]
+    found, renames = _find(candidates, columns, renames)
+    if format_name is not None:
+        return _detected(found, columns, renames)
+    verdict = next((name for name in VERDICTS if name in columns), None)
+    if verdict and found.kind in ("messages", "prompt_completion"):
+        raise ConfigError(
+            f"column {verdict} says which answers are good and which are bad (KTO), and every row would be trained on "
+            f"alike: keep the good rows in a file of their own, or say dataset.format={found.name} to train on all."
+        )
+    media = tuple(name for name in columns if name in MEDIA) if found.kind != "tokens" else ()
+    return _detected(found, columns, renames, media)
+
+
+def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> None:
+    """Raises ConfigError for pairs of a wanted and a rejected answer, unless the wanted one is named."""
+    rejected = [name for name in columns if REJECTED.search(name)]
+    chosen = [name for name in columns if CHOSEN.search(name) and name not in rejected]
+    named = set(renames.values())
+    if not rejected or (named & set(chosen) and not named & set(rejected)):
+        return
+    wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][0 if chosen else -2]
+    taken = [name for name in rejected if name in named]
+    what = f"{taken[0]} would be trained on" if taken else "this program trains on one answer"
+    raise ConfigError(
+        f"the columns {', '.join([*chosen, *rejected])} are preference pairs, and {what}: take the wanted answers with "
+        f"dataset.columns.completion={wanted} (texts after a prompt), dataset.columns.messages={wanted} (chats) or "
+        f"dataset.columns.text={wanted} (whole texts); dataset.format=... says that you mean what you named."
+    )
+
+
+def _find(
+    candidates: Sequence[Format], columns: Sequence[str], renames: Mapping[str, str]
+) -> tuple[Format, dict[str, str]]:
+    """The first format whose columns are there, under their own names before other ones; and all renames."""
     named = {*columns, *renames}
     for candidate in candidates:
-        for sign in candidate.signs:
-            if named.issuperset(sign):
-                return _detected(candidate, columns, renames)
+        if any(named.issuperset(sign) for sign in candidate.signs):
+            return candidate, {**_optional_aliases(candidate, named), **renames}
     for candidate in candidates:
         for sign in candidate.signs:
             aliased = _aliases(sign, named)
             if aliased is not None:
-                return _detected(candidate, columns, {**aliased, **renames})
-    if format_name is not None:
+                return candidate, {**_optional_aliases(candidate, named - {*aliased.values()}), **aliased, **renames}
+    if len(candidates) == 1:
         wanted = " or ".join(" + ".join(sign) for sign in candidates[0].signs)
         raise ConfigError(
-            f"dataset.format={format_name} needs the columns {wanted}, the data have {', '.join(columns)}: "
+            f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have {', '.join(columns)}: "
             f"name them with dataset.columns."
         )
     known = ", ".join(" + ".join(known.signs[0]) for known in FORMATS)
     raise ConfigError(
-        f"the columns {', '.join(columns)} are of no known format: name them, for instance "
-        f"dataset.columns.prompt={columns[0]} dataset.columns.completion={columns[-1]}. Known are {known}."
+        f"the columns {', '.join(columns)} are of no known format: name them, for instance {_hint(columns)}. "
+        f"Known are {known}."
     )
+
+
+def _hint(columns: Sequence[str]) -> str:
+    """Settings that take every column, where that can be said of so many."""
+    names = {1: ("text",), 2: ("prompt", "completion"), 3: ("instruction", "input", "output")}.get(len(columns))
+    pairs = zip(names, columns) if names else [("prompt", columns[0]), ("completion", columns[-1])]
+    hint = " ".join(f"dataset.columns.{name}={column}" for name, column in pairs)
+    return hint if names else f"{hint} (which leaves out {', '.join(columns[1:-1])})"
+
+
+def _optional_aliases(found: Format, named: set[str]) -> dict[str, str]:
+    """Other names of optional columns that are there: Dolly's `context` is Alpaca's `input`."""
+    missing = [name for name in found.optional if name not in named]
+    return {name: other for name in missing for other in ALIASES.get(name, ()) if other in named}
 
 
 def _by_name(name: str) -> Format:
@@ -166,10 +216,14 @@ def _aliases(sign: Sequence[str], named: set[str]) -> dict[str, str] | None:
     return found
 
 
-def _detected(found: Format, columns: Sequence[str], renames: Mapping[str, str]) -> Detected:
+def _detected(
+    found: Format, columns: Sequence[str], renames: Mapping[str, str], media: tuple[str, ...] = ()
+) -> Detected:
     mapped = ", ".join(f"{canonical} = {column}" for canonical, column in renames.items())
     description = f"columns {','.join(columns)} → {found.name}" + (f" ({mapped})" if mapped else "")
-    return Detected(found, renames, description)
+    used = {*renames.values(), *(name for sign in found.signs for name in sign), *found.optional}
+    ignored = [name for name in columns if name not in used]
+    return Detected(found, renames, description + (f", ignored: {', '.join(ignored)}" if ignored else ""), media)
 
 
 @dataclass(frozen=True)
@@ -179,6 +233,7 @@ class NormalisedRows:
     raw: RawRows
     normalise: Normalise
     renames: Mapping[str, str]
+    media: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -188,6 +243,7 @@ class NormalisedRows:
         if self.renames:
             row = {**row, **{canonical: row.get(column) for canonical, column in self.renames.items()}}
         try:
+            self._check_media(row)
             return self.normalise(row)
         except DataError as error:
             raise DataError(f"{self.where(index)}: {self._own_names(str(error))}") from error
@@ -195,20 +251,32 @@ class NormalisedRows:
     def where(self, index: int) -> str:
         return self.raw.where(index)
 
+    def _check_media(self, row: RawRow) -> None:
+        for column in self.media:
+            if row.get(column) not in (None, [], {}, ""):
+                raise DataError(
+                    f"column {column} would be left out: this program trains on text; dataset.format=... says that "
+                    "you mean it."
+                )
+
     def _own_names(self, message: str) -> str:
         for canonical, column in self.renames.items():
             message = message.replace(f"column {canonical} ", f"column {column} ")
         return message
 
 
-def _chat(turns: list[dict[str, Any]], row: RawRow) -> Document:
-    system = row.get("system") or row.get("system_prompt")
+def _turns(row: RawRow, column: str) -> list[Message]:
+    return [read_turn(turn, f"{column}[{place}]") for place, turn in enumerate(_list(row, column))]
+
+
+def _chat(turns: list[Message], row: RawRow) -> Document:
+    system = _system(row)
     if system and turns and turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": _text({"system": system}, "system")}, *turns]
+        turns = [{"role": "system", "content": system}, *turns]
     if not turns:
         raise DataError("an empty list of messages.")
     document: Document = {"messages": turns}
-    tools = _maybe_json(row.get("tools"), "tools")
+    tools = maybe_json(row.get("tools"), "column tools")
     if tools:
         if not isinstance(tools, list):
             raise DataError(f"column tools must be a list, not {type(tools).__name__}.")
@@ -216,66 +284,33 @@ def _chat(turns: list[dict[str, Any]], row: RawRow) -> Document:
     return document
 
 
-def _message(turn: Any, place: int, column: str = "messages") -> dict[str, Any]:
-    where = f"{column}[{place}]"
-    if not isinstance(turn, dict):
-        raise DataError(f"{where} must be an object with role and content, not {type(turn).__name__}.")
-    role = turn.get("role")
-    if not isinstance(role, str) or not role:
-        raise DataError(f"{where}.role must be a text, not {role!r}.")
-    message = {key: value for key, value in turn.items() if value is not None}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, where) for call in _maybe_json(message["tool_calls"], "tool_calls")]
-    message["content"] = _content(turn.get("content"), where, may_lack=bool(message.get("tool_calls")))
-    return message
+def _history(pairs: Any) -> list[Message]:
+    """The turns before the last question: `[["q", "a"], …]`."""
+    turns: list[Message] = []
+    for place, pair in enumerate(pairs if isinstance(pairs, list) else [pairs]):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise DataError(f"column history[{place}] must be a pair of texts, not {_shown(pair)}.")
+        question, answer = (sound_text(part, f"column history[{place}]") for part in pair)
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return turns
 
 
-def _content(content: Any, where: str, may_lack: bool) -> str:
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is None and may_lack:
-        return ""
-    if not isinstance(content, str):
-        shown = "an image or another part that is no text" if isinstance(content, list) else type(content).__name__
-        raise DataError(f"{where}.content must be a text, not {shown}.")
-    return _sound_text(content, f"{where}.content")
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """OpenAI keeps a call's arguments as JSON text; templates write them out as an object."""
-    if not isinstance(call, dict):
-        raise DataError(f"{where}.tool_calls must hold objects, not {type(call).__name__}.")
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    return {**call, "function": {**function, "arguments": _maybe_json(function.get("arguments"), "arguments")}}
-
-
-def _maybe_json(value: Any, name: str) -> Any:
-    """The value, parsed if it is a text of JSON."""
-    if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise DataError(f"column {name} is a text that is no JSON: {error}.") from error
-
-
-def _prompt_completion(row: RawRow, prompt_columns: Sequence[str], completion_column: str) -> Document:
-    parts = [_text(row, column) for column in prompt_columns[:-1] if row.get(column)]
-    last = prompt_columns[-1]
-    if last == "input":  # of Alpaca, may be empty
-        parts = [_text(row, "instruction"), *([_text(row, "input")] if row.get("input") else [])]
-    else:
-        parts.append(_text(row, last))
-    document = {"prompt": "\n\n".join(parts), "completion": _text(row, completion_column)}
-    if row.get("system"):
-        document["system"] = _text(row, "system")
+def _prompt_completion(row: RawRow, prompt: str, completion_column: str) -> Document:
+    if row.get("tools"):
+        raise DataError("column tools would be left out: tools are written by a chat template, so give messages.")
+    document = {"prompt": prompt, "completion": _text(row, completion_column)}
+    if system := _system(row):
+        document["system"] = system
     return document
 
 
+def _system(row: RawRow) -> str:
+    column = "system" if row.get("system") else "system_prompt"
+    return _text(row, column) if row.get(column) else ""
+
+
 def _list(row: RawRow, column: str) -> list[Any]:
-    value = _maybe_json(row.get(column), column)
+    value = maybe_json(row.get(column), f"column {column}")
     if not isinstance(value, list):
         raise DataError(f"column {column} must be a list of messages, not {_shown(value)}.")
     return value
@@ -285,16 +320,7 @@ def _text(row: RawRow, column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         raise DataError(f"column {column} must be a text, not {_shown(value)}.")
-    return _sound_text(value, f"column {column}")
-
-
-def _sound_text(value: str, where: str) -> str:
-    """The text, if it is one that can be written as UTF-8: JSON may hold half of a surrogate pair."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where} holds half of a surrogate pair at character {error.start + 1}.") from error
-    return value
+    return sound_text(value, f"column {column}")
 
 
 def _shown(value: Any) -> str:

@@ -182,8 +182,8 @@ class StreamingDataset:
         )
 
     @property
-    def _normalise(self) -> tuple[Callable[[RawRow], Document], Mapping[str, str]]:
-        return self._detected.format.normalise, self._detected.renames
+    def _normalise(self) -> tuple[Callable[[RawRow], Document], Mapping[str, str], tuple[str, ...]]:
+        return self._detected.format.normalise, self._detected.renames, self._detected.media
 
     def _open(self) -> RawStream:
         if (self.path is None) == (self.generator is None):

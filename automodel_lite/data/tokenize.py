@@ -231,7 +231,7 @@ def _chunk_in_process(wanted: range) -> Chunk:
     return _worker.chunk(wanted)
 
 
-RULES_VERSION = "2"  # of rendering and masking; raised when the same input gives other rows
+RULES_VERSION = "3"  # of rendering and masking; raised when the same input gives other rows
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from automodel_lite.data import chat
 from automodel_lite.data.chat import ChatRenderer, Sample
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, MISTRAL, QWEN3, Family, byte_tokenizer
@@ -140,11 +141,31 @@ def test_a_tool_call_is_trained_with_its_own_end_token() -> None:
 
 
 def test_completion_trains_what_follows_the_last_question() -> None:
-    (text,) = rendered("marked", [HI, HELLO, SUM, CALL, {"role": "tool", "content": "4"}, FOUR], "completion")
+    thought = {**HELLO, "content": "Let me see."}
+    (text,) = rendered("marked", [HI, HELLO, SUM, thought, {"role": "tool", "content": "4"}, FOUR], "completion")
     assert text == (
-        "<|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>2+2?<|end|><|assistant|>⟦<|end|>⟧"
+        "<|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>2+2?<|end|><|assistant|>⟦Let me see.<|end|>⟧"
         "<|tool|>4<|end|><|assistant|>⟦4<|end|>⟧"
     )
+
+
+def test_a_template_that_leaves_something_out_is_a_bad_row() -> None:
+    with pytest.raises(DataError, match=r"^message 1 calls a tool, and the chat template writes no tool calls"):
+        rendered("marked", [SUM, CALL, {"role": "tool", "content": "4"}, FOUR])
+    only_two = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    renderer = ChatRenderer(byte_tokenizer(Family(only_two, QWEN3.specials, QWEN3.eos)), "assistant")
+    assert len(renderer.samples([HI, HELLO])) == 1
+    with pytest.raises(DataError, match=r"^message 0 \(role system\) is left out by the chat template"):
+        renderer.samples([SYSTEM, HI, HELLO])
+
+
+def test_a_template_of_endless_loops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox allows 100,000 rounds of one loop, and ten thousand million of two."""
+    monkeypatch.setattr(chat, "MAX_RENDER_S", 0.6)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = byte_tokenizer(Family(f"{loops}{QWEN3.template}", QWEN3.specials, QWEN3.eos))
+    with pytest.raises(DataError, match=r"the chat template was stopped after .* are there loops inside of loops"):
+        ChatRenderer(tokenizer, "assistant")
 
 
 @pytest.mark.parametrize("family", ["llama3", "marked", "qwen3"])

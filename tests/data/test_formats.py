@@ -54,6 +54,72 @@ CASES = {
     "question_answer": ({"question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}),
     "with context": ({"context": "c", "question": "q", "answer": "a"}, {"prompt": "c\n\nq", "completion": "a"}),
     "text": ({"text": "abc", "url": "x"}, {"text": "abc"}),
+    "parts under value": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "H"}, {"type": "text", "content": "i"}]},
+                CHAT[1],
+            ]
+        },
+        {"messages": CHAT},
+    ),
+    "sharegpt turns in messages": (
+        {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!", "weight": 0.0}]},
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]},
+    ),
+    "sharegpt calls": (
+        {
+            "conversations": [
+                {"from": "human", "value": "2+2?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+                {"from": "observation", "value": "4"},
+                {"from": "gpt", "value": "It is 4."},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "2+2?"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+                },
+                {"role": "tool", "content": "4"},
+                {"role": "assistant", "content": "It is 4."},
+            ]
+        },
+    ),
+    "the older function_call": (
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            ]
+        },
+        {
+            "messages": [
+                CHAT[0],
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+                },
+            ]
+        },
+    ),
+    "alpaca with a history": (
+        {"instruction": "2+2?", "input": "", "output": "4", "history": [["Hi", "Hello!"]]},
+        {"messages": [*CHAT, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+    ),
+    "dolly": (
+        {"instruction": "Add", "context": "1+1", "response": "2", "category": "x"},
+        {"prompt": "Add\n\n1+1", "completion": "2"},
+    ),
+    "orca": (
+        {"system_prompt": "S", "question": "q", "response": "a"},
+        {"prompt": "q", "completion": "a", "system": "S"},
+    ),
+    "images that are none": ({"messages": CHAT, "images": []}, {"messages": CHAT}),
 }
 
 
@@ -115,7 +181,53 @@ def test_wrong_settings(arguments: tuple, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+PART = "must hold its text once, under text: it is"
 BAD_ROWS = {
+    "a part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        f"a.jsonl:2: messages[0].content[0] {PART} {{'type': 'text', 'text': None}}.",
+    ),
+    "a part under another key": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "body": "Hi"}]}]},
+        f"a.jsonl:2: messages[0].content[0] {PART} {{'type': 'text', 'body': 'Hi'}}.",
+    ),
+    "a part twice": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "value": "b"}]}]},
+        f"a.jsonl:2: messages[0].content[0] {PART} {{'type': 'text', 'text': 'a', 'value': 'b'}}.",
+    ),
+    "a part that is a text": (
+        {"messages": [{"role": "user", "content": ["Hi"]}]},
+        """a.jsonl:2: messages[0].content[0] must be an object such as {"type": "text", "text": ...}, not 'Hi'.""",
+    ),
+    "a weight that is a text": (
+        {"messages": [CHAT[0], {**CHAT[1], "weight": "0"}]},
+        "a.jsonl:2: messages[1].weight must be 0 (not trained on) or 1, not '0'.",
+    ),
+    "half a weight": (
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]},
+        "a.jsonl:2: messages[1].weight must be 0 (not trained on) or 1, not 0.5.",
+    ),
+    "another program's mask": (
+        {"messages": [CHAT[0], {**CHAT[1], "train": False}]},
+        "a.jsonl:2: messages[1].train=False is how another program says what is trained on: write weight: 1 for a turn that is, and weight: 0 for one that is not.",
+    ),
+    "a picture in a turn": (
+        {"messages": [{**CHAT[0], "images": ["a.png"]}, CHAT[1]]},
+        "a.jsonl:2: messages[0].images would be left out: this program trains on text.",
+    ),
+    "a picture beside the chat": (
+        {"messages": CHAT, "images": ["a.png"]},
+        "a.jsonl:2: column images would be left out: this program trains on text; dataset.format=... says that you mean it.",
+    ),
+    "a call that is a sentence": (
+        {"messages": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "call add"}]},
+        """a.jsonl:2: messages[1].value of a function_call must be JSON such as {"name": "f", "arguments": {}}, not 'call add'.""",
+    ),
+    "a call without a name": (
+        {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "a.jsonl:2: messages[1].tool_calls must hold objects with a function and its name, not \"{'function': {}}\".",
+    ),
+    "no content": ({"messages": [{"role": "user"}]}, "a.jsonl:2: messages[0].content must be a text, not missing."),
     "no role": ({"messages": [{"content": "Hi"}]}, "a.jsonl:2: messages[0].role must be a text, not None."),
     "content a number": (
         {"messages": [{"role": "user", "content": 7}]},
@@ -123,7 +235,7 @@ BAD_ROWS = {
     ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "a.jsonl:2: messages[0].content must be a text, not an image or another part that is no text.",
+        "a.jsonl:2: messages[0].content[0] is of type 'image_url', and only text is trained on: take it out, or write it as text.",
     ),
     "no list": ({"messages": "Hi"}, "a.jsonl:2: column messages must be a list of messages, not str 'Hi'."),
     "missing": ({"other": 1}, "a.jsonl:2: column messages must be a list of messages, not missing."),
@@ -137,10 +249,74 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
 def test_a_bad_row_names_its_place(tmp_path: Path, row: Any, message: str) -> None:
-    rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, row])).train
+    first = {"messages": CHAT, "images": []} if isinstance(row, dict) and "images" in row else {"messages": CHAT}
+    rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [first, row])).train
     with pytest.raises(DataError) as caught:
         rows[1]
     assert str(caught.value) == message
+
+
+# What each renderer gets that it does not know: a part of a content, a number where a text should be.
+UNKNOWN = [{"type": "image_url", "image_url": {"url": "x"}}]
+UNKNOWN_PARTS = {
+    "messages": ({"messages": [{"role": "user", "content": UNKNOWN}, CHAT[1]]}, "messages[0].content[0] is of type 'image_url'"),
+    "sharegpt": ({"conversations": [{"from": "human", "value": UNKNOWN}, CHAT[1]]}, "conversations[0].content[0] is of type 'image_url'"),
+    "prompt_completion": ({"prompt": CHAT[:1], "completion": [{"role": "assistant", "content": UNKNOWN}]}, "completion[0].content[0] is of type 'image_url'"),
+    "alpaca": ({"instruction": "a", "input": UNKNOWN, "output": "b"}, "column input must be a text, not list"),
+    "question_answer": ({"question": "a", "answer": UNKNOWN}, "column answer must be a text, not list"),
+    "text": ({"text": UNKNOWN}, "column text must be a text, not list"),
+    "tokens": ({"input_ids": UNKNOWN, "labels": [1]}, "column input_ids must be a list of integers, not list"),
+    "packed": ({"input_ids": [1], "labels": [1], "seq_lens": UNKNOWN}, "column seq_lens must be a list of integers, not list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [known.name for known in FORMATS])
+def test_every_renderer_refuses_what_it_does_not_know(name: str) -> None:
+    row, message = UNKNOWN_PARTS[name]
+    (known,) = [known for known in FORMATS if known.name == name]
+    with pytest.raises(DataError) as caught:
+        known.normalise(row)
+    assert str(caught.value).startswith(message)
+
+
+WHAT_THEY_ARE = {
+    "preference texts": (["prompt", "chosen", "rejected"], None, r"the columns chosen, rejected are preference pairs, and this program trains on one answer: take the wanted answers with dataset.columns.completion=chosen \(texts"),
+    "the rejected ones": (["prompt", "chosen", "rejected"], {"completion": "rejected"}, r"preference pairs, and rejected would be trained on"),
+    "beside messages": (["messages", "chosen", "rejected"], None, r"are preference pairs"),
+    "other names": (["question", "response_j_better", "response_k_worse"], None, r"dataset.columns.completion=response_j_better"),
+    "one bad answer": (["prompt", "answer", "rejected_answer"], None, r"dataset.columns.completion=answer"),
+    "kto": (["prompt", "completion", "label"], None, r"column label says which answers are good and which are bad \(KTO\).* dataset.format=prompt_completion to train on all"),
+    "kto chats": (["messages", "kto_tag"], None, r"column kto_tag says .* dataset.format=messages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WHAT_THEY_ARE)
+def test_columns_that_change_the_meaning_are_named(case: str) -> None:
+    columns, renames, message = WHAT_THEY_ARE[case]
+    with pytest.raises(ConfigError, match=message):
+        detect(columns, None, renames)
+
+
+def test_a_given_format_says_that_it_is_meant(tmp_path: Path) -> None:
+    assert detect(["prompt", "chosen", "rejected"], None, {"completion": "chosen"}).format.name == "prompt_completion"
+    meant = detect(["prompt", "chosen", "rejected"], "prompt_completion", {"completion": "rejected"})
+    assert meant.renames == {"completion": "rejected"}
+    assert detect(["prompt", "completion", "label"], "prompt_completion", None).description.endswith("ignored: label")
+    assert detect(["text", "label"], None, None).format.name == "text"
+    rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "images": ["a"]}]), format="messages").train
+    assert rows[0] == {"messages": CHAT}
+
+
+def test_hints_drop_no_column() -> None:
+    for columns, hint in (
+        (["Text"], "dataset.columns.text=Text."),
+        (["Frage", "Antwort"], "dataset.columns.prompt=Frage dataset.columns.completion=Antwort."),
+        (["Anweisung", "Eingabe", "Ausgabe"], "dataset.columns.instruction=Anweisung dataset.columns.input=Eingabe dataset.columns.output=Ausgabe."),
+        (["a", "b", "c", "d"], "dataset.columns.prompt=a dataset.columns.completion=d (which leaves out b, c)."),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            detect(columns, None, None)
+        assert f"for instance {hint}" in str(caught.value)
 
 
 def test_a_renamed_column_is_called_by_its_own_name(tmp_path: Path) -> None:
