@@ -88,6 +88,8 @@ class PathText:
     def problem(self, value: str) -> str | None:
         if not value.strip():
             return "a path, and it is empty: was a shell variable not set?"
+        if value.startswith("~") and os.path.expanduser(value) == value:
+            return "a path: there is no user of that name."
         longest = max(len(part.encode(errors="surrogateescape")) for part in value.split("/"))
         if longest > MAX_PART_BYTES or len(value.encode(errors="surrogateescape")) > MAX_PATH_BYTES:
             return f"shorter: a name has at most {MAX_PART_BYTES} bytes, a path {MAX_PATH_BYTES}."

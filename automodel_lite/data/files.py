@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from automodel_lite.config.rules import PathStr, Positive, Range, Seed
+from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed
 from automodel_lite.data.documents import Document, DocumentRows, Question
 from automodel_lite.data.formats import Normalise, NormalisedRows, detect
 from automodel_lite.data.readers import RawRow, RawRows, Source, open_source
@@ -17,6 +17,7 @@ from automodel_lite.data.token_rows import Alignment, align, find_alignment
 from automodel_lite.errors import ConfigError, DataError
 
 NUM_SNIFFED_ROWS = 20
+Delimiter = Annotated[str, OneOf(("comma", "semicolon", "tab", "pipe", ",", ";", "|", "\\t"))]
 
 
 @dataclass
@@ -35,6 +36,7 @@ class FilesDataset:
         max_documents: take no more than this many documents of the training set, the first ones.
         labels: of pre-tokenised rows, `aligned` (labels[i] is the target of position i) or `unshifted` (labels[i] is
             input_ids[i], as Hugging Face models take them); found by comparing them by default.
+        delimiter: between the values of a CSV file, `comma`, `semicolon`, `tab` or `pipe`; found by default.
 
     Raises:
         ConfigError: nothing at `path`, unknown format, columns of no known format.
@@ -50,6 +52,7 @@ class FilesDataset:
     val_frac: Annotated[float, Range(0, below=1)] = 0.0
     max_documents: Positive | None = None
     labels: Alignment | None = None
+    delimiter: Delimiter | None = None
     seed: Seed = 0
 
     train: DocumentRows = field(init=False)
@@ -64,7 +67,7 @@ class FilesDataset:
             raise ConfigError(f"dataset.val_frac={self.val_frac} must be in [0, 1).")
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
             raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: give one of them.")
-        source = open_source(self.path, self.name, self.split, "dataset.path")
+        source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
         detected = detect(sniff_columns(source.rows, source.description), self.format, self.columns)
 
         normalise, labels = detected.format.normalise, ""
@@ -87,7 +90,8 @@ class FilesDataset:
         self.identity = (
             f"{Path(source.description).stem}({sources}; {detected.format.name}; {dict(detected.renames)}{labels}; "
         )
-        self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed})"
+        delimiter = f", delimiter={self.delimiter}" if self.delimiter else ""
+        self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}{delimiter})"
 
     def _aligned(self, rows: NormalisedRows) -> tuple[Normalise, str]:
         """How token rows are normalised, by the convention that their labels follow."""
@@ -103,7 +107,10 @@ class FilesDataset:
         if self.val_path is None:
             return {}
         paths = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
-        return {name: open_source(path, None, self.split, "dataset.val_path") for name, path in paths.items()}
+        return {
+            name: open_source(path, None, self.split, "dataset.val_path", self.delimiter)
+            for name, path in paths.items()
+        }
 
 
 @dataclass(frozen=True)

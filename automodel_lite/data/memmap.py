@@ -10,9 +10,11 @@ Megatron's pairs (`corpus.bin`, `corpus.idx`) are read too.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +46,9 @@ class MemmapRows(IndexedRows):
     ):
         self._arguments = (path, dtype, offsets, bos_id, eos_id)
         self._bos_id, self._eos_id = bos_id, eos_id
+        self._file = FileIO(path)
         self.tokens = _map_tokens(path, dtype)
+        _check_offsets(offsets, len(self.tokens), path.name)
         self._offsets = offsets
         self._lengths = np.diff(offsets)
         if bos_id is not None:
@@ -57,7 +61,13 @@ class MemmapRows(IndexedRows):
         return self._lengths
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """A view of the file's tokens where nothing is added to them; labels are made here."""
+        """A view of the file's tokens where nothing is added to them; labels are made here.
+
+        Raises:
+            DataError: the file was cut short since it was mapped; reading on would end the process by a signal.
+        """
+        if os.fstat(self._file.fileno()).st_size < self.tokens.nbytes:
+            raise DataError(f"{self._arguments[0]}: the file was cut short while it is read: bring it back.")
         tokens = self.tokens[self._offsets[index] : self._offsets[index + 1]]
         if self._lengths[index] != len(tokens):
             tokens = self._framed(tokens)
@@ -210,23 +220,38 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if not np.array_equal(pointers, ends[:-1] * np.dtype(dtype).itemsize):
         raise DataError(f"{path.name}: its sequences do not lie end to end in the .bin file.")
+    if len(bounds) and not 0 <= bounds.min() <= bounds.max() < len(ends):
+        raise DataError(f"{path.name}: its documents begin with sequences that are not there.")
     return dtype, ends[bounds]
 
 
 def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple[str, np.ndarray]:
     described = path.with_suffix(".json")
     if described.is_file():
-        dtype = json.loads(described.read_text())["dtype"]
+        try:
+            dtype = json.loads(described.read_text())["dtype"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f'{described.name}: must be {{"dtype": "uint16"}} or uint32 ({error}).') from error
     if dtype not in DTYPES:
         raise ConfigError(f"dataset.dtype={dtype} must be one of {', '.join(DTYPES)}: {path.name} does not say it.")
     offsets = path.with_suffix(".offsets.npy")
     if offsets.is_file():
-        return dtype, np.asarray(np.load(offsets, mmap_mode="r"))
+        try:
+            return dtype, np.asarray(np.load(offsets))
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{offsets.name}: is damaged ({error}): write it again.") from error
     if separator_id is None:
         raise ConfigError(
             f"dataset.separator_id=null: {path.name} has no {offsets.name}; name the token that ends its documents."
         )
     return dtype, _offsets_by_separator(_map_tokens(path, dtype), separator_id)
+
+
+def _check_offsets(offsets: np.ndarray, num_tokens: int, name: str) -> None:
+    """Raises DataError unless documents lie one behind the other inside the file."""
+    is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
+    if not is_flat or offsets[0] < 0 or offsets[-1] > num_tokens or (np.diff(offsets.astype(np.int64)) < 0).any():
+        raise DataError(f"{name}: its index is of another file: documents lie outside the {num_tokens:,} tokens.")
 
 
 def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:

@@ -15,12 +15,15 @@ import glob
 import gzip
 import json
 import lzma
+import os
 import shutil
+import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from io import FileIO
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +35,7 @@ from automodel_lite.errors import ConfigError, DataError
 
 RawRow = dict[str, Any]
 INDEX_BLOCK_BYTES = 64 * 2**20
+MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
 
 
 class RawRows(Protocol):
@@ -46,20 +50,23 @@ class RawRows(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """One JSON object a line; blank lines are no rows. Picklable: a worker indexes nothing again."""
+    """One JSON object a line; blank lines are no rows. Picklable: a worker indexes nothing again.
+
+    Lines are read, not mapped: a mapped file that somebody cuts short ends the process by a signal.
+    """
 
     path: Path
     name: str
     starts: np.ndarray  # byte offset of each row's line, int64
     line_numbers: np.ndarray  # from 1
+    num_bytes: int
 
     @cached_property
-    def _bytes(self) -> np.ndarray:
-        is_empty = self.path.stat().st_size == 0  # which cannot be mapped
-        return np.zeros(0, np.uint8) if is_empty else np.asarray(np.memmap(self.path, np.uint8, "r"))
+    def _file(self) -> FileIO:
+        return FileIO(self.path)
 
     def __reduce__(self) -> tuple:
-        return JsonLines, (self.path, self.name, self.starts, self.line_numbers)
+        return JsonLines, (self.path, self.name, self.starts, self.line_numbers, self.num_bytes)
 
     def __len__(self) -> int:
         return len(self.line_numbers)
@@ -69,8 +76,15 @@ class JsonLines:
 
     def line(self, index: int) -> bytes:
         """The bytes of one row; the next row starts behind them, white space between is no JSON."""
-        stop = self.starts[index + 1] if index + 1 < len(self) else len(self._bytes)
-        return self._bytes[self.starts[index] : stop].tobytes()
+        start = int(self.starts[index])
+        stop = int(self.starts[index + 1]) if index + 1 < len(self) else self.num_bytes
+        line = os.pread(self._file.fileno(), stop - start, start)
+        if len(line) != stop - start:
+            raise DataError(
+                f"{self.where(index)}: the file was cut short while it is read: it had {self.num_bytes:,} bytes. Bring "
+                "it back and start again."
+            )
+        return line
 
     def where(self, index: int) -> str:
         return f"{self.name}:{self.line_numbers[index]}"
@@ -80,7 +94,7 @@ def open_json_lines(path: Path, name: str) -> JsonLines:
     """Indexes the lines of a file."""
     starts, stops = _line_bounds(path)
     blank = _blank_lines(path, starts, stops)
-    return JsonLines(path, name, starts[~blank], np.flatnonzero(~blank) + 1)
+    return JsonLines(path, name, starts[~blank], np.flatnonzero(~blank) + 1, int(stops[-1]))
 
 
 def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -202,6 +216,31 @@ def _json_array(path: Path, name: str) -> list[Any]:
     return arrays[0]
 
 
+DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", ",": ",", ";": ";", "|": "|", "\\t": "\t"}
+NUM_SNIFFED_LINES = 20
+
+
+def find_delimiter(path: Path, usual: str) -> str:
+    """What stands between the values: `usual` unless only another one gives the same number (over 1) on every line."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            text = "".join(islice(file, NUM_SNIFFED_LINES))
+    except UnicodeDecodeError:
+        return usual  # the bad byte is named when its line is read
+
+    def columns(delimiter: str) -> int:
+        """Values of each line; 1 when the lines differ."""
+        try:
+            rows = [row for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter) if row]
+        except csv.Error:
+            return 1
+        whole = rows[:-1] if len(rows) > NUM_SNIFFED_LINES // 2 else rows  # the last may be cut
+        return len(rows[0]) if rows and {len(row) for row in whole} == {len(rows[0])} else 1
+
+    others = [delimiter for delimiter in (",", ";", "\t", "|") if delimiter != usual and columns(delimiter) > 1]
+    return others[0] if columns(usual) == 1 and len(others) == 1 else usual
+
+
 def open_csv(path: Path, name: str, delimiter: str) -> RowList:
     """Reads a CSV or TSV file with a header line; every value stays the text that it is."""
     csv.field_size_limit(2**31 - 1)
@@ -221,10 +260,22 @@ def open_csv(path: Path, name: str, delimiter: str) -> RowList:
             if values is None:
                 return RowList(rows, name, line_numbers)
             if header is None:
-                header = values
+                header = _csv_header(values, f"{name}:{line}")
             elif values:
                 rows.append(_csv_row(header, values, f"{name}:{line}"))
                 line_numbers.append(line)
+
+
+def _csv_header(names: list[str], where: str) -> list[str]:
+    """The names of the columns, if they can be told apart; raises DataError."""
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8.") from error
+    twice = next((column for column in names if names.count(column) > 1), None)
+    if twice is not None:
+        raise DataError(f"{where}: two columns are called {twice!r}: give each its own name.")
+    return names
 
 
 def _csv_row(header: list[str], values: list[str], where: str) -> RawRow | DataError:
@@ -271,12 +322,14 @@ class Source:
     identity: str
 
 
-def open_source(path: str | Sequence[str], name: str | None, split: str, key: str) -> Source:
+def open_source(
+    path: str | Sequence[str], name: str | None, split: str, key: str, delimiter: str | None = None
+) -> Source:
     """Opens files, or a hub dataset when nothing local has that name."""
     paths = [path] if isinstance(path, str) else list(path)
-    files = [file for one in paths for file in _local_files(one)]
+    files = [file for one in paths for file in _local_files(one, key)]
     if files:
-        rows = [_open_file(file, split) for file in files]
+        rows = [_open_file(file, split, delimiter) for file in files]
         shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
         identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
         return Source(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
@@ -285,13 +338,33 @@ def open_source(path: str | Sequence[str], name: str | None, split: str, key: st
     return _open_hub(paths[0], name, split, key)
 
 
-def _local_files(path: str) -> list[Path]:
+def _local_files(path: str, key: str) -> list[Path]:
+    if not path.strip():
+        raise ConfigError(f"{key}={path} is empty: was a shell variable not set?")
     expanded = Path(path).expanduser()
-    if expanded.is_dir():
-        return [expanded] if _is_saved_dataset(expanded) else sorted(p for p in expanded.rglob("*") if _opens(p))
-    if expanded.exists():
-        return [expanded]
-    return [Path(found) for found in sorted(glob.glob(str(expanded), recursive=True)) if Path(found).is_file()]
+    try:
+        if expanded.is_dir():
+            return [expanded] if _is_saved_dataset(expanded) else _files_below(expanded.rglob("*"), path, key)
+        if expanded.is_file():
+            return [expanded]
+        if expanded.exists():
+            raise ConfigError(f"{key}={path} is neither a file nor a folder: rows are read from any place of a file.")
+        return _files_below(map(Path, glob.iglob(str(expanded), recursive=True)), path, key, is_glob=True)
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
+
+
+def _files_below(found: Iterator[Path], path: str, key: str, is_glob: bool = False) -> list[Path]:
+    """The files among them that hold data, in order; of a glob all files."""
+    files: list[Path] = []
+    for number, one in enumerate(found):
+        if number >= MAX_ENTRIES:
+            raise ConfigError(f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the data.")
+        if one.is_file() if is_glob else _opens(one):
+            files.append(one)
+    if not files and not is_glob:
+        raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it.")
+    return sorted(files)
 
 
 def _is_saved_dataset(folder: Path) -> bool:
@@ -317,7 +390,14 @@ def _stamp(path: Path) -> str:
     return ",".join(f"{file.stat().st_size} B at {file.stat().st_mtime_ns}" for file in files)
 
 
-def _open_file(path: Path, split: str) -> RawRows:
+def _open_file(path: Path, split: str, delimiter: str | None) -> RawRows:
+    try:
+        return _open_kind(path, split, delimiter)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}).") from error
+
+
+def _open_kind(path: Path, split: str, delimiter: str | None) -> RawRows:
     if path.is_dir():
         return open_arrow(path, path.name, "", split)
     if split != "train":
@@ -331,7 +411,8 @@ def _open_file(path: Path, split: str) -> RawRows:
     if kind == ".json":
         return open_json(plain, path.name)
     if kind in (".csv", ".tsv"):
-        return open_csv(plain, path.name, "\t" if kind == ".tsv" else ",")
+        usual = "\t" if kind == ".tsv" else ","
+        return open_csv(plain, path.name, DELIMITERS[delimiter] if delimiter else find_delimiter(plain, usual))
     return open_arrow(plain, path.name, KINDS[kind], split)
 
 
@@ -342,7 +423,7 @@ def _decompressed(path: Path) -> Path:
         try:
             with COMPRESSIONS[path.suffix](path) as packed, (folder / "data").open("wb") as plain:
                 shutil.copyfileobj(packed, plain, 2**20)
-        except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
             raise DataError(f"{path.name}: cannot be decompressed: {error}.") from error
 
     key = {"file": str(path.resolve()), "stamp": _stamp(path)}
@@ -381,7 +462,7 @@ def open_arrow(path: Path, name: str, builder: str, split: str) -> RawRows:
             if path.is_dir()
             else datasets.load_dataset(builder, data_files=str(path), split="train")
         )
-    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException, ValueError, OSError) as error:
+    except Exception as error:  # whatever a damaged file makes of its reader
         reason = str(error.__cause__ or error).strip().splitlines()[:1]
         raise DataError(f"{name}: cannot be read as {builder or 'a saved dataset'}: {' '.join(reason)}") from error
     if isinstance(loaded, datasets.DatasetDict):

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol
 
 from automodel_lite.config.rules import PathStr, Range
 from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question
-from automodel_lite.data.files import FilesDataset
+from automodel_lite.data.files import Delimiter, FilesDataset
 from automodel_lite.data.formats import NormalisedRows, detect
 from automodel_lite.data.readers import RawRow, RawRows, looks_local, open_source, without_nulls
 from automodel_lite.errors import ConfigError, DataError
@@ -125,7 +125,7 @@ class StreamingDataset:
         num_shards: into how many the stream is dealt; a multiple of data-parallel ranks x workers. A run may continue
             on another number of ranks as long as this one stays. Streams that cannot be entered in the middle
             (generators, hub datasets of few files) are read from the start by each shard.
-        name, split, format, columns, val_path: as for `FilesDataset`.
+        name, split, format, columns, val_path, delimiter: as for `FilesDataset`.
     """
 
     path: PathStr | Sequence[PathStr] | None = None
@@ -136,6 +136,7 @@ class StreamingDataset:
     columns: Mapping[str, str] | None = None
     val_path: PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]] | None = None
     num_shards: Annotated[int, Range(1, 100_000)] = 8
+    delimiter: Delimiter | None = None
 
     stream: RawStream = field(init=False)
     val: dict[str, DocumentRows] = field(init=False)
@@ -194,14 +195,15 @@ class StreamingDataset:
         assert self.path is not None
         if isinstance(self.path, str) and not looks_local(self.path):
             return HubStream(self.path, self.name, self.split, "dataset.path")
-        source = open_source(self.path, self.name, self.split, "dataset.path")
+        source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
         return FileStream(source.rows, source.description, source.identity)
 
     def _val(self) -> Iterator[tuple[str, DocumentRows]]:
         if self.val_path is not None:
             named = self.val_path if isinstance(self.val_path, Mapping) else {"val": self.val_path}
             for name, path in named.items():
-                yield name, FilesDataset(path, split=self.split, format=self.format, columns=self.columns).train
+                held_out = FilesDataset(path, None, self.split, self.format, self.columns, delimiter=self.delimiter)
+                yield name, held_out.train
 
     def _is_empty(self) -> str:
         return f"{self.stream.name}: the stream is empty: it holds no row."

@@ -44,8 +44,8 @@ def load_tokenizer(path: PathStr, *, chat_template: str | None = None) -> PreTra
         raise ConfigError(f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub name.")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever a damaged file makes of its reader
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {first_line}") from error
     if chat_template is not None:
         is_file = "{" not in chat_template
@@ -120,6 +120,9 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 def _read_template(path: str) -> str:
     try:
+        if Path(path).expanduser().exists() and not Path(path).expanduser().is_file():
+            raise ConfigError(f"tokenizer.chat_template={path} is not a file.")
         return Path(path).expanduser().read_text()
-    except OSError as error:
-        raise ConfigError(f"tokenizer.chat_template={path} cannot be read ({error.strerror}).") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"tokenizer.chat_template={path[:200]} cannot be read ({reason}).") from error

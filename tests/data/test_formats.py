@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import datasets
 import pyarrow
 import pytest
 
+from automodel_lite.data import readers
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.formats import FORMATS, detect
 from automodel_lite.errors import ConfigError, DataError
@@ -390,6 +392,74 @@ def test_globs_folders_and_lists_keep_their_order(tmp_path: Path) -> None:
 def test_text_files_are_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     assert documents(str(tmp_path / "a.txt")) == [{"text": "one"}, {"text": "two"}]
+
+
+SEPARATED = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
+
+
+@pytest.mark.parametrize("kind", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("delimiter", SEPARATED)
+def test_the_delimiter_of_a_table_is_found(tmp_path: Path, kind: str, delimiter: str) -> None:
+    mark = SEPARATED[delimiter]
+    lines = ["question", "answer"], ["a, b" if mark != "," else "b", "x"], [f'"c{mark} d\nline"', "1.5"]
+    (tmp_path / kind).write_text("".join(mark.join(line) + "\r\n" for line in lines))
+    found = documents(str(tmp_path / kind))
+    assert [document["completion"] for document in found] == ["x", "1.5"]
+    assert found[1]["prompt"] == f"c{mark} d\nline"
+
+
+def test_a_delimiter_is_not_found_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\none; two\nthree; four\nfive\n")
+    assert documents(str(tmp_path / "a.csv"))[0] == {"text": "one; two"}
+    (tmp_path / "b.csv").write_text("question,answer\na;b,c\nd,e,f\n")  # a bad row stays one
+    with pytest.raises(DataError, match=r"b.csv:3: 3 values for 2 columns"):
+        documents(str(tmp_path / "b.csv"))
+
+
+def test_a_delimiter_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question;answer,x\na;b,y\n")
+    assert documents(str(tmp_path / "a.csv"), delimiter="semicolon", columns={"answer": "answer,x"}) == [
+        {"prompt": "a", "completion": "b,y"}
+    ]
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer,answer\na,b,c\n")
+    with pytest.raises(DataError, match=r"a.csv:1: two columns are called 'answer'"):
+        documents(str(tmp_path / "a.csv"))
+    (tmp_path / "b.csv").write_bytes(b"question,antw\xf6rt\na,b\n")
+    with pytest.raises(DataError, match=r"b.csv:1: byte 0xf6 is not UTF-8"):
+        documents(str(tmp_path / "b.csv"))
+
+
+def test_what_is_not_a_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that nobody writes to would be waited for, for ever; a disk would be searched for an hour."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match=r"dataset.path=.*a.jsonl is neither a file nor a folder"):
+        documents(str(tmp_path / "a.jsonl"))
+    with pytest.raises(ConfigError, match=r"is a folder without data: it has no .jsonl"):
+        documents(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"dataset.path= is empty"):
+        documents("")
+    monkeypatch.setattr(readers, "MAX_ENTRIES", 3)
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"holds over 3 files and folders: name the one with the data"):
+        documents(str(tmp_path))
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
+    """A mapped file would end the process by SIGBUS."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES * 1000)
+    rows = FilesDataset(str(path)).train
+    assert rows[4999] == DOCUMENTS[4]
+    os.truncate(path, len(LINES))
+    assert rows[4] == DOCUMENTS[4]
+    with pytest.raises(DataError, match=r"a.jsonl:6: the file was cut short while it is read: it had 175,000 bytes"):
+        rows[5]
+    with pytest.raises(DataError, match=r"a.jsonl:5000: the file was cut short"):
+        rows[4999]
 
 
 def test_csv_values_stay_text(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -124,3 +125,29 @@ def test_packs_are_read_from_the_file(tmp_path: Path) -> None:
     packs = PackedDataset(data.train, plan_packs(data.train.lengths, 4, strategy="next_fit"))
     assert [pack["input_ids"].tolist() for pack in map(packs.__getitem__, range(2))] == [[5, 6, 7, 8], [9, 1, 0, 0]]
     assert [pack["labels"].tolist() for pack in map(packs.__getitem__, range(2))] == [[6, 7, _, _], [1, _, _, _]]
+
+
+def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path) -> None:
+    """Reading on would end the process by SIGBUS."""
+    write_memmap(tmp_path / "a", [[1, 2, 3]] * 10_000, "uint16")
+    rows = MemmapCorpus(str(tmp_path / "a")).train
+    assert rows[9_999]["input_ids"].tolist() == [1, 2, 3]
+    os.truncate(tmp_path / "a.bin", 100)
+    with pytest.raises(DataError, match=r"a.bin: the file was cut short while it is read"):
+        rows[9_999]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b"{", r"a.json: must be"),
+        ("a.json", b"[]", r"a.json: must be"),
+        ("a.offsets.npy", b"\x93NUMPY", r"a.offsets.npy: is damaged"),
+        ("a.bin", b"1234", r"a.bin: its index is of another file: documents lie outside the 2 tokens"),
+    ],
+)
+def test_damaged_companions_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    write_memmap(tmp_path / "a", [[1, 2, 3]] * 10, "uint16")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        MemmapCorpus(str(tmp_path / "a"))
