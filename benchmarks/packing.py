@@ -32,13 +32,13 @@ import torch
 
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.collate import packed_sequence_thd_collater
-from automodel_lite.data.loader import BatchShape, MicroBatchSampler, epoch_order, read_batches
-from automodel_lite.data.loader import deal as deal_steps
+from automodel_lite.data.loader import MicroBatchSampler, deal_to_ranks, epoch_order, read_batches
 from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
 from automodel_lite.data.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.data.packing.order import seeded_order
 from automodel_lite.data.packing.packs import PackedDataset, TokenArrays
 from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.source import BatchShape
 from automodel_lite.flops import CostModel
 from automodel_lite.nemo_api.packed_sequence import pack_dataset
 
@@ -303,7 +303,7 @@ def each(packs: PackedDataset) -> None:
 
 def loaded(packs: PackedDataset) -> None:
     """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
-    steps = [deal_steps(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
+    steps = [deal_to_ranks(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
     for _ in read_batches(packs, MicroBatchSampler(steps, 0), DataloaderConfig()):
         pass
 

@@ -75,7 +75,9 @@ def measure(overrides: list[str], folder: str) -> Measured:
     config = check_config(compose_config("llama_packed", ["name=scaling", *more]))
     recipe = TrainFinetuneRecipe(config)
     recipe.setup()
-    recipe.feed = DeviceFeed(recipe.loader.steps(recipe.cursor), recipe.shard, recipe.mesh.device)
+    recipe.feed = DeviceFeed(
+        recipe.data.steps(recipe.cursor, recipe.mesh, recipe.costs), recipe.shard, recipe.mesh.device
+    )
     states: list[int] = []
     recipe.optimizer.register_step_pre_hook(lambda optimizer, *_: states.append(_state_bytes(optimizer)))
     recipe.step(next(recipe.feed))

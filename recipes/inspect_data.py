@@ -20,11 +20,11 @@ from typing import Any
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import draw_histogram, draw_mask, draw_pack, packing_report
-from automodel_lite.data.prepare import PreparedData, prepare_first_documents
+from automodel_lite.data.prepare import PlannedPacks, prepare_first_documents
 from automodel_lite.data.row_checks import mark_trained
+from automodel_lite.data.source import batch_shape
 from automodel_lite.data.streaming import NUM_HEAD_DOCUMENTS, StreamingDataset
 from automodel_lite.errors import DataError
-from automodel_lite.parallel.mesh import MeshShape
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3
@@ -34,7 +34,7 @@ SHOWN_TOKENS = 400
 def main(config: Config) -> int:
     """Prints everything; 1 when nothing would be trained on."""
     try:
-        data = prepare_first_documents(config, MeshShape(dp_replicate=1, dp_shard=1, cp=config.mesh.cp))
+        data = prepare_first_documents(config, batch_shape(config.training, dp_size=1))
         packs = data.packs_of(0)
     except DataError as error:
         print(f"nothing would be trained on: {error}", file=sys.stderr)
@@ -48,7 +48,7 @@ def main(config: Config) -> int:
     return 0
 
 
-def counts(data: PreparedData) -> Iterator[str]:
+def counts(data: PlannedPacks) -> Iterator[str]:
     """What was read, skipped, dropped and cut."""
     yield "DATA"
     yield f"  {data.documents.description}"
@@ -57,7 +57,7 @@ def counts(data: PreparedData) -> Iterator[str]:
     yield from (f"  {note}" for note in data.tokens.notes)
 
 
-def lengths(data: PreparedData, packs: PackedDataset) -> Iterator[str]:
+def lengths(data: PlannedPacks, packs: PackedDataset) -> Iterator[str]:
     """The histogram, and what packing gains."""
     yield "\nLENGTHS (tokens of a document, number of documents)"
     limit = packs.plan.packed_sequence_size
@@ -86,7 +86,7 @@ def layout_of(pack: dict[str, Any]) -> tuple[list[int], list[int]]:
     return [int(n) for n in pack["seq_lens"]], [int(n) for n in pack["seq_lens_padded"]]
 
 
-def samples(data: PreparedData, in_colour: bool) -> Iterator[str]:
+def samples(data: PlannedPacks, in_colour: bool) -> Iterator[str]:
     """Some documents, spread over the set, with what is trained on marked."""
     yield f"\nSAMPLES (trained on: {'green' if in_colour else '⟦ ⟧'})"
     rows = data.tokens.train

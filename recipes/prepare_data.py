@@ -13,22 +13,17 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.prepare_data:main")
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.packing.report import packing_report
-from automodel_lite.data.prepare import StreamedData, prepare_data
-from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.data.prepare import prepare_data
+from automodel_lite.data.source import batch_shape
 
 
 def main(config: Config) -> int:
     """Fills the cache and prints what is in it."""
-    data = prepare_data(config, MeshShape(dp_replicate=1, dp_shard=1, cp=config.mesh.cp))
+    data = prepare_data(config, batch_shape(config.training, dp_size=1))
     print(data.documents.description)
     for note in data.notes:
         print(f"  {note}")
-    if isinstance(data, StreamedData):
-        print("a stream is tokenised and packed while it is trained on; nothing else is prepared")
-        return 0
-    packs = data.packs_of(0)
-    print(packing_report(packs.plan, data.tokens.train.lengths))
+    print(data.report() or "a stream is tokenized and packed while it is trained on; nothing else is prepared")
     for name, val_packs in data.val_packs.items():
         print(f"validation ({name}): {len(val_packs):,} packs")
     return 0

@@ -23,9 +23,9 @@ import torch
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.loader import Cursor, DeviceFeed, ReadyStep
+from automodel_lite.data.loader import DeviceFeed, ReadyStep
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
-from automodel_lite.data.stream_loader import gather_cursor
+from automodel_lite.data.source import Cursor
 from automodel_lite.garbage import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, runs_remote_code
@@ -89,17 +89,16 @@ class TrainFinetuneRecipe:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
         self.lock.check()
-        shape, batches = check_sizes(config, world_size())
+        batches = check_sizes(config, world_size())
         self.source: CausalLM = build(config.model)
-        self.data = prepare_data(config, shape)
-        self.plan = self.data.plan(config.training, batches)
+        self.data = prepare_data(config, batches)
+        self.plan = self.data.plan(config.training)
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         model_config = self.source.config(self.data.tokenizer)
         check_positions(self.data.longest, model_config)
         self.costs = cost_model(model_config)
-        self.loader = self.data.loader(config, batches, self.mesh, self.costs)
-        self.report = self.data.report(batches, self.costs)
+        self.report = self.data.report(self.costs)
         seed_all(config.seed, "model")
         self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
         self.model = self.built.model
@@ -122,7 +121,7 @@ class TrainFinetuneRecipe:
         self.origin = None
         self.control.on_first(self.lock.acquire)
         state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
-        fingerprint = self.data.fingerprint(self.loader.shape)
+        fingerprint = self.data.fingerprint()
         if state:
             check_same_data(state["data"], fingerprint, self.config.checkpoint.accept_changes)
             self.origin = self.checkpointer.newest
@@ -131,7 +130,7 @@ class TrainFinetuneRecipe:
             move_to(self.scheduler, self.num_steps)
         self.state = {"data": fingerprint, "world_size": world_size()}
         if self.mesh.rank == 0:
-            self.folder.open(self.config, self.loader.shape.global_batch_size, self.data.packer.slot_multiple)
+            self.folder.open(self.config, self.data.shape.global_batch_size, self.data.packer.slot_multiple)
             self.folder.write_status("running", self.num_steps)
             if self.report:
                 self.report.to_json(self.folder.packing)
@@ -159,7 +158,7 @@ class TrainFinetuneRecipe:
         )
         if self.owes_validation:
             self.validate()
-        self.feed = DeviceFeed(self.loader.steps(self.cursor), self.shard, self.mesh.device)
+        self.feed = DeviceFeed(self.data.steps(self.cursor, self.mesh, self.costs), self.shard, self.mesh.device)
         if self.num_steps < self.plan.max_steps:
             check_ranks_read_alike(self.feed.peek().micro_batches[0], self.mesh.cp)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
@@ -218,7 +217,7 @@ class TrainFinetuneRecipe:
         """One row on the screen, in metrics.jsonl and in the trackers."""
         row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
-        self.metrics.log(row.as_row() | self.loader.left_out(self.cursor))
+        self.metrics.log(row.as_row() | self.data.left_out(self.cursor, self.mesh))
         self.page.update()
 
     def validate(self) -> None:
@@ -229,7 +228,7 @@ class TrainFinetuneRecipe:
         self.watchdog.beat(f"validating after step {self.num_steps}")
         losses = {}
         for name, packs in self.data.val_packs.items():
-            loss = validation_loss(self.model, packs, self.loader, self.mesh, self.shard, self.edge.must_stop)
+            loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.edge.must_stop)
             if loss is None:
                 return
             losses[name] = loss
@@ -247,7 +246,7 @@ class TrainFinetuneRecipe:
         if self.bad_steps.in_a_row:
             return
         self.watchdog.beat(f"saving step {self.num_steps}")
-        cursor = asdict(gather_cursor(self.cursor, self.mesh))
+        cursor = asdict(self.cursor.gathered(self.mesh))
         self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
         self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
         is_last = self.num_steps == self.plan.max_steps

@@ -1,4 +1,4 @@
-"""Which packs form each optimizer step, and which rank reads which: a pure function of (seed, epoch).
+"""Batches of packs: which rank reads which, workers that read ahead, tokens on the device before they are needed.
 
     order of epoch 0   7 2 9 0 | 4 1 8 5 | 3 6          global_batch_size 4
     step 1             4 1 8 5
@@ -6,21 +6,8 @@
     step 2 (short)     3 6            rank 0: [3]          rank 1: [6]
 
 The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may
-continue on another layout. Its position is (epoch, packs consumed).
-
-Batches of each optimizer step, from a position on.
-
-The trainer owns the position: it advances with finished steps, so nothing that workers have read ahead can leak into
-it.
-
-Steps whose tokens are on the device before they are needed.
-
-    compute stream   step 1 ─────────────▶ step 2 ─────────────▶
-    host             stage 2: read ─┐      stage 3: read ─┐
-    copy stream                     └ copy ▶              └ copy ▶
-
-`stage()` is called once the work of a step has been handed to the GPU and before its result is waited for. A batch of
-validation is a step of one micro-batch.
+continue on another layout. The recipe owns the position, which advances with finished steps: what workers have read
+ahead is not part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +15,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -44,34 +30,12 @@ from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.data.packing.order import seeded_order
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
+from automodel_lite.data.source import BatchShape, Cursor, StepBatches
 from automodel_lite.seed import derive_seed
 from automodel_lite.thd import ThdBatch, to_thd
 
-
-@dataclass(frozen=True)
-class Cursor:
-    """Position in the data: packs of `epoch` consumed so far, over all ranks.
-
-    shards: of a stream, the state of each shard (by its number) behind the packs that were consumed.
-    """
-
-    epoch: int = 0
-    packs: int = 0
-    shards: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """How an optimizer step is cut: global_batch_size packs over dp_size ranks in micro-batches."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    dp_size: int
-
-    @property
-    def micro_steps(self) -> int:
-        """Forward passes of each rank for a whole step."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+_NEVER = 1 << 60
+_STAY_S = 120.0  # of a worker that was told to stop; it leaves sooner with its rank
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -84,7 +48,7 @@ def steps_per_epoch(num_packs: int, global_batch_size: int) -> int:
     return -(-num_packs // global_batch_size)
 
 
-def deal(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
+def deal_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
     """The packs of one step -> int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
     width = shape.dp_size * shape.micro_batch_size
     num_micro = -(-len(pack_ids) // width)
@@ -110,65 +74,6 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return sum(len(step) for step in self.steps)
-
-
-Batch = dict[str, Any]
-_NEVER = 1 << 60
-_STAY_S = 120.0  # of a worker that was told to stop; it leaves sooner with its rank
-
-
-@dataclass(frozen=True)
-class StepBatches:
-    """What one rank reads for one optimizer step."""
-
-    micro_batches: list[Batch]  # collated [B, S] tensors
-    pack_ids: list[int]  # of the whole step, all ranks
-    epoch: int
-    after: Cursor  # the position once this step is done
-    wait_s: float  # how long the trainer waited for it
-
-
-@dataclass(frozen=True)
-class PackLoader:
-    """Endless optimizer steps over epochs of packs.
-
-    order_of   epoch -> its packs and the order in which they are consumed, int64 [packs]
-    """
-
-    order_of: Callable[[int], tuple[PackedDataset, np.ndarray]]
-    shape: BatchShape
-    dp_rank: int
-    config: DataloaderConfig
-
-    def steps(self, cursor: Cursor) -> Iterator[StepBatches]:
-        """The steps that follow `cursor`, for ever."""
-        while True:
-            yield from self._epoch(cursor)
-            cursor = Cursor(cursor.epoch + 1, 0)
-
-    def left_out(self, cursor: Cursor) -> dict[str, int]:
-        """Of packs that were planned beforehand this was said at the start."""
-        return {}
-
-    def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
-        packs, order = self.order_of(cursor.epoch)
-        size = self.shape.global_batch_size
-        starts = range(cursor.packs, len(order), size)
-        steps = [deal(order[start : start + size], self.shape) for start in starts]
-        batches = iter(read_batches(packs, MicroBatchSampler(steps, self.dp_rank), self.config))
-        for start, step in zip(starts, steps):
-            began = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(len(step))]
-            waited_s = time.perf_counter() - began
-            ids = order[start : start + size]
-            yield StepBatches(
-                micro_batches, ids.tolist(), cursor.epoch, _after(cursor.epoch, start + len(ids), len(order)), waited_s
-            )
-
-
-def _after(epoch: int, packs: int, num_packs: int) -> Cursor:
-    """The edge of an epoch has one name: (next epoch, 0)."""
-    return Cursor(epoch + 1, 0) if packs >= num_packs else Cursor(epoch, packs)
 
 
 def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: DataloaderConfig) -> StatefulDataLoader:
@@ -204,7 +109,7 @@ def validation_steps(
     """Every pack once over all ranks, one micro-batch at a time; ranks that run short get empty packs, so all run
     equally often.
     """
-    for batch in read_batches(packs, MicroBatchSampler([deal(np.arange(len(packs)), shape)], dp_rank), config):
+    for batch in read_batches(packs, MicroBatchSampler([deal_to_ranks(np.arange(len(packs)), shape)], dp_rank), config):
         yield StepBatches([batch], [], 0, Cursor(), 0.0)
 
 
@@ -219,6 +124,13 @@ class ReadyStep:
 
 class DeviceFeed:
     """An iterator of steps that reads, and copies to the device, one step ahead.
+
+        compute stream   step 1 ─────────────▶ step 2 ─────────────▶
+        host             stage 2: read ─┐      stage 3: read ─┐
+        copy stream                     └ copy ▶              └ copy ▶
+
+    `stage()` is called once the work of a step has been handed to the GPU and before its result is waited for. A batch
+    of validation is a step of one micro-batch.
 
     Args:
         place: takes this rank's part of a whole stream (context parallelism), on the host.

@@ -1,15 +1,14 @@
-"""How many steps of how many packs: the arithmetic of a run, before it starts.
+"""From files to packs: everything that happens to data before a process group or a model exists.
 
-Sizes that have to divide one another, checked together before data is read: every problem is said at once.
-
-From files to packs: everything that happens to data before a process group or a model exists.
+documents ─▶ tokenizer ─▶ token rows (cached, once a node) ─▶ pack plan ─▶ packs read lazily
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,89 +16,37 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with
-from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
 from automodel_lite.data.documents import Documents
-from automodel_lite.data.loader import BatchShape, PackLoader, epoch_order, steps_per_epoch
+from automodel_lite.data.loader import MicroBatchSampler, deal_to_ranks, epoch_order, read_batches, steps_per_epoch
 from automodel_lite.data.packing.balance import deal, pack_costs
 from automodel_lite.data.packing.packer import Packer
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.stream_loader import StreamLoader, TokenStream
+from automodel_lite.data.source import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, batch_shape
+from automodel_lite.data.stream_loader import StreamedPacks, TokenStream
 from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.tokenize import Job, TokenizedData, tokenize_documents, tokenize_validation
 from automodel_lite.errors import ConfigError
 from automodel_lite.flops import CostModel
-from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape
+from automodel_lite.parallel.mesh import Mesh, mesh_shape
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """Optimizer steps of the run and of its first epoch."""
-
-    max_steps: int
-    steps_per_epoch: int | None  # None: of a stream, not known
-    shape: BatchShape
-
-    @property
-    def num_epochs(self) -> float | None:
-        return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
-
-
-def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
-    """Raises ConfigError when the global batch is not whole micro-batches of all data-parallel ranks."""
-    smallest = config.micro_batch_size * dp_size
-    size = config.global_batch_size or smallest
-    if size % smallest:
-        nearest = max(smallest, round(size / smallest) * smallest)
-        raise ConfigError(
-            f"training.global_batch_size={size} must be a multiple of {smallest} (training.micro_batch_size="
-            f"{config.micro_batch_size} x {dp_size} data-parallel ranks): use {nearest}."
-        )
-    return BatchShape(size, config.micro_batch_size, dp_size)
-
-
-def training_plan(config: TrainingConfig, packs_of: Callable[[int], PackedDataset], shape: BatchShape) -> TrainingPlan:
-    """The first of max_steps and num_epochs that is reached; raises ConfigError when neither is set."""
-    first = steps_per_epoch(len(packs_of(0)), shape.global_batch_size)
-    limits = []
-    if config.max_steps is not None:
-        limits.append(config.max_steps)
-    if config.num_epochs is not None:
-        epochs = (len(packs_of(epoch)) for epoch in range(config.num_epochs))
-        limits.append(sum(steps_per_epoch(num_packs, shape.global_batch_size) for num_packs in epochs))
-    if not limits:
-        raise ConfigError(
-            f"training.max_steps=null and training.num_epochs=null: set one; an epoch is {first} steps of these packs."
-        )
-    return TrainingPlan(min(limits), first, shape)
-
-
-def stream_plan(config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
-    """The plan for a stream, whose length is not known; raises ConfigError when max_steps is not set."""
-    if config.max_steps is None:
-        raise ConfigError(
-            "training.max_steps=null: the length of a stream is not known, so say after how many steps to stop, for "
-            f"instance training.max_steps=1000 ({1000 * shape.global_batch_size:,} packs)."
-        )
-    return TrainingPlan(config.max_steps, None, shape)
-
-
-def check_sizes(config: Config, num_processes: int) -> tuple[MeshShape, BatchShape]:
-    """The mesh and the batches of this many processes; raises one ConfigError with a line a problem."""
+def check_sizes(config: Config, num_processes: int) -> BatchShape:
+    """The batches of this many processes; raises one ConfigError with a line per problem."""
     problems = []
-    shape = batches = None
+    batches = None
     try:
-        shape = mesh_shape(config.mesh, num_processes)
-        batches = batch_shape(config.training, shape.dp)
+        batches = batch_shape(config.training, mesh_shape(config.mesh, num_processes).dp)
     except ConfigError as error:
         problems.append(str(error))
     try:
         build_with(config.packed_sequence, cp_size=config.mesh.cp)
     except ConfigError as error:
         problems.append(str(error))
-    if shape is None or batches is None or problems:
+    if batches is None or problems:
         raise ConfigError("\n".join(problems))
-    return shape, batches
+    return batches
 
 
 def check_positions(longest: int, model_config: PretrainedConfig) -> None:
@@ -114,69 +61,95 @@ def check_positions(longest: int, model_config: PretrainedConfig) -> None:
 
 
 @dataclass(frozen=True)
-class PreparedData:
-    """Documents, their tokens, and the packs of every epoch."""
+class PlannedPacks:
+    """A `PackSource` of documents whose lengths are known: the packs of every epoch are planned beforehand.
+
+    packs_of   epoch -> its packs
+    """
 
     documents: Documents
     tokenizer: PreTrainedTokenizerFast
     tokens: TokenizedData
     packer: Packer
-    packs_of: Callable[[int], PackedDataset]  # epoch -> packs
+    packs_of: Callable[[int], PackedDataset]
     val_packs: dict[str, PackedDataset]
+    shape: BatchShape
+    dataloader: DataloaderConfig
+    seed: int  # of the order of packs
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What tokenising did, a line a set."""
         return self.tokens.notes
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was read and left out, set by set, for metrics.jsonl."""
         counts = {f"data/{name}/{key}": n for name, c in self.tokens.counts.items() for key, n in asdict(c).items()}
         return counts | {f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()}
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document (or piece of one) in the packs."""
         return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.lengths).max(initial=0))
 
-    def plan(self, config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
-        return training_plan(config, self.packs_of, shape)
+    def plan(self, config: TrainingConfig) -> TrainingPlan:
+        """The first of max_steps and num_epochs that is reached; raises ConfigError when neither is set."""
+        size = self.shape.global_batch_size
+        first = steps_per_epoch(len(self.packs_of(0)), size)
+        limits = []
+        if config.max_steps is not None:
+            limits.append(config.max_steps)
+        if config.num_epochs is not None:
+            limits.append(sum(steps_per_epoch(len(self.packs_of(epoch)), size) for epoch in range(config.num_epochs)))
+        if not limits:
+            raise ConfigError(
+                "training.max_steps=null and training.num_epochs=null: set one; an epoch is "
+                f"{first} steps of these packs."
+            )
+        return TrainingPlan(min(limits), first, self.shape)
 
-    def loader(self, config: Config, shape: BatchShape, mesh: Mesh, costs: CostModel) -> PackLoader:
-        order_of = partial(self.order_of, config=config, shape=shape, costs=costs)
-        return PackLoader(order_of, shape, mesh.dp_rank, config.dataloader)
+    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
+        while True:
+            yield from self._epoch(cursor, mesh.dp_rank, costs)
+            cursor = Cursor(cursor.epoch + 1, 0)
 
-    def order_of(
-        self, epoch: int, config: Config, shape: BatchShape, costs: CostModel
-    ) -> tuple[PackedDataset, np.ndarray]:
-        """The packs of an epoch and the order in which they are consumed: shuffled, then dealt by their cost."""
+    def _epoch(self, cursor: Cursor, dp_rank: int, costs: CostModel) -> Iterator[StepBatches]:
+        packs, order = self.packs_of(cursor.epoch), self.order_of(cursor.epoch, costs)
+        size = self.shape.global_batch_size
+        starts = range(cursor.packs, len(order), size)
+        steps = [deal_to_ranks(order[start : start + size], self.shape) for start in starts]
+        batches = iter(read_batches(packs, MicroBatchSampler(steps, dp_rank), self.dataloader))
+        for start, step in zip(starts, steps):
+            began = time.perf_counter()
+            micro_batches = [next(batches) for _ in range(len(step))]
+            waited_s = time.perf_counter() - began
+            ids = order[start : start + size]
+            after = _after(cursor.epoch, start + len(ids), len(order))
+            yield StepBatches(micro_batches, ids.tolist(), cursor.epoch, after, waited_s)
+
+    def order_of(self, epoch: int, costs: CostModel) -> np.ndarray:
+        """The packs of an epoch in the order in which they are consumed: shuffled, then dealt by their cost."""
         packs = self.packs_of(epoch)
-        order = epoch_order(len(packs), config.seed, epoch, config.dataloader.shuffle)
-        dealt = deal(
-            pack_costs(packs.plan, self.tokens.train.lengths, costs)[order],
-            self.packer.balance,
-            ranks=shape.dp_size,
-            micro_steps=shape.micro_steps,
-            micro_batch_size=shape.micro_batch_size,
-            seed=config.seed,
-        )
-        return packs, order[dealt]
+        order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
+        costs_of_packs = pack_costs(packs.plan, self.tokens.train.lengths, costs)[order]
+        return order[deal(costs_of_packs, self.packer.balance, **self._layout, seed=self.seed)]
 
-    def report(self, shape: BatchShape, costs: CostModel) -> PackingReport:
-        """What the packs of the first epoch cost and gain."""
-        return packing_report(
-            self.packs_of(0).plan,
-            self.tokens.train.lengths,
-            cost_model=costs,
-            balance=self.packer.balance,
-            ranks=shape.dp_size,
-            micro_steps=shape.micro_steps,
-            micro_batch_size=shape.micro_batch_size,
-        )
+    @property
+    def _layout(self) -> dict[str, int]:
+        shape = self.shape
+        return {
+            "ranks": shape.dp_size,
+            "micro_steps": shape.micro_steps,
+            "micro_batch_size": shape.micro_batch_size,
+        }
+
+    def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
+        """Nothing: `counts` says it at the start."""
+        return {}
+
+    def report(self, costs: CostModel | None = None) -> PackingReport:
+        plan, lengths = self.packs_of(0).plan, self.tokens.train.lengths
+        return packing_report(plan, lengths, cost_model=costs, balance=self.packer.balance, **self._layout)
 
     def lengths(self) -> dict[str, list[float]]:
-        """For drawing: documents in equal bins of length, and the lengths in one pack of the first epoch."""
         lengths = self.tokens.train.lengths
         longest = max(1, int(lengths.max()))
         counts, edges = np.histogram(lengths, bins=min(40, longest), range=(0, longest))
@@ -184,9 +157,8 @@ class PreparedData:
         pieces = plan.piece_lengths(lengths)[plan.offsets[0] : plan.offsets[1]]
         return {"edges": edges.round(1).tolist(), "documents": counts.tolist(), "pack": pieces.tolist()}
 
-    def fingerprint(self, shape: BatchShape) -> dict[str, Any]:
-        """What the order of the data follows from, for checkpoints: other values are other data."""
-        by_window = f"window, {shape.dp_size} data-parallel ranks x {shape.micro_batch_size}"
+    def fingerprint(self) -> dict[str, Any]:
+        by_window = f"window, {self.shape.dp_size} data-parallel ranks x {self.shape.micro_batch_size}"
         return {
             "documents": len(self.tokens.train),
             "tokens": int(self.tokens.train.lengths.sum()),
@@ -196,62 +168,32 @@ class PreparedData:
         }
 
 
-@dataclass(frozen=True)
-class StreamedData:
-    """A stream, tokenised and packed while it is trained on; only its validation sets are prepared."""
-
-    documents: StreamingDataset
-    tokenizer: PreTrainedTokenizerFast
-    tokens: TokenStream
-    packer: Packer
-    val_packs: dict[str, PackedDataset]
-    notes: tuple[str, ...]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {}  # of a stream they are in its position, and grow with it
-
-    @property
-    def longest(self) -> int:
-        return self.packer.packed_sequence_size  # at most
-
-    def plan(self, config: TrainingConfig, shape: BatchShape) -> TrainingPlan:
-        return stream_plan(config, shape)
-
-    def loader(self, config: Config, shape: BatchShape, mesh: Mesh, costs: CostModel) -> StreamLoader:
-        return StreamLoader(self.tokens, self.packer, shape, mesh, config.dataloader)
-
-    def report(self, shape: BatchShape, costs: CostModel) -> None:
-        """Nothing is known before the stream is read."""
-
-    def fingerprint(self, shape: BatchShape) -> dict[str, Any]:
-        """What the packs of the stream follow from."""
-        packer = self.packer
-        packs = f"{packer.packed_sequence_size} {packer.overlong} {packer.slot_multiple}"
-        return {"tokens": self.documents.identity, "packs": packs}
+def _after(epoch: int, packs: int, num_packs: int) -> Cursor:
+    """The end of an epoch has one name: (next epoch, 0)."""
+    return Cursor(epoch + 1, 0) if packs >= num_packs else Cursor(epoch, packs)
 
 
-def prepare_data(config: Config, shape: MeshShape) -> PreparedData | StreamedData:
-    """documents -> tokenizer -> token rows (cached, once a node) -> pack plan -> packs read lazily."""
-    packer: Packer = build_with(config.packed_sequence, cp_size=shape.cp)  # first: it checks sizes
+def prepare_data(config: Config, batches: BatchShape) -> PackSource:
+    """The packs of a run; tokenizes what is not in the cache, once per node."""
+    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)  # first: it checks sizes
     documents: Documents | StreamingDataset = build(config.dataset)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     if isinstance(documents, StreamingDataset):
-        return _prepare_stream(config, documents, tokenizer, packer)
-    return _prepare_packs(config, documents, tokenizer, packer)
+        return _stream(config, documents, tokenizer, packer, batches)
+    return _planned(config, documents, tokenizer, packer, batches)
 
 
-def prepare_first_documents(config: Config, shape: MeshShape) -> PreparedData:
-    """`prepare_data` for looking at it: of a stream, the first documents as if they were all."""
-    data = prepare_data(config, shape)
-    if isinstance(data, PreparedData):
-        return data
-    return _prepare_packs(config, data.documents, data.tokenizer, data.packer)
+def prepare_first_documents(config: Config, batches: BatchShape) -> PlannedPacks:
+    """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
+    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)
+    documents: Documents = build(config.dataset)
+    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
+    return _planned(config, documents, tokenizer, packer, batches)
 
 
-def _prepare_packs(
-    config: Config, documents: Documents, tokenizer: PreTrainedTokenizerFast, packer: Packer
-) -> PreparedData:
+def _planned(
+    config: Config, documents: Documents, tokenizer: PreTrainedTokenizerFast, packer: Packer, batches: BatchShape
+) -> PlannedPacks:
     tokens = tokenize_documents(documents, tokenizer, cache_dir=config.cache_dir, **asdict(config.tokenize))
 
     @lru_cache(maxsize=2)
@@ -261,16 +203,18 @@ def _prepare_packs(
         return packer.packs(tokens.train, packer.plan(tokens.train.lengths, epoch))
 
     val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in tokens.val.items()}
-    return PreparedData(documents, tokenizer, tokens, packer, packs_of, val_packs)
+    return PlannedPacks(
+        documents, tokenizer, tokens, packer, packs_of, val_packs, batches, config.dataloader, config.seed
+    )
 
 
-def _prepare_stream(
-    config: Config, stream: StreamingDataset, tokenizer: PreTrainedTokenizerFast, packer: Packer
-) -> StreamedData:
+def _stream(
+    config: Config, stream: StreamingDataset, tokenizer: PreTrainedTokenizerFast, packer: Packer, batches: BatchShape
+) -> StreamedPacks:
     job = Job(tokenizer, **asdict(config.tokenize))
     val, notes = tokenize_validation(stream, job, config.cache_dir)
     val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
-    return StreamedData(stream, tokenizer, TokenStream(stream, job), packer, val_packs, notes)
+    return StreamedPacks(TokenStream(stream, job), packer, val_packs, notes, batches, config.dataloader)
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: bool) -> None:

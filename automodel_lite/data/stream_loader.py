@@ -1,6 +1,4 @@
-"""A stream of documents as token rows, a few documents at a time.
-
-Batches of each optimizer step from a stream, with the same interface and the same promises as `PackLoader`.
+"""A stream as a source of packs: its documents become token rows, and these packs, while they are trained on.
 
 Shards take turns: pack k of the stream is the next pack of shard k % num_shards, or empty once that shard has ended.
 Rank r of W reads the shards r, r + W, …, so its packs are every W-th pack of the stream, and the global batches depend
@@ -13,30 +11,32 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.schema import DataloaderConfig
+from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
 from automodel_lite.data.chat import Sample
 from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.data.documents import Document
 from automodel_lite.data.encode import Encoder, SampleRenderer
-from automodel_lite.data.loader import BatchShape, Cursor, StepBatches, outlive_signals
+from automodel_lite.data.loader import outlive_signals
 from automodel_lite.data.packing.packer import Packer
-from automodel_lite.data.packing.packs import flatten, lay_out
-from automodel_lite.data.packing.stream import StreamedPacks
+from automodel_lite.data.packing.packs import PackedDataset, flatten, lay_out
+from automodel_lite.data.packing.stream import PackStream
+from automodel_lite.data.source import BatchShape, Cursor, StepBatches, TrainingPlan
 from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.token_rows import next_token_labels
 from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -115,41 +115,77 @@ _NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
-class StreamLoader:
-    """Endless optimizer steps over a stream, which begins again when it ends."""
+class StreamedPacks:
+    """A `PackSource` of a stream, which is tokenized and packed while it is trained on and begins again when it ends.
+
+    Raises ConfigError when the shards cannot be shared out evenly to the processes that read them.
+    """
 
     tokens: TokenStream
     packer: Packer
+    val_packs: dict[str, PackedDataset]
+    notes: tuple[str, ...]
     shape: BatchShape
-    mesh: Mesh
-    config: DataloaderConfig
+    dataloader: DataloaderConfig
 
     def __post_init__(self) -> None:
-        readers = self.shape.dp_size * max(1, self.config.num_workers)
+        readers = self.shape.dp_size * max(1, self.dataloader.num_workers)
         if self._num_shards % readers:
             raise ConfigError(
                 f"dataset.num_shards={self._num_shards} must be a multiple of {readers} ({self.shape.dp_size} "
-                f"data-parallel ranks x dataloader.num_workers={self.config.num_workers}): use "
+                f"data-parallel ranks x dataloader.num_workers={self.dataloader.num_workers}): use "
                 f"{-(-self._num_shards // readers) * readers}."
             )
 
     @property
-    def dp_rank(self) -> int:
-        return self.mesh.dp_rank
+    def documents(self) -> StreamingDataset:
+        return self.tokens.dataset
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.tokens.job.tokenizer
 
     @property
     def _num_shards(self) -> int:
         return self.tokens.dataset.num_shards
 
-    def steps(self, cursor: Cursor) -> Iterator[StepBatches]:
-        """The steps that follow `cursor`, for ever.
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def longest(self) -> int:
+        return self.packer.packed_sequence_size  # at most
+
+    def plan(self, config: TrainingConfig) -> TrainingPlan:
+        """Raises ConfigError when max_steps is not set."""
+        if config.max_steps is None:
+            raise ConfigError(
+                "training.max_steps=null: the length of a stream is not known, so say after how many steps to stop, "
+                f"for instance training.max_steps=1000 ({1000 * self.shape.global_batch_size:,} packs)."
+            )
+        return TrainingPlan(config.max_steps, None, self.shape)
+
+    def report(self, costs: CostModel | None = None) -> None:
+        """Nothing is known before the stream is read."""
+
+    def lengths(self) -> dict[str, list[float]]:
+        return {}
+
+    def fingerprint(self) -> dict[str, Any]:
+        packer = self.packer
+        packs = f"{packer.packed_sequence_size} {packer.overlong} {packer.slot_multiple}"
+        return {"tokens": self.documents.identity, "packs": packs}
+
+    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
+        """The costs of packs are not used: they are not known together.
 
         Raises:
             DataError: the stream ends without a pack.
         """
         while True:
             num_steps = 0
-            for batches in self._epoch(cursor):
+            for batches in self._epoch(cursor, mesh):
                 num_steps += 1
                 yield batches
             if not num_steps and not cursor.packs:
@@ -158,23 +194,23 @@ class StreamLoader:
                 )
             cursor = Cursor(cursor.epoch + 1)
 
-    def left_out(self, cursor: Cursor) -> dict[str, int]:
+    def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
         """Documents left out of this epoch so far, over all ranks: over-long ones, and those that train nothing."""
-        own = [s for shard, s in (cursor.shards or {}).items() if int(shard) % self.shape.dp_size == self.dp_rank]
+        own = [s for shard, s in (cursor.shards or {}).items() if int(shard) % self.shape.dp_size == mesh.dp_rank]
         counts = [sum(state[name] for state in own) for name in ("num_dropped", "num_empty")]
-        dropped, empty = (self.mesh.sum(torch.tensor(counts)) // self.mesh.shape.cp).tolist()
+        dropped, empty = (mesh.sum(torch.tensor(counts)) // mesh.shape.cp).tolist()
         return {"stream/num_dropped": dropped, "stream/num_empty": empty}
 
-    def _epoch(self, cursor: Cursor) -> Iterator[StepBatches]:
+    def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[StepBatches]:
         per_step = self.shape.global_batch_size // self.shape.dp_size
-        turns = self._turns(cursor)
+        turns = self._turns(cursor, mesh.dp_rank)
         states = dict(cursor.shards or {})
         for step in itertools.count():
             began = time.perf_counter()
             taken = [next(turns, None) for _ in range(per_step)]
             packs = [turn[1] if turn is not None else None for turn in taken]
             batches = [self._collate(packs[i : i + self.shape.micro_batch_size]) for i in self._micro_starts(per_step)]
-            num_packs = self.mesh.sum(torch.tensor([sum(pack is not None for pack in packs)]))
+            num_packs = mesh.sum(torch.tensor([sum(pack is not None for pack in packs)]))
             wait_s = time.perf_counter() - began
             if not num_packs.item():  # the same on all ranks, so all end the epoch at this step
                 return
@@ -182,13 +218,13 @@ class StreamLoader:
             num_taken = cursor.packs + (step + 1) * self.shape.global_batch_size
             yield StepBatches(batches, [], cursor.epoch, Cursor(cursor.epoch, num_taken, dict(states)), wait_s)
 
-    def _turns(self, cursor: Cursor) -> Iterator[Turn | None]:
+    def _turns(self, cursor: Cursor, dp_rank: int) -> Iterator[Turn | None]:
         """This rank's turns from `cursor` on; None for a shard that has ended."""
-        own = range(self.mesh.dp_rank, self._num_shards, self.shape.dp_size)
+        own = range(dp_rank, self._num_shards, self.shape.dp_size)
         first = cursor.packs // self.shape.dp_size % len(own)
         shards = [*own[first:], *own[:first]]
         states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
-        read = iter(read_turns(ShardTurns(self.tokens, self.packer, shards, states), self.config))
+        read = iter(read_turns(ShardTurns(self.tokens, self.packer, shards, states), self.dataloader))
         ahead = next(read, None)
         for shard in itertools.cycle(shards):
             if ahead is None:
@@ -208,18 +244,8 @@ class StreamLoader:
         size = packer.packed_sequence_size
         empty = lay_out(flatten([]), none, none, size, packer.slot_multiple, packer.padding_idx)
         batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
-        pins = self.config.pin_memory and torch.cuda.is_available()
+        pins = self.dataloader.pin_memory and torch.cuda.is_available()
         return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-
-
-def gather_cursor(cursor: Cursor, mesh: Mesh) -> Cursor:
-    """The position with the states of all shards, which are spread over the ranks; for a checkpoint."""
-    if cursor.shards is None or mesh.root is None:
-        return cursor
-    own = {k: v for k, v in cursor.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
-    parts: list[dict[str, ShardState]] = [{}] * mesh.shape.world_size
-    dist.all_gather_object(parts, own)
-    return replace(cursor, shards={shard: state for part in parts for shard, state in part.items()})
 
 
 class ShardTurns(IterableDataset):
@@ -243,8 +269,8 @@ class ShardTurns(IterableDataset):
                     alive.discard(shard)
                 yield shard, pack, None if pack is None else streams[shard].state_dict()
 
-    def _packs(self, shard: int) -> StreamedPacks:
-        packs = StreamedPacks(
+    def _packs(self, shard: int) -> PackStream:
+        packs = PackStream(
             partial(self.tokens.read, shard),
             self.packer.packed_sequence_size,
             overlong=self.packer.overlong,

@@ -23,9 +23,10 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import epoch_order
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, TokenArrays
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.prepare import StreamedData, prepare_data
+from automodel_lite.data.prepare import prepare_first_documents
+from automodel_lite.data.source import batch_shape
 from automodel_lite.data.token_rows import IndexedRows
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
 
@@ -223,9 +224,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     smaller = {"packed_sequence_size": size, "overlong": "truncate", "drop_long_samples": None}
     if size < training_size:
         config = replace(config, packed_sequence={**config.packed_sequence, **smaller})
-    data = prepare_data(config, shape)
-    if isinstance(data, StreamedData):
-        raise ConfigError("dataset.path is a stream: verify with a file of some of its documents.")
+    data = prepare_first_documents(config, batch_shape(config.training, 1))
     packs = data.packs_of(0)
     num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()

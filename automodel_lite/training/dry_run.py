@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.prepare import batch_shape, prepare_data
+from automodel_lite.data.prepare import prepare_data
+from automodel_lite.data.source import batch_shape
 from automodel_lite.models.adapter import Peft
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM
@@ -30,10 +31,9 @@ def dry_run(config: Config) -> int:
     console = Console(is_silent=rank() != 0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = planned_shape(config)
-    batches = batch_shape(config.training, shape.dp)
     source: CausalLM = build(config.model)
-    data = prepare_data(config, shape)
-    plan = data.plan(config.training, batches)
+    data = prepare_data(config, batch_shape(config.training, shape.dp))
+    plan = data.plan(config.training)
     model_config = source.config(data.tokenizer)
     strategy = choose_strategy(config.mesh.strategy, shape, device)
     dtype = choose_precision(config.training.precision, device)
@@ -44,7 +44,7 @@ def dry_run(config: Config) -> int:
     axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
     name = str(dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
-    report = data.report(batches, cost_model(model_config))
+    report = data.report(cost_model(model_config))
     console.say("device", f"{device.type}, {shape.world_size} process(es) ({axes}, {strategy}), {name} compute")
     console.say("model", f"{model_config.model_type}: {count(size.parameters)} parameters, {trained}")
     console.say("attention", attention)

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from automodel_lite.attention.probe import stream_of
 from automodel_lite.config.rules import Count, Positive
 from automodel_lite.config.schema import SamplesConfig
-from automodel_lite.data.loader import DeviceFeed, PackLoader, validation_steps
+from automodel_lite.data.loader import DeviceFeed, validation_steps
 from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.stream_loader import StreamLoader
+from automodel_lite.data.source import PackSource
 from automodel_lite.models.generate import load_model
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
@@ -35,7 +35,7 @@ from automodel_lite.thd import ThdBatch
 def validation_loss(
     model: ParallelModel,
     packs: PackedDataset,
-    loader: PackLoader | StreamLoader,
+    source: PackSource,
     mesh: Mesh,
     shard: Callable[[ThdBatch], ThdBatch],
     must_stop: Callable[[], bool],
@@ -48,7 +48,7 @@ def validation_loss(
     model.module.eval()
     loss_sum = torch.zeros((), device=mesh.device)
     num_label_tokens = 0
-    feed = DeviceFeed(validation_steps(packs, loader.shape, loader.dp_rank, loader.config), shard, mesh.device)
+    feed = DeviceFeed(validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader), shard, mesh.device)
     for ready in feed:
         loss_sum += model(ready.parts[0])
         num_label_tokens += ready.micro_batches[0].num_label_tokens

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.schema import Config
-from automodel_lite.data.prepare import batch_shape
+from automodel_lite.data.source import batch_shape
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import chunk_rows
 from automodel_lite.parallel.mesh import MeshShape

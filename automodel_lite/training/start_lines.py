@@ -10,7 +10,7 @@ import transformers
 import automodel_lite
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.data.prepare import PreparedData, StreamedData, TrainingPlan
+from automodel_lite.data.source import PackSource, TrainingPlan
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
 
@@ -19,7 +19,7 @@ Line = tuple[str, str]
 
 def start_lines(
     config: Config,
-    data: PreparedData | StreamedData,
+    data: PackSource,
     report: PackingReport | None,
     built: BuiltModel,
     mesh: Mesh,
@@ -40,7 +40,7 @@ def start_lines(
     ]
 
 
-def data_lines(data: PreparedData | StreamedData) -> list[Line]:
+def data_lines(data: PackSource) -> list[Line]:
     """Where the documents are from, and what became of them."""
     return [("data", data.documents.description), *(("", note) for note in data.notes)]
 

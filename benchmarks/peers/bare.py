@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from automodel_lite.config.components import build
-from automodel_lite.data.loader import BatchShape, Cursor, PackLoader
 from automodel_lite.data.prepare import prepare_data
+from automodel_lite.data.source import BatchShape, Cursor
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
@@ -21,16 +21,12 @@ def parts(job: Job) -> tuple[ParallelModel, torch.optim.Optimizer, list[ThdBatch
     """Model, optimizer, and the batches of all steps."""
     config = recipe_config(job)
     mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
-    data = prepare_data(config, mesh.shape)
+    data = prepare_data(config, BatchShape(1, 1, 1))
     source = build(config.model)
     torch.manual_seed(0)
     model = build_model(config, source, data.tokenizer, mesh).model
     optimizer = adamw(model.loss_model, LR, betas=[0.9, 0.95])
-    shape = BatchShape(1, 1, 1)
-    costs = cost_model(source.config(data.tokenizer))
-    steps = PackLoader(lambda epoch: data.order_of(epoch, config, shape, costs), shape, 0, config.dataloader).steps(
-        Cursor()
-    )
+    steps = data.steps(Cursor(), mesh, cost_model(source.config(data.tokenizer)))
     return model, optimizer, [to_thd(next(steps).micro_batches[0]) for _ in range(job.all_steps)]
 
 

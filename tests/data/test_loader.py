@@ -1,34 +1,57 @@
-"""PackLoader: each document once an epoch, the same in every epoch and with workers, and exact positions."""
+"""Planned packs: each document once an epoch, the same in every epoch and with workers, and exact positions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from automodel_lite.config.schema import DataloaderConfig
-from automodel_lite.data.loader import BatchShape, Cursor, PackLoader, StepBatches, epoch_order
-from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.config.schema import DataloaderConfig, MeshConfig
+from automodel_lite.data.packing.packer import Packer
+from automodel_lite.data.prepare import PlannedPacks
+from automodel_lite.data.source import BatchShape, Cursor, StepBatches
+from automodel_lite.data.tokenize import TokenizedData, tokenize_documents
 from automodel_lite.data.toy_chat import ToyChat
+from automodel_lite.flops import CostModel
+from automodel_lite.parallel.mesh import init_mesh
 from tests.data.templates import MARKED, byte_tokenizer
+
+SIZE = 1024
+COSTS = CostModel(1.0, 0.0)
+MESH = init_mesh(MeshConfig())
 
 
 @pytest.fixture(scope="module")
-def packs(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenizedData:
     folder: Path = tmp_path_factory.mktemp("cache")
-    rows = tokenize_documents(ToyChat(num_chats=60), byte_tokenizer(MARKED), cache_dir=folder).train
-    return PackedDataset(rows, plan_packs(rows.lengths, 1024))
+    return tokenize_documents(ToyChat(num_chats=60), byte_tokenizer(MARKED), cache_dir=folder)
 
 
-def loader_of(packs: PackedDataset, num_workers: int, shuffle: bool = True) -> PackLoader:
-    def order_of(epoch: int) -> tuple[PackedDataset, np.ndarray]:
-        return packs, epoch_order(len(packs), 3, epoch, shuffle)
+def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> PlannedPacks:
+    packer = Packer(SIZE, balance="none")
+    packs = packer.packs(tokens.train, packer.plan(tokens.train.lengths))
+    return PlannedPacks(
+        ToyChat(num_chats=60),
+        byte_tokenizer(MARKED),
+        tokens,
+        packer,
+        lambda epoch: packs,
+        {},
+        BatchShape(4, 2, 1),
+        DataloaderConfig(num_workers=num_workers, shuffle=shuffle),
+        seed=3,
+    )
 
-    return PackLoader(order_of, BatchShape(4, 2, 1), 0, DataloaderConfig(num_workers=num_workers))
+
+def steps_of(tokens: TokenizedData, num_workers: int, cursor: Cursor, shuffle: bool = True) -> Iterator[StepBatches]:
+    return source_of(tokens, num_workers, shuffle).steps(cursor, MESH, COSTS)
+
+
+@pytest.fixture(scope="module")
+def num_packs(tokens: TokenizedData) -> int:
+    return len(source_of(tokens, 0).packs_of(0))
 
 
 def plain(step: StepBatches) -> tuple:
@@ -39,37 +62,37 @@ def plain(step: StepBatches) -> tuple:
     return step.epoch, step.pack_ids, tensors
 
 
-def test_every_pack_once_an_epoch(packs: PackedDataset) -> None:
-    steps = [s for s in islice(loader_of(packs, 0).steps(Cursor()), 40) if s.epoch == 0]
-    assert sorted(number for step in steps for number in step.pack_ids) == list(range(len(packs)))
-    assert len(packs) % 4 != 0  # the last step is short
+def test_every_pack_once_an_epoch(tokens: TokenizedData, num_packs: int) -> None:
+    steps = [s for s in islice(steps_of(tokens, 0, Cursor()), 40) if s.epoch == 0]
+    assert sorted(number for step in steps for number in step.pack_ids) == list(range(num_packs))
+    assert num_packs % 4 != 0  # the last step is short
 
 
-def test_the_second_epoch_is_equal_and_reading_changes_nothing(packs: PackedDataset) -> None:
-    steps = list(islice(loader_of(packs, 0, shuffle=False).steps(Cursor()), 40))
+def test_the_second_epoch_is_equal_and_reading_changes_nothing(tokens: TokenizedData) -> None:
+    steps = list(islice(steps_of(tokens, 0, Cursor(), shuffle=False), 40))
     first, second = ([plain(step)[1:] for step in steps if step.epoch == epoch] for epoch in (0, 1))
     assert second == first
-    other, _ = ([plain(s)[1:] for s in islice(loader_of(packs, 0).steps(Cursor(e)), 3)] for e in (1, 0))
-    assert other != [plain(s)[1:] for s in islice(loader_of(packs, 0).steps(Cursor(0)), 3)]
+    other, _ = ([plain(s)[1:] for s in islice(steps_of(tokens, 0, Cursor(e)), 3)] for e in (1, 0))
+    assert other != [plain(s)[1:] for s in islice(steps_of(tokens, 0, Cursor(0)), 3)]
 
 
-def test_workers_change_nothing(packs: PackedDataset) -> None:
-    alone = [plain(step) for step in islice(loader_of(packs, 0).steps(Cursor()), 12)]
-    assert [plain(step) for step in islice(loader_of(packs, 2).steps(Cursor()), 12)] == alone
+def test_workers_change_nothing(tokens: TokenizedData) -> None:
+    alone = [plain(step) for step in islice(steps_of(tokens, 0, Cursor()), 12)]
+    assert [plain(step) for step in islice(steps_of(tokens, 2, Cursor()), 12)] == alone
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop", ["in the middle", "before the edge", "at the edge", "behind the edge"])
-def test_resumed_at(packs: PackedDataset, num_workers: int, stop: str) -> None:
-    per_epoch = -(-len(packs) // 4)
+def test_resumed_at(tokens: TokenizedData, num_packs: int, num_workers: int, stop: str) -> None:
+    per_epoch = -(-num_packs // 4)
     done = {
         "in the middle": 2,
         "before the edge": per_epoch - 1,
         "at the edge": per_epoch,
         "behind the edge": per_epoch + 1,
     }
-    whole = list(islice(loader_of(packs, 0).steps(Cursor()), per_epoch + 4))
+    whole = list(islice(steps_of(tokens, 0, Cursor()), per_epoch + 4))
     cursor = whole[done[stop] - 1].after
-    rest = islice(loader_of(packs, num_workers).steps(cursor), per_epoch + 4 - done[stop])
+    rest = islice(steps_of(tokens, num_workers, cursor), per_epoch + 4 - done[stop])
     assert [plain(step) for step in rest] == [plain(step) for step in whole[done[stop] :]]
     assert cursor.epoch == (1 if done[stop] >= per_epoch else 0)

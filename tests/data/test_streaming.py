@@ -12,17 +12,19 @@ import datasets
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
-from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packer import Packer
-from automodel_lite.data.stream_loader import StreamLoader, TokenStream, gather_cursor
+from automodel_lite.data.source import BatchShape, Cursor, StepBatches
+from automodel_lite.data.stream_loader import StreamedPacks, TokenStream
 from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from tests.data.templates import MARKED, QWEN3, Family, byte_tokenizer
 from tests.ranks import run_ranks
 
 NUM_ROWS = 61
+COSTS = CostModel(1.0, 0.0)
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -36,14 +38,15 @@ def write(path: Path) -> str:
     return str(path)
 
 
-def loader_of(path: str | None, global_batch_size: int = 4, num_workers: int = 0, **options: Any) -> StreamLoader:
+def loader_of(path: str | None, global_batch_size: int = 4, num_workers: int = 0, **options: Any) -> StreamedPacks:
     mesh = init_mesh(MeshConfig())
     dataset = StreamingDataset(**({"path": path, "num_shards": 4} | options))
-    return StreamLoader(
+    return StreamedPacks(
         TokenStream(dataset, Job(byte_tokenizer(MARKED))),
         Packer(40),
+        {},
+        (),
         BatchShape(global_batch_size, 1, mesh.shape.dp),
-        mesh,
         DataloaderConfig(num_workers=num_workers),
     )
 
@@ -55,8 +58,8 @@ def documents_of(batches: StepBatches) -> list[list[str]]:
     return [[part.split(",")[0] for part in decode(pack).split("<|assistant|>")[1:]] for pack in packs]
 
 
-def epoch_of(loader: StreamLoader, cursor: Cursor) -> list[tuple[list[list[str]], Cursor]]:
-    own = takewhile(lambda batches: batches.epoch == cursor.epoch, loader.steps(cursor))
+def epoch_of(loader: StreamedPacks, cursor: Cursor) -> list[tuple[list[list[str]], Cursor]]:
+    own = takewhile(lambda batches: batches.epoch == cursor.epoch, loader.steps(cursor, init_mesh(MeshConfig()), COSTS))
     return [(documents_of(batches), batches.after) for batches in own]
 
 
@@ -84,7 +87,7 @@ def test_resumed_after_any_step(tmp_path: Path, num_workers: int) -> None:
 def test_resumed_at_the_edge_of_an_epoch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     whole = epoch_of(loader_of(path), Cursor())
-    after_last = next(loader_of(path).steps(whole[-1][1]))
+    after_last = next(loader_of(path).steps(whole[-1][1], init_mesh(MeshConfig()), COSTS))
     assert after_last.epoch == 1
     assert documents_of(after_last) == whole[0][0]
 
@@ -92,7 +95,7 @@ def test_resumed_at_the_edge_of_an_epoch(tmp_path: Path) -> None:
 def steps_on_ranks(rank: int, world_size: int, path: str) -> list:
     loader = loader_of(path)
     steps = epoch_of(loader, Cursor())
-    return [(packs, gather_cursor(after, loader.mesh).shards, after.packs) for packs, after in steps]
+    return [(packs, after.gathered(init_mesh(MeshConfig())).shards, after.packs) for packs, after in steps]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -127,7 +130,7 @@ def test_a_stream_without_a_fitting_document_ends(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "q", "completion": "x" * 100}) + "\n")
     with pytest.raises(DataError, match="the stream ends without a document that fits a pack"):
-        next(loader_of(str(path)).steps(Cursor()))
+        next(loader_of(str(path)).steps(Cursor(), init_mesh(MeshConfig()), COSTS))
 
 
 def test_shards_must_be_whole_for_every_reader(tmp_path: Path) -> None:
@@ -168,8 +171,8 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path) -> None:
         epoch_of(loader_of(str(path)), Cursor())
     loader = loader_of(str(path))
     job = Job(byte_tokenizer(MARKED), on_bad_row="skip")
-    skipping = StreamLoader(
-        TokenStream(loader.tokens.dataset, job), Packer(40), loader.shape, loader.mesh, loader.config
+    skipping = StreamedPacks(
+        TokenStream(loader.tokens.dataset, job), Packer(40), {}, (), loader.shape, loader.dataloader
     )
     steps = epoch_of(skipping, Cursor())
     seen = {number for packs, _ in steps for pack in packs for number in pack}
@@ -194,13 +197,13 @@ def two_turns() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("family", [QWEN3], ids=["qwen3"])
 def test_chats_that_become_several_rows_resume_between_them(family: Family) -> None:
-    def loader() -> StreamLoader:
+    def loader() -> StreamedPacks:
         dataset = StreamingDataset(generator=f"{__name__}:two_turns", num_shards=1)
         tokens = TokenStream(dataset, Job(byte_tokenizer(family)))
-        return StreamLoader(tokens, Packer(120), BatchShape(1, 1, 1), init_mesh(MeshConfig()), DataloaderConfig())
+        return StreamedPacks(tokens, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig())
 
     def packs_from(cursor: Cursor) -> list[tuple[list[int], Cursor]]:
-        steps = takewhile(lambda batches: not batches.epoch, loader().steps(cursor))
+        steps = takewhile(lambda batches: not batches.epoch, loader().steps(cursor, init_mesh(MeshConfig()), COSTS))
         return [(batches.micro_batches[0]["input_ids"][0].tolist(), batches.after) for batches in steps]
 
     whole = packs_from(Cursor())

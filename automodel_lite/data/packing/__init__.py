@@ -6,7 +6,7 @@ packer.py             Packer: the options of the config node `packed_sequence`
 packs.py              PackedDataset, which reads packs lazily; EMPTY_PACK
 report.py             what a plan costs and gains, as text and as data
 balance.py            packs of equal attention work side by side
-stream.py             StreamedPacks: packs of documents that arrive one by one
+stream.py             PackStream: packs of documents that arrive one by one
 exact_fill.py         the streaming packer, the default
 histogram.py          the global packer: best-fit on the histogram of lengths
 refine.py             its refinement to the lower bound

@@ -1,6 +1,6 @@
 """Packs of a stream of documents: one pass, no lengths known ahead, a bounded number of documents in memory.
 
-packs = StreamedPacks(read=lambda start: islice(documents(), start, None), packed_sequence_size=4096)
+packs = PackStream(read=lambda start: islice(documents(), start, None), packed_sequence_size=4096)
 for pack in packs:              as PackedDataset gives them
     state = packs.state_dict()  {"cursor": 5310, "piece": 0, "waiting": [[5297, 0], [5301, 0], [5308, 0]], ...}
 """
@@ -23,7 +23,7 @@ Place = tuple[int, int]  # number of a document in the stream, and of a row of i
 Document = dict[str, np.ndarray]  # input_ids, labels
 
 
-class StreamedPacks(torch.utils.data.IterableDataset):
+class PackStream(torch.utils.data.IterableDataset):
     """Iterates over packs of exact_fill, documents in the order of the stream, moved by about ten places.
 
     read(start): the documents from number `start` on, the same ones at every call; each is a row {"input_ids",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.stream import StreamedPacks
+from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.errors import ConfigError, DataError
 
 
@@ -18,8 +18,8 @@ def documents(lengths: list[int], start: int) -> Iterator[dict]:
         yield {"input_ids": ids, "labels": ids + 1}
 
 
-def streamed(lengths: list[int], **arguments) -> StreamedPacks:
-    return StreamedPacks(lambda start: documents(lengths, start), **arguments)
+def streamed(lengths: list[int], **arguments) -> PackStream:
+    return PackStream(lambda start: documents(lengths, start), **arguments)
 
 
 def plain(pack: dict) -> tuple:
