@@ -1,27 +1,47 @@
 """torch's FlexAttention: softcap and attention sinks on the GPU (no backward on CPU).
 
 Legend: T tokens, H heads, D head dim.
+
+The kernel exists only compiled: uncompiled, `flex_attention` holds [H, T, T] scores. So the graph is traced whole
+(`fullgraph`), and one graph too many is an error, never the uncompiled kernel.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from automodel_lite.attention.kernel import AttentionSpec, refuse_own_exchange, require_cuda
+from automodel_lite.graphs import strict_graphs
+
+BLOCK = 128  # tokens of a block of the mask: flex_attention's own default
+
+
+def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
+    """`flex_attention` as one graph; sizes that change become symbolic at their second value.
+
+    Not `dynamic=True`: it makes scale and softcap symbolic, which torch 2.11 to 2.13 cannot trace with gradients.
+    """
+    strict_graphs()
+    return torch.compile(flex_attention, fullgraph=True, backend=backend)
 
 
 class FlexAttention:
-    """`flex_attention`, compiled on CUDA; one block mask per batch and window, shared by all layers."""
+    """`flex_attention`, compiled on CUDA; one block mask per batch and window, shared by all layers.
+
+    compiled  None compiles on CUDA only; a compiled `flex_attention` is called on every device
+    """
 
     name = "thd_flex"  # "flex_attention" inside of a name makes transformers build a mask
 
-    def __init__(self) -> None:
-        self._compiled = torch.compile(flex_attention, dynamic=True)
+    def __init__(self, compiled: Callable[..., Any] | None = None) -> None:
+        self._compiled = compiled or compiled_flex()
+        self._compiled_devices = ("cuda",) if compiled is None else ("cuda", "cpu")
         self._masks: dict[int | None, tuple[weakref.ref[Tensor], BlockMask]] = {}
 
     def check(self, spec: AttentionSpec) -> None:
@@ -45,7 +65,9 @@ class FlexAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionKernel`."""
-        attend = self._compiled if q_THD.is_cuda else flex_attention
+        # below one block the start-up probes would compile kernels, 5 to 10 s each, that training never calls
+        is_compiled = q_THD.device.type in self._compiled_devices and len(q_THD) >= BLOCK
+        attend = self._compiled if is_compiled else flex_attention
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         out, aux = attend(
             q,
@@ -66,19 +88,57 @@ class FlexAttention:
         known = self._masks.get(window)
         if known is not None and known[0]() is cu_q:
             return known[1]
-        mask = create_block_mask(_visible(cu_q, cu_k, num_q, num_k, window), None, None, num_q, num_k, cu_q.device)
+        mask = packed_block_mask(cu_q, cu_k, num_q, num_k, window)
         self._masks[window] = (weakref.ref(cu_q), mask)
         return mask
 
 
-def _visible(cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None) -> Callable[..., Tensor]:
+def packed_block_mask(cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None) -> BlockMask:
+    """The blocks of 128 x 128 that hold visible pairs, from the boundaries alone: (T / 128)^2 values at most, where
+    `create_block_mask` holds 11 bytes x T^2 (11 GiB at 32,768 tokens). Reads nothing off the device.
+
+    Query i sees keys lowest(i) to highest(i), and both rise with i: a block of queries sees at most what lies between
+    the lowest key of its first row and the highest of its last. With a window a block may be taken in between two
+    documents of which no key is visible: it is masked, not wrong.
+    """
+    segment_q, segment_k = _segments(cu_q, num_q), _segments(cu_k, num_k)
+    highest = torch.arange(num_q, device=cu_q.device) + (cu_k[1:] - cu_q[1:])[segment_q]  # the key a query sits on
+    lowest = cu_k[segment_q].long()
+    if window is not None:
+        lowest = torch.maximum(lowest, highest - window + 1)
+    first_q, last_q = _block_ends(num_q, cu_q.device)
+    first_k, last_k = _block_ends(num_k, cu_k.device)
+    is_seen = (first_k <= highest[last_q][:, None]) & (last_k >= lowest[first_q][:, None])
+    is_one_document = segment_q[first_q] == segment_q[last_q]
+    is_full = (first_k >= lowest[last_q][:, None]) & (last_k <= highest[first_q][:, None]) & is_one_document[:, None]
+    is_full &= (last_q - first_q == BLOCK - 1)[:, None] & (last_k - first_k == BLOCK - 1)
+    partial, full = _ordered(is_seen & ~is_full), _ordered(is_full)
+    mask_mod = _visible(segment_q, segment_k, highest, window)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(num_q, num_k))
+
+
+def _segments(cu: Tensor, num_tokens: int) -> Tensor:
+    """The document of each token."""
+    return torch.bucketize(torch.arange(num_tokens, device=cu.device), cu[1:], right=True)
+
+
+def _block_ends(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last token of each block."""
+    first = torch.arange(0, num_tokens, BLOCK, device=device)
+    return first, (first + BLOCK - 1).clamp(max=num_tokens - 1)
+
+
+def _ordered(is_in: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [query blocks, key blocks] -> how many are in, and their indices first, as [1, 1, ...] int32."""
+    indices = torch.argsort(is_in.to(torch.int8), dim=1, descending=True, stable=True)
+    return is_in.sum(1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
+
+
+def _visible(segment_q: Tensor, segment_k: Tensor, highest: Tensor, window: int | None) -> Callable[..., Tensor]:
     """mask_mod of segments: same segment, causal bottom right, inside of the window."""
-    segment_q = torch.bucketize(torch.arange(num_q, device=cu_q.device), cu_q[1:], right=True)
-    segment_k = torch.bucketize(torch.arange(num_k, device=cu_k.device), cu_k[1:], right=True)
-    shift = (cu_k[1:] - cu_q[1:])[segment_q]  # query index -> index of the key that it sits on
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = i + shift[i] - j
+        distance = highest[i] - j
         visible = (segment_q[i] == segment_k[j]) & (distance >= 0)
         return visible if window is None else visible & (distance < window)
 
