@@ -110,8 +110,8 @@ MISTAKES = {
         "--config-name smoke loss=liger", "loss needs the package liger_kernel: pip install 'automodel-lite[liger]'."
     ),
     "no torchao": Mistake(
-        "--config-name smoke optimizer=adamw_8bit",
-        "optimizer needs the package torchao: pip install 'automodel-lite[ao]'.",
+        "--config-name smoke training.fp8=tensorwise",
+        "training.fp8 needs the package torchao: pip install 'automodel-lite[ao]'.",
     ),
     "token ids beyond the vocabulary": Mistake(
         "--config-name smoke model.config.vocab_size=50",

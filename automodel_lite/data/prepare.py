@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config.components import build, build_with
+from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
 from automodel_lite.data.documents import Documents
 from automodel_lite.data.loader import MicroBatchSampler, deal_to_ranks, epoch_order, read_batches, steps_per_epoch
@@ -44,9 +45,30 @@ def check_sizes(config: Config, num_processes: int) -> BatchShape:
         build_with(config.packed_sequence, cp_size=config.mesh.cp)
     except ConfigError as error:
         problems.append(str(error))
+    problems += fp8_problems(config)
     if batches is None or problems:
         raise ConfigError("\n".join(problems))
     return batches
+
+
+def fp8_problems(config: Config) -> list[str]:
+    """What keeps training.fp8 from working: its products take multiples of 16 in every dim, tokens too."""
+    fp8, tokens = config.training.fp8, config.training.micro_batch_size * config.packed_sequence["packed_sequence_size"]
+    if fp8 == "none":
+        return []
+    problems = []
+    if find_spec("torchao") is None:
+        problems.append(missing_package("training.fp8", "torchao"))
+    if str(config.peft.get("_target_")).endswith(".QLora"):
+        problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
+    if config.packed_sequence["strategy"] == "none":
+        problems.append(f"training.fp8={fp8} takes multiples of 16 tokens, which padded rows are not: pack them.")
+    elif tokens % (16 * config.mesh.cp):
+        problems.append(
+            f"training.fp8={fp8} takes multiples of 16 tokens: packed_sequence.packed_sequence_size x "
+            f"training.micro_batch_size = {tokens} must be a multiple of {16 * config.mesh.cp} (16 * mesh.cp)."
+        )
+    return problems
 
 
 def check_positions(longest: int, model_config: PretrainedConfig) -> None:

@@ -17,12 +17,16 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from automodel_lite.attention.probe import stream_of, tolerance_std
 from automodel_lite.models.adapter import Adapter
+from automodel_lite.models.layers import has_fp8
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import embedding_rows, runs_remote_code
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch
 
 _PROBE_TOKENS = 16
+_FP8_STD = 0.5
+"""Standard deviations that a model whose products round to fp8 may be off from its own weights in bf16: an 80-step
+llama_tiny is off by 0.17; another model by 3 and more."""
 
 
 def export(
@@ -75,7 +79,7 @@ def export_hf(
         whole.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         loaded = _compare(temporary, whole, runs_remote_code(model.lm))
-        _compare_logits(loaded, probe, expected_TV)
+        _compare_logits(loaded, probe, expected_TV, _FP8_STD if has_fp8(model.lm) else 0.0)
         _replace(temporary, folder)
     if dist.is_initialized():
         dist.barrier()
@@ -160,10 +164,12 @@ def _logits_of(model: nn.Module, logits: Callable[[ThdBatch], Tensor], probe: Th
 
 
 @torch.no_grad()
-def _compare_logits(loaded: transformers.PreTrainedModel, probe: ThdBatch, expected_TV: Tensor) -> None:
+def _compare_logits(
+    loaded: transformers.PreTrainedModel, probe: ThdBatch, expected_TV: Tensor, least_limit: float
+) -> None:
     """Compares the median token: in low precision single tokens of a mixture of experts take other experts."""
     got_TV = loaded.eval()(probe.input_ids[None].cpu(), use_cache=False).logits[0]
-    limit = max(tolerance_std(got_TV.dtype), tolerance_std(expected_TV.dtype))
+    limit = max(tolerance_std(got_TV.dtype), tolerance_std(expected_TV.dtype), least_limit)
     off_T = (got_TV.float() - expected_TV.float()).abs().amax(1) / expected_TV.float().std()
     off = float(off_T.median())
     if not off <= limit:

@@ -1,0 +1,42 @@
+"""What keeps fp8 from working is said before data is read; its products are in the slow suite (torchao)."""
+
+from __future__ import annotations
+
+import importlib.machinery
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.data import prepare
+from automodel_lite.data.prepare import check_sizes
+from automodel_lite.errors import ConfigError
+from tests.run.small_run import config_of
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["packed_sequence.packed_sequence_size=120"],
+            "multiples of 16 tokens: packed_sequence.packed_sequence_size x",
+        ),
+        (["packed_sequence.packed_sequence_size=144", "mesh.cp=2"], "= 144 must be a multiple of 32"),
+        (["packed_sequence=none"], "which padded rows are not"),
+    ],
+    ids=["size", "cp", "padded"],
+)
+def test_sizes_that_fp8_cannot_multiply(
+    overrides: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.machinery.ModuleSpec("torchao", None)
+    monkeypatch.setattr(prepare, "find_spec", lambda name: spec)  # installed or not, the sizes are wrong
+    config = config_of(tmp_path, "training.fp8=rowwise", *overrides)
+    with pytest.raises(ConfigError, match=sentence):
+        check_sizes(config, config.mesh.cp)
+
+
+def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
+    config.peft = {"_target_": "automodel_lite.models.qlora.QLora"}  # bitsandbytes need not be there
+    with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
+        check_sizes(config, 1)
