@@ -223,9 +223,9 @@ def measure(variant: Variant, device: str) -> dict[str, Any]:
     """Tokens a second, MFU, peak memory and recompilations after warm-up of one variant."""
     import torch
 
+    from automodel_lite.graphs import compiled_graphs
     from automodel_lite.models.flops import cost_model
-    from automodel_lite.models.layers import compiled_graphs
-    from automodel_lite.training.optimizers import adamw, clip_gradients
+    from automodel_lite.training.optimizers import adamw, apply_gradients
 
     is_cuda = device == "cuda"
     wait = torch.cuda.synchronize if is_cuda else (lambda: None)
@@ -246,8 +246,7 @@ def measure(variant: Variant, device: str) -> dict[str, Any]:
         with torch.autocast(device, torch.bfloat16, enabled=is_cuda and variant.weights == "fp32"):
             loss = loss_of(variant, model, batch, device)
         (loss / num_labels).backward()
-        clip_gradients(model.parameters(), 1.0)
-        optimizer.step()
+        apply_gradients(optimizer, model.parameters(), loss.detach(), 1.0)
         optimizer.zero_grad()
         tokens += sum(documents)
         flops += costs.per_token * sum(documents) + costs.per_pair * float(costs.pairs(np.array(documents)).sum())

@@ -35,7 +35,7 @@ from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_siz
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export
-from automodel_lite.run.failures import BadSteps, Watchdog, has_failed, is_bad, log_of, recorded
+from automodel_lite.run.failures import BadSteps, StepNumbers, Watchdog, has_failed, log_of, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
@@ -49,7 +49,7 @@ from automodel_lite.training.build import build_model
 from automodel_lite.training.dry_run import dry_run
 from automodel_lite.training.evaluation import sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
-from automodel_lite.training.optimizers import clip_gradients, move_to
+from automodel_lite.training.optimizers import apply_gradients, move_to
 from automodel_lite.training.start_lines import position_line, start_lines
 
 
@@ -169,18 +169,27 @@ class TrainFinetuneRecipe:
             self.meter.lap("data")
             seed_all(self.config.seed, self.num_steps, self.mesh.rank)
             result = self.step(ready)
-            self.meter.stop(result.counts, batches.wait_s)
             self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
-            if self.num_steps == 1 or self.is_due(training.log_every_steps):
+            logs = self.num_steps == 1 or self.is_due(training.log_every_steps)
+            validates = self.is_due(training.val_every_steps)
+            saves = self.checkpointer.is_due(self.num_steps, self.is_due(self.config.checkpoint.every_steps))
+            if logs or validates or saves:
+                self.bad_steps.settle()
+            self.meter.stop(result.counts, batches.wait_s)
+            if logs:
                 self.log(result, batches.epoch)
-            if self.is_due(training.val_every_steps):
+            if validates:
                 self.validate()
-            if self.checkpointer.is_due(self.num_steps, self.is_due(self.config.checkpoint.every_steps)):
+            if saves:
                 self.save()
+        self.bad_steps.settle()
         return self.leave_early() if self.edge.stop_reason else self.finish()
 
     def step(self, ready: ReadyStep) -> StepResult:
-        """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step."""
+        """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step.
+
+        Nothing here waits for the device: a step whose numbers are bad is skipped there, and found out a step later.
+        """
         counts = sum_counts(ready.micro_batches, self.mesh, self.costs)
         loss_sum = torch.zeros((), device=self.mesh.device)
         for number, part in enumerate(ready.parts, start=1):
@@ -193,17 +202,16 @@ class TrainFinetuneRecipe:
         if self.num_steps + 1 < self.plan.max_steps:
             self.feed.stage()
             self.meter.lap("data")
-        grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_grad_norm)
-        lr = self.scheduler.get_last_lr()[0]
-        if self.edge.agree(is_bad(loss_sum, grad_norm)):
-            self.bad_steps.bad(self.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, loss_sum, grad_norm)
-        else:
-            self.optimizer.step()
-            self.bad_steps.good()
+        loss_sum, lr = self.mesh.sum(loss_sum), float(self.scheduler.get_last_lr()[0])
+        max_norm = self.config.training.max_grad_norm
+        grad_norm = apply_gradients(self.optimizer, self.model.parameters(), loss_sum, max_norm)
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.meter.lap("optimizer")
-        return StepResult(loss_sum, grad_norm, lr, counts)
+        numbers = StepNumbers(loss_sum, grad_norm)
+        self.bad_steps.watch(self.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
+        self.edge.agree()
+        return StepResult(numbers, lr, counts)
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank."""

@@ -67,7 +67,7 @@ class FlexAttention:
         """See `AttentionKernel`."""
         # below one block the start-up probes would compile kernels, 5 to 10 s each, that training never calls
         is_compiled = q_THD.device.type in self._compiled_devices and len(q_THD) >= BLOCK
-        attend = self._compiled if is_compiled else flex_attention
+        attend: Any = self._compiled if is_compiled else flex_attention
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         out, aux = attend(
             q,

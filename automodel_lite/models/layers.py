@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from automodel_lite.attention.documents import WithContext, WithinDocuments
 from automodel_lite.errors import ConfigError
+from automodel_lite.graphs import strict_graphs
 
 _aten = torch.ops.aten
 KEPT_OPS = frozenset(
@@ -52,7 +53,7 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
     """Compiles each layer's forward; attention is left out of the graphs, with the boundaries of the documents, so that
     packs of other documents need no new graph. A graph too many is an error, never a silent return to eager.
     """
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    strict_graphs()
     for layer in layers:
         if isinstance(layer.forward, WithinDocuments):
             layer.forward.forward = torch.compile(layer.forward.forward, backend=backend)
@@ -70,9 +71,9 @@ def check_layers(is_compiled: bool, how: str) -> None:
         )
 
 
-def compiled_graphs() -> int:
-    """Graphs compiled so far by this process: must stay the same once each shape has been seen."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+def has_fp8(model: nn.Module) -> bool:
+    """Are linear layers torchao's, whose products round to fp8? By name: torchao may not be installed."""
+    return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:

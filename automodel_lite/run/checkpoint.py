@@ -281,9 +281,10 @@ def _set_flat_state(
 ) -> None:
     weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     set_model_state_dict(model, weights, options=_TRAINED)
-    values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
-    values |= {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
-    set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
+    # the optimizer's tensors are its own, already loaded in place: setting them would cast 8-bit codes to fp32
+    if scalars:
+        values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+        set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
 
 
 def _is_tensor(value: object) -> TypeGuard[Tensor]:

@@ -1,7 +1,7 @@
 """Steps whose loss or gradient is not finite: dumped, skipped, and the end of the run when there are too many in a row.
 
 bad_steps/step_00000017/
-    rank_00000.json           step, packs of the whole step, this rank's loss, the gradient's norm
+    rank_00000.json           step, packs of the whole step, loss sum and gradient norm over all ranks
     rank_00000.safetensors    this rank's micro-batches: input_ids_0, labels_0, position_ids_0, cu_seqlens_0 ...
 
 What went wrong, on which rank, and which of the errors came first.
@@ -43,37 +43,68 @@ from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.thd import ThdBatch
 
 
-def is_bad(loss_sum: Tensor, grad_norm: Tensor) -> bool:
-    """Is either of them NaN or infinite? Waits for the device, once."""
-    return not bool(torch.isfinite(loss_sum) & torch.isfinite(grad_norm))
+class StepNumbers:
+    """A step's loss (summed over its label tokens) and gradient norm over all ranks, on their way to the host."""
+
+    def __init__(self, loss_sum: Tensor, grad_norm: Tensor) -> None:
+        values = torch.stack([loss_sum.detach().float(), grad_norm.detach().float()])
+        self._host = torch.empty(2, pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
+        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+    def read(self) -> tuple[float, float]:
+        """Waits until the device has finished the step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss_sum, grad_norm = self._host.tolist()
+        return loss_sum, grad_norm
 
 
 @dataclass
 class BadSteps:
-    """Counts the bad steps in a row. Every rank calls every method; all agree on which steps are bad."""
+    """Counts the bad steps in a row, which the optimizer has skipped on the device.
+
+    A step's numbers are read when the next step is under way (`watch`), or when they are wanted (`settle`), so that the
+    device never waits for the host. Every rank calls every method, and the numbers are those of all ranks.
+    """
 
     folder: Path
     max_in_a_row: int
     rank: int
     say: Callable[[str], None]
     in_a_row: int = 0
+    _watched: tuple[int, Sequence[int], Sequence[ThdBatch], StepNumbers] | None = None
 
-    def good(self) -> None:
-        self.in_a_row = 0
+    def watch(self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], numbers: StepNumbers) -> None:
+        """Settles the step before; `batches` are kept until this one is settled."""
+        self.settle()
+        self._watched = (step, pack_ids, batches, numbers)
 
-    def bad(
-        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], loss_sum: Tensor, grad_norm: Tensor
+    def settle(self) -> None:
+        """Waits for the step under watch: a bad one is dumped; raises RunStoppedError when it is one too many in a
+        row.
+        """
+        if self._watched is None:
+            return
+        (step, pack_ids, batches, numbers), self._watched = self._watched, None
+        loss_sum, grad_norm = numbers.read()
+        if math.isfinite(loss_sum) and math.isfinite(grad_norm):
+            self.in_a_row = 0
+        else:
+            self._bad(step, pack_ids, batches, loss_sum, grad_norm)
+
+    def _bad(
+        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], loss_sum: float, grad_norm: float
     ) -> None:
-        """Dumps the step; raises RunStoppedError when it is one too many in a row."""
         self.in_a_row += 1
         where = self.folder / f"step_{step:08d}"
-        loss, norm = loss_sum.item(), grad_norm.item()
+        facts = {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss_sum, "grad_norm": grad_norm}
         try:
-            _dump(where, self.rank, {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss, "grad_norm": norm})
+            _dump(where, self.rank, facts)
             _dump_batches(where, self.rank, batches)
         except (OSError, SafetensorError) as error:
             self.say(f"WARNING: {where} cannot be written: {error}")
-        what = f"step {step}: the loss or the gradient is not finite (gradient norm {norm})"
+        what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
         if self.in_a_row > self.max_in_a_row:
             raise RunStoppedError(
                 f"{what}, the {_ordinal(self.in_a_row)} time in a row: the run stops; training.max_bad_steps="

@@ -165,7 +165,7 @@ class Saves(Protocol):
 class StepEdge:
     """The one message that the ranks exchange in every step, and in every batch of validation.
 
-    Is a loss or gradient bad anywhere? Has anybody been told to stop? Is somebody still writing?
+    Has anybody been told to stop? Is somebody still writing?
     """
 
     ranks: Ranks
@@ -176,21 +176,20 @@ class StepEdge:
     longest_s: float = 0.0  # between two messages
     _last: float | None = None
 
-    def agree(self, is_bad: bool = False) -> bool:
-        """True when any rank's numbers are bad; sets `stop_reason`; closes a save that all ranks have written."""
+    def agree(self) -> None:
+        """Sets `stop_reason`; closes a save that all ranks have written."""
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - (self._last or now))
         self._last = now
         wish = self.signals.received
         if not wish and self.deadline.is_near(2 * self.longest_s + 2 * self.saves.longest_s):
             wish = _TIME_IS_UP
-        any_bad, number, any_busy = self.ranks.max([int(is_bad), wish, int(self.saves.is_busy())])
+        number, any_busy = self.ranks.max([wish, int(self.saves.is_busy())])
         if number and self.stop_reason is None:
             self.stop_reason = reason_of(number)
             self.signals.edge_reached.set()
         if not any_busy:
             self.saves.finish()
-        return bool(any_bad)
 
     def must_stop(self) -> bool:
         """`agree` between steps: has any rank been told to stop?"""

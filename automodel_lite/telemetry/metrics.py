@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from automodel_lite.flops import CostModel
 from automodel_lite.models.flops import StepFlops
 from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.run.failures import StepNumbers
 from automodel_lite.thd import ThdBatch
 
 PHASES = ("data", "forward", "backward", "optimizer", "validation", "checkpoint", "other")
@@ -117,10 +117,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What `step()` leaves on the device: reading a value waits for the device."""
+    """What a step came to."""
 
-    loss_sum: Tensor  # of this rank's label tokens
-    grad_norm: Tensor  # over all ranks, before clipping
+    numbers: StepNumbers  # still on the device: reading them waits for it
     lr: float
     counts: Counts
 
@@ -157,7 +156,8 @@ class StepMetrics:
 class Meter:
     """Rates, utilisation and the split of the time since the last logged step.
 
-    The clock of the rates runs only between start() and stop(): validation and saving are not in them.
+    The clock of the rates runs only between start() and stop(): validation and saving are not in them. The host is a
+    step ahead of the device; before what is not in the rates, and before a row, the recipe waits for the device.
     """
 
     def __init__(self, mesh: Mesh, flops: StepFlops, compute_dtype: torch.dtype) -> None:
@@ -182,8 +182,9 @@ class Meter:
         self.counts.append(counts)
 
     def row(self, result: StepResult, step: int, epoch: int, max_steps: int) -> StepMetrics:
-        """Reads a step's values off the device (every rank calls it), and starts over."""
+        """The step's numbers and the rates since the last row; starts over."""
         counts = result.counts
+        loss_sum, grad_norm = result.numbers.read()
         tokens, labels, slots, pairs = (
             sum(getattr(c, name) for c in self.counts)
             for name in ("num_tokens", "num_label_tokens", "num_slots", "num_pairs")
@@ -193,8 +194,8 @@ class Meter:
         row = StepMetrics(
             step=step,
             epoch=epoch,
-            loss=self.mesh.sum(result.loss_sum).item() / max(counts.num_label_tokens, 1),
-            grad_norm=result.grad_norm.item(),
+            loss=loss_sum / max(counts.num_label_tokens, 1),
+            grad_norm=grad_norm,
             lr=result.lr,
             num_tokens=counts.num_tokens,
             num_label_tokens=counts.num_label_tokens,

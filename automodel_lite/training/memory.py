@@ -2,7 +2,7 @@
 
     weights       fp32 masters (a frozen base: the compute dtype), over the ranks that shard them
     gradients     fp32, sharded alike; with several micro-batches FSDP2 adds them up unsharded
-    optimizer     AdamW's two fp32 moments
+    optimizer     AdamW's two moments: fp32, or 8 bits
     working copy  what is gathered or cast for the layer at work
     activations   of one micro-batch, in the compute dtype; with activation checkpointing one input a layer
     logits        of the rows that the loss has at one time
@@ -81,7 +81,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=(_MASTER * trained.weights + frozen) / shards,
         gradients=gradients * (2 if strategy == "ddp" else 1),
-        optimizer=2 * _MASTER * trained.weights / shards,
+        optimizer=_optimizer_bytes(config) * trained.weights / shards,
         working_copy=_working_copy(strategy, size, adapter, compute),
         activations=_activations(config, shape, model, tokens, compute),
         logits=_logits(config, model, size, tokens / shape.cp, compute, adapter is not None),
@@ -137,6 +137,17 @@ def liger_rows(tokens: float, vocabulary: int, hidden: int) -> int:
     return int(min(tokens, 2 ** math.ceil(math.log2(max(least, 1)))))
 
 
+def _optimizer_bytes(config: Config) -> float:
+    """Bytes of a weight's moments: two in fp32, or two codes and a scale for each block of them."""
+    if _is_8bit(config):
+        return 2 * (1 + _MASTER / config.optimizer["block_size"])
+    return 2.0 * _MASTER
+
+
+def _is_8bit(config: Config) -> bool:
+    return str(config.optimizer["_target_"]).endswith(".adamw_8bit")
+
+
 def _is_liger(config: Config) -> bool:
     return str(config.loss["_target_"]).endswith(".LigerLinearCrossEntropy")
 
@@ -153,6 +164,8 @@ def remedies(config: Config) -> list[str]:
         found.append("training.activation_checkpointing=full (about a third slower)")
     if config.mesh.strategy == "ddp":
         found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
+    if not config.peft and not _is_8bit(config):
+        found.append("optimizer=adamw_8bit (moments of 2 bytes a weight instead of 8)")
     found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
     if not config.peft and config.model["pretrained"]:
         found.append("peft=lora (no gradients and optimizer states of the model itself)")

@@ -1,4 +1,7 @@
-"""Optimizers, and which parameters decay.
+"""Optimizers, which parameters decay, and the one step that never waits for the device.
+
+Non-finite numbers are found on the device, and an optimizer that takes torch's `found_inf` skips the step there;
+clipping is its `grad_scale`, which saves a pass over the gradients.
 
 Learning-rate schedules: the fraction of the peak rate at each optimizer step, warm-up included.
 
@@ -14,7 +17,9 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -32,10 +37,27 @@ def adamw(
     eps: Eps = 1e-8,
     weight_decay: Rate = 0.01,
     fused: bool = True,
-) -> torch.optim.AdamW:
+) -> LocalAdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
     beta1, beta2 = betas or (0.9, 0.999)
-    return torch.optim.AdamW(param_groups(model, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
+    return LocalAdamW(param_groups(model, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that works on each rank's own shards: 0.6 to 1.4 ms of host time for 291 parameters, where DTensors take 9
+    to 26 ms in which the device waits. Its state stays DTensors, as checkpoints want it.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # type: ignore[override]
+        has_complex = super()._init_group(group, *lists)  # type: ignore[arg-type]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -52,10 +74,47 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales all gradients so that their norm over all ranks is at most max_norm (0 = never); the norm before that."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients over all ranks, on the device: one collective for each way of sharding."""
+    shards: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        shards.setdefault(layout, []).append(local(gradient))
+    norms = [_over_ranks(torch.nn.utils.get_total_norm(tensors), layout) for layout, tensors in shards.items()]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _over_ranks(norm: Tensor, layout: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> Tensor:
+    """The squares of the ranks that hold other shards are summed; replicas hold the same."""
+    if layout is None:
+        return norm
+    mesh, placements = layout
+    summed = [placement if placement.is_replicate() else Partial() for placement in placements]
+    return DTensor.from_local(norm.square(), mesh, summed, run_check=False).full_tensor().sqrt()
+
+
+@torch.no_grad()
+def apply_gradients(
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], loss_sum: Tensor, max_norm: float
+) -> Tensor:
+    """One optimizer step, unless the loss or a gradient is not finite; returns the gradient's norm before clipping.
+
+    loss_sum  over all ranks, as the norm is: so all ranks skip the same steps
+    max_norm  the gradients are scaled down to it; 0 = never
+    An optimizer without torch's `found_inf` and `grad_scale` waits for the device, and its gradients are scaled here.
+    """
+    norm = gradient_norm(parameters)
+    is_bad = ~(torch.isfinite(loss_sum) & torch.isfinite(norm))
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
+    if vars(optimizer).get("_step_supports_amp_scaling", False):  # where torch's GradScaler looks, too
+        optimizer.found_inf, optimizer.grad_scale = is_bad.float(), divisor  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not is_bad:
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, divisor)
+        optimizer.step()
+    return norm
 
 
 def move_to(scheduler: LambdaLR, step: int) -> None:

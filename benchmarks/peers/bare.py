@@ -12,7 +12,7 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import build_model
-from automodel_lite.training.optimizers import adamw, clip_gradients
+from automodel_lite.training.optimizers import adamw, apply_gradients
 from benchmarks.peers.job import LR, Clock, Job, use_one_thread
 from benchmarks.peers.recipe import recipe_config
 
@@ -32,9 +32,9 @@ def parts(job: Job) -> tuple[ParallelModel, torch.optim.Optimizer, list[ThdBatch
 
 def train(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: ThdBatch) -> None:
     """One step."""
-    (model(batch) / batch.num_label_tokens).backward()
-    clip_gradients(model.parameters(), 1.0)
-    optimizer.step()
+    loss = model(batch)
+    (loss / batch.num_label_tokens).backward()
+    apply_gradients(optimizer, model.parameters(), loss.detach(), 1.0)
     optimizer.zero_grad()
 
 

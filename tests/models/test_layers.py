@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import check_layers, compile_layers, compiled_graphs, recompute_layers
+from automodel_lite.graphs import compiled_graphs
+from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.thd import ThdBatch, to_thd
 

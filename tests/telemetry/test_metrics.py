@@ -7,6 +7,7 @@ from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.flops import CostModel
 from automodel_lite.models.flops import StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.run.failures import StepNumbers
 from automodel_lite.telemetry.metrics import Counts, Meter, PhaseClock, StepResult, peak_flops, peak_of, sum_counts
 from automodel_lite.thd import to_thd
 
@@ -36,7 +37,9 @@ def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
     now[0] = 12.0
     meter.stop(Counts(num_tokens=80, num_label_tokens=40, num_slots=100, num_pairs=200.0), wait_s=0.5)
     counts = Counts(80, 40, 100, 200.0)
-    row = meter.row(StepResult(torch.tensor(20.0), torch.tensor(1.0), 1e-3, counts), step=5, epoch=0, max_steps=7)
+    row = meter.row(
+        StepResult(StepNumbers(torch.tensor(20.0), torch.tensor(1.0)), 1e-3, counts), step=5, epoch=0, max_steps=7
+    )
     assert (row.loss, row.tokens_per_s, row.label_tokens_per_s, row.slots_per_s) == (0.5, 40.0, 20.0, 50.0)
     assert row.tflops_per_s == (80 * 10 + 40 * 5 + 200 * 12) / 2 / 1e12
     assert (row.step_s, row.eta_s, row.data_wait_s, row.fill_frac) == (2.0, 4.0, 0.5, 0.8)

@@ -35,6 +35,7 @@ def config_with(**training: object) -> Config:
         packed_sequence={"packed_sequence_size": TOKENS},
         model={"pretrained": None},
         loss=FUSED,
+        optimizer={"_target_": "automodel_lite.training.optimizers.adamw"},
         training=TrainingConfig(**training),  # type: ignore[arg-type]
     )
 
@@ -90,6 +91,15 @@ def test_fsdp_keeps_whole_gradients_over_micro_batches():
     assert estimate.gradients == 4 * size.parameters / 2 + 4 * size.parameters
 
 
+def test_moments_of_8_bits_are_2_bytes_a_weight():
+    config = config_with()
+    config.optimizer = {"_target_": "automodel_lite.training.low_bit_optim.adamw_8bit", "block_size": 256}
+    size = model_size(LLAMA)
+    estimate = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
+    assert estimate.optimizer == (2 + 2 * 4 / 256) * size.parameters
+    assert "adamw_8bit" not in " ".join(remedies(config))
+
+
 def test_liger_holds_a_chunk_of_logits():
     """Llama-3.1-8B, 8,192 tokens: 8192 / ceil(128256 / 4096) = 256 rows, a power of 2 already."""
     assert liger_rows(8192, 128_256, 4096) == 256
@@ -106,14 +116,14 @@ def test_remedies_come_in_order_and_fit_the_settings():
     assert [text.split(" (")[0] for text in remedies(config_with(micro_batch_size=4))] == [
         "training.micro_batch_size=2",
         "training.activation_checkpointing=full",
-        "mesh.cp=2 on more processes",
+        "optimizer=adamw_8bit",
     ]
     config = config_with(activation_checkpointing="full")
     config.loss, config.mesh = {"_target_": "x"}, MeshConfig(strategy="ddp")
     assert [text.split(" (")[0] for text in remedies(config)] == [
         "loss=fused_linear_cross_entropy",
         "mesh.strategy=fsdp",
-        "mesh.cp=2 on more processes",
+        "optimizer=adamw_8bit",
     ]
 
 
@@ -130,8 +140,8 @@ def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
     assert sentence.endswith(
         "Try, in this order:\n"
         "  1. training.activation_checkpointing=full (about a third slower)\n"
-        "  2. mesh.cp=2 on more processes (each holds half of a pack's tokens)\n"
-        "  3. packed_sequence.packed_sequence_size=32 (longer documents are dropped or cut)"
+        "  2. optimizer=adamw_8bit (moments of 2 bytes a weight instead of 8)\n"
+        "  3. mesh.cp=2 on more processes (each holds half of a pack's tokens)"
     )
 
 

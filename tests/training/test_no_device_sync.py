@@ -5,18 +5,21 @@ All tensors stand for ones on the device here: a dispatch mode raises on every o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel
-from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.training.optimizers import adamw, clip_gradients
-from tests.models.test_layers import pack_of, small_model
+from automodel_lite.data.loader import DeviceFeed, ReadyStep
+from automodel_lite.run.failures import StepNumbers
+from automodel_lite.telemetry.metrics import StepResult
+from recipes import train_ft
+from tests.run.small_run import losses, train
 
 READS = {
     torch.ops.aten._local_scalar_dense.default: "item",
@@ -29,7 +32,7 @@ READS = {
 
 
 class NoReads(TorchDispatchMode):
-    """Raises on every operation that a GPU would have to be waited for; attention on the CPU is let through."""
+    """Raises on every operation that a GPU would have to be waited for; host work is let through."""
 
     is_on = False
 
@@ -43,7 +46,9 @@ class NoReads(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and not ReadingKernel.is_running:
+        if HostWork.is_running:
+            return func(*args, **(kwargs or {}))
+        if func in READS:
             raise AssertionError(f"{READS[func]} of a tensor on the device")
         indices = args[1] if func is torch.ops.aten.index.Tensor else []
         if any(i is not None and i.dtype == torch.bool for i in indices):
@@ -51,17 +56,10 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class ReadingKernel(ReferenceAttention):
-    """The reference kernel reads the boundaries; kernels on a GPU take them where they are."""
+class HostWork:
+    """Host work may read, and the reference kernel, which reads boundaries that a GPU's kernel takes where they are."""
 
     is_running = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        ReadingKernel.is_running = True
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            ReadingKernel.is_running = False
 
 
 @pytest.fixture(autouse=True)
@@ -73,29 +71,63 @@ def _no_tolist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _reading(name: str, original: Any) -> Any:
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert ReadingKernel.is_running or not NoReads.is_on, f"{name} of a tensor on the device"
+        assert HostWork.is_running or not NoReads.is_on, f"{name} of a tensor on the device"
         return original(tensor, *args, **kwargs)
 
     return read
 
 
-@pytest.mark.parametrize("loss", [CrossEntropy(), FusedLinearCrossEntropy()], ids=["plain", "fused"])
-def test_a_step_reads_nothing_off_the_device(loss: Loss) -> None:
-    model = small_model()
-    install(model.lm, ReadingKernel())
-    model = LossModel(model.lm, loss)
-    parallel = ParallelModel(model, model, 1, torch.float32, autocasts=False)
-    optimizer = adamw(model, lr=1e-3)
-    batches = [pack_of(20, 17, 11), pack_of(48)]
-    loss_sum = torch.zeros(())
-    with NoReads():
-        for batch in batches:
-            part = parallel(batch)
-            (part / 96).backward()
-            loss_sum += part.detach()
-        clip_gradients(parallel.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """Around what works on host tensors in a run on a GPU as well: collating, counting, a finished step's numbers."""
+    before, HostWork.is_running = HostWork.is_running, True
+    try:
+        yield
+    finally:
+        HostWork.is_running = before
+
+
+class StrictRecipe(train_ft.TrainFinetuneRecipe):
+    """Its steps read nothing off the device, but the numbers of steps before."""
+
+    made: ClassVar[list[StepNumbers]] = []
+    read_in_steps: ClassVar[list[int]] = []  # of which step, counted from the one under way
+
+    def step(self, ready: ReadyStep) -> StepResult:
+        with NoReads():
+            return super().step(ready)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_the_steps_of_the_recipe_read_nothing_off_the_device(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, backward, clipping, the flag of non-finite numbers, the optimizer and the message between the ranks."""
+    made, ages = StrictRecipe.made, StrictRecipe.read_in_steps
+    made.clear()
+    ages.clear()
+
+    def numbers(loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> StepNumbers:
+        made.append(StepNumbers(loss_sum, grad_norm))
+        return made[-1]
+
+    def read(self: StepNumbers) -> tuple[float, float]:
+        if NoReads.is_on:
+            ages.append(len(made) - 1 - made.index(self))
+        with on_the_host():
+            return real_read(self)
+
+    real_read = StepNumbers.read
+    monkeypatch.setattr(StepNumbers, "read", read)
+    monkeypatch.setattr(train_ft, "StepNumbers", numbers)
+    for owner, name in ((train_ft, "sum_counts"), (DeviceFeed, "stage"), (ReferenceAttention, "__call__")):
+        monkeypatch.setattr(owner, name, on_the_host()(getattr(owner, name)))
+    monkeypatch.setattr(train_ft, "TrainFinetuneRecipe", StrictRecipe)
+    options = ["training.max_steps=6", "training.log_every_steps=3", "checkpoint.every_steps=0"]
+    assert train(tmp_path, *options, f"optimizer={optimizer}", "optimizer.lr=0.01")[0] == 0
+    assert len(losses(tmp_path)) == 3
+    # logged, so settled after the step: 1, 3, 6; read one step later, while the next is under way: 2, 4, 5
+    assert ages == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,22 @@
+"""torch.compile with its silent ways out closed: one graph too many is an error, never a return to uncompiled code."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_GRAPHS = 64
+"""Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention alone: two windows, each
+for training, validation and a first change of length."""
+
+
+def strict_graphs() -> None:
+    """For the whole process. Floats (softcap, scale) stay constants: symbolic ones cannot be traced with gradients."""
+    config = torch._dynamo.config
+    config.fail_on_recompile_limit_hit = True
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
+    config.specialize_float = True
+
+
+def compiled_graphs() -> int:
+    """Graphs compiled so far by this process: must stay the same once each shape has been seen."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
