@@ -6,17 +6,17 @@ people who have it anyway.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from torch import Tensor
 
 from automodel_lite.attention.kernel import AttentionSpec, refuse, refuse_own_exchange, require_cuda, require_half
 from automodel_lite.errors import ConfigError
 
-if find_spec("flash_attn") is None:
-    raise ConfigError("attention=flash needs flash-attn: pip install --no-build-isolation 'automodel-lite[flash]'.")
-
-from flash_attn import flash_attn_varlen_func
+try:  # flash-attn-4 alone leaves an empty package of the same name
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    raise ConfigError(
+        "attention=flash needs flash-attn: pip install --no-build-isolation 'automodel-lite[flash]'."
+    ) from None
 
 LARGEST_HEAD_DIM = 256
 

@@ -99,9 +99,3 @@ def refuse_own_exchange(kernel: AttentionKernel, spec: AttentionSpec) -> None:
     """Raises ConfigError for mesh.cp_exchange=te on any other kernel."""
     if spec.own_exchange:
         raise refuse(kernel, "mesh.cp_exchange=te", "take attention=te, or mesh.cp_exchange=all_gather")
-
-
-def repeat_kv_heads(x_THD: Tensor, num_heads: int) -> Tensor:
-    """[T, Hkv, D] -> [T, Hq, D], for kernels without grouped queries."""
-    groups = num_heads // x_THD.shape[1]
-    return x_THD if groups == 1 else x_THD.repeat_interleave(groups, 1)

@@ -1,17 +1,19 @@
 """Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16); latent attention's head dims included.
 
 It may exchange between context-parallel ranks by itself (mesh.cp_exchange=te): its layout is the one that
-`distributed.zigzag` cuts, and it wants the padded boundaries of the whole stream on every rank.
+`parallel.zigzag` cuts, and it wants the padded boundaries of the whole stream on every rank.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
 
 from automodel_lite.attention.kernel import AttentionSpec, refuse, require_cuda, require_half
@@ -20,9 +22,13 @@ from automodel_lite.errors import ConfigError
 if find_spec("transformer_engine") is None:
     raise ConfigError("attention=te needs Transformer Engine: pip install --no-build-isolation 'automodel-lite[te]'.")
 
+import transformer_engine
 from transformer_engine.pytorch.attention import DotProductAttention
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
+SINCE = {"a2a": "2.10", "all_gather": "2.18"}  # the version from which an exchange takes THD
+DOCUMENTS_STEP = 32
+"""cuDNN (9.24 and later) builds a graph for each number of documents: boundaries are filled up with empty ones."""
 
 
 class TransformerEngineAttention:
@@ -39,15 +45,28 @@ class TransformerEngineAttention:
         self.cp_comm_type = cp_comm_type
         self.has_softcap = "softcap" in inspect.signature(DotProductAttention.__init__).parameters
         self._modules: dict[tuple[Any, ...], nn.Module] = {}
+        self._filled: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError off CUDA, outside of fp16 / bf16, with sinks, and for what this version cannot do."""
+        """Raises ConfigError off CUDA, outside of fp16 / bf16, with sinks, and for what this version cannot do on this
+        GPU: without flash-attn only cuDNN is left, which has no softcap, and THD from compute capability 9.0 on.
+        """
         require_cuda(self, spec)
         require_half(self, spec)
         if spec.sinks:
             raise refuse(self, f"the attention sinks of {spec.model_type}", "take attention=flex")
         if spec.softcap is not None and not self.has_softcap:
             raise refuse(self, f"the softcap of {spec.model_type} in this version", "take attention=flex")
+        if find_spec("flash_attn") is None:
+            flash = "pip install flash-attn, or take attention=flex"
+            if spec.softcap is not None:
+                raise refuse(self, f"the softcap of {spec.model_type} without flash-attn", flash)
+            if torch.cuda.is_available() and torch.cuda.get_device_capability(spec.device) < (9, 0):
+                raise refuse(self, "packed documents on this GPU without flash-attn", flash)
+        since = SINCE.get(self.cp_comm_type)
+        if spec.own_exchange and since and Version(transformer_engine.__version__) < Version(since):
+            cure = f"Transformer Engine {since} can, this is {transformer_engine.__version__}"
+            raise refuse(self, f"cp_comm_type={self.cp_comm_type} with packed documents", cure)
         if spec.own_exchange and spec.window is not None and self.cp_comm_type == "p2p":
             cure = "set attention.cp_comm_type=all_gather or a2a, or take mesh.cp_exchange=all_gather"
             raise refuse(self, f"the window of {spec.model_type} with its own p2p exchange", cure)
@@ -73,6 +92,9 @@ class TransformerEngineAttention:
             raise refuse(self, "attention sinks", "take attention=flex")
         is_self = cu_q is cu_k
         mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"
+        if cp_group is None:
+            cu_q = self._fill("q", cu_q)
+            cu_k = cu_q if is_self else self._fill("k", cu_k)
         heads = (q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], v_THD.shape[2])
         attend = self._module(heads, scale, window, softcap, mask_type, cp_group)
         out = attend(
@@ -90,6 +112,15 @@ class TransformerEngineAttention:
             pad_between_seqs=False,
         )
         return out.view(len(q_THD), q_THD.shape[1], v_THD.shape[2])
+
+    def _fill(self, which: str, cu: Tensor) -> Tensor:
+        """Boundaries with empty documents at the end, up to a multiple of 32; made once a batch, for all layers."""
+        known = self._filled.get(which)
+        if known is not None and known[0]() is cu:
+            return known[1]
+        filled = torch.cat([cu, cu[-1:].expand(-(len(cu) - 1) % DOCUMENTS_STEP)])
+        self._filled[which] = (weakref.ref(cu), filled)
+        return filled
 
     def _module(
         self,

@@ -18,13 +18,13 @@ from automodel_lite.attention.kernel import (
     AttentionSpec,
     refuse,
     refuse_own_exchange,
-    repeat_kv_heads,
     require_cuda,
     require_half,
 )
 from automodel_lite.errors import ConfigError
 
 LARGEST_HEAD_DIM = 256
+CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major compute capability of the GPUs that they run on
 
 
 class VarlenAttention:
@@ -58,10 +58,24 @@ class VarlenAttention:
             raise refuse(self, dims, f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te")
         if "window_size" not in self.parameters and spec.window is not None:
             raise refuse(
-                self, f"the sliding window of {spec.model_type} on torch {torch.__version__}", "torch>=2.12 can"
+                self, f"the sliding window of {spec.model_type} on torch {torch.__version__}", "torch>=2.11 can"
             )
-        if torch.cuda.is_available() and torch.cuda.get_device_capability(spec.device) < (8, 0):
+        if torch.cuda.is_available():
+            self._check_gpu(torch.cuda.get_device_capability(spec.device))
+        if self.implementation == "FA4" and "enable_gqa" not in self.parameters:
+            # there its backward refuses every window, and "no window, but causal" is one to it
+            cure = "torch>=2.12 can; or leave attention.implementation at null"
+            raise refuse(self, f"implementation=FA4 on torch {torch.__version__}", cure)
+
+    def _check_gpu(self, capability: tuple[int, int]) -> None:
+        if capability < (8, 0):
             raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, take attention=flex")
+        if self.implementation is not None and capability[0] not in CAPABILITIES.get(self.implementation, capability):
+            needs = " or ".join(f"{major}.x" for major in CAPABILITIES[self.implementation])
+            cure = f"it needs compute capability {needs}: leave attention.implementation at null"
+            raise refuse(
+                self, f"implementation={self.implementation} on this GPU ({capability[0]}.{capability[1]})", cure
+            )
 
     def __call__(
         self,
@@ -82,10 +96,8 @@ class VarlenAttention:
         if softcap is not None or sinks is not None:
             raise refuse(self, "softcap or attention sinks", "take attention=flex")
         options: dict[str, Any] = {}
-        if "enable_gqa" in self.parameters:
+        if "enable_gqa" in self.parameters:  # before, heads were not compared, and FlashAttention groups them by itself
             options["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
-        else:
-            k_THD, v_THD = (repeat_kv_heads(x, q_THD.shape[1]) for x in (k_THD, v_THD))
         if "scale" in self.parameters:
             options["scale"] = scale
         elif scale != q_THD.shape[-1] ** -0.5:

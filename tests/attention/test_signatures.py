@@ -107,6 +107,14 @@ def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
     kernel.check(ON_GPU)
 
 
+def test_flash_attn_4_alone_is_not_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves a namespace package `flash_attn` without the function."""
+    fake_module(monkeypatch, "flash_attn")
+    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install --no-build-isolation 'automodel-lite\[flash\]'"):
+        importlib.import_module("automodel_lite.attention.flash")
+
+
 def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn"):
@@ -139,6 +147,7 @@ def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
         "transformer_engine.pytorch.attention",
         DotProductAttention=type("DotProductAttention", (), members),
     )
+    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", "2.20.2", raising=False)
     monkeypatch.delitem(sys.modules, "automodel_lite.attention.te", raising=False)
     yield calls
     sys.modules.pop("automodel_lite.attention.te", None)
@@ -151,8 +160,10 @@ def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, An
     (_, made), (_, given) = te_calls
     assert (made["num_attention_heads"], made["kv_channels"], made["num_gqa_groups"]) == (4, (16, 16), 2)
     assert (made["qkv_format"], made["attn_mask_type"], made["window_size"]) == ("thd", TE_MASKS[1], (-1, 0))
-    assert given["cu_seqlens_q_padded"] is given["cu_seqlens_q"] is CU_Q
-    assert given["cu_seqlens_kv_padded"] is given["cu_seqlens_kv"] is CU_K
+    assert given["cu_seqlens_q_padded"] is given["cu_seqlens_q"]
+    assert given["cu_seqlens_kv_padded"] is given["cu_seqlens_kv"]
+    assert given["cu_seqlens_q"].tolist() == [0, 4, *[9] * 31]  # 32 documents: cuDNN makes a graph for each number
+    assert given["cu_seqlens_kv"].tolist() == [0, 8, *[14] * 31]
     assert given["pad_between_seqs"] is False
     kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
     assert [name for name, _ in te_calls] == ["init", "forward", "forward"]
@@ -174,12 +185,25 @@ def test_transformer_engine_exchanges_by_itself(
     assert told == {"cp_group": "group", "cp_global_ranks": [4, 5], "cp_stream": "stream", "cp_comm_type": "a2a"}
 
 
-def test_what_transformer_engine_refuses(te_calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_what_transformer_engine_refuses(
+    te_calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dataclasses import replace
 
     te = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention
     windowed = replace(ON_GPU, own_exchange=True, window=512)
     te("a2a").check(windowed)
+    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", "2.9.0+abc")
+    with pytest.raises(ConfigError, match="Transformer Engine 2.10 can, this is 2.9.0"):
+        te("a2a").check(windowed)
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises(ConfigError, match="softcap of llama without flash-attn"):
+            te().check(replace(ON_GPU, softcap=30.0))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        with pytest.raises(ConfigError, match="packed documents on this GPU without flash-attn"):
+            te().check(ON_GPU)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     te("p2p").check(replace(windowed, window=None))
     with pytest.raises(ConfigError, match=r"set attention\.cp_comm_type=all_gather or a2a"):
         te("p2p").check(windowed)
@@ -204,8 +228,8 @@ VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
 @pytest.mark.parametrize(
     ("parameters", "heads", "given"),
     [
-        (f"{VARLEN} is_causal return_aux", 4, {"is_causal": True}),
-        (f"{VARLEN} return_aux scale window_size", 4, {"window_size": (-1, 0), "scale": 0.25}),
+        (f"{VARLEN} is_causal return_aux", 2, {"is_causal": True}),
+        (f"{VARLEN} return_aux scale window_size", 2, {"window_size": (-1, 0), "scale": 0.25}),
         (
             f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table",
             2,
@@ -224,6 +248,36 @@ def test_what_varlen_attn_is_given(parameters: str, heads: int, given: dict[str,
     if "window_size" in given:
         kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"window": 7})
         assert calls[1]["window_size"] == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "parameters", "capability", "sentence"),
+    [
+        ("FA4", f"{VARLEN} return_aux scale window_size", (9, 0), "implementation=FA4 on torch"),
+        ("FA4", f"{VARLEN} scale window_size enable_gqa", (8, 0), r"on this GPU \(8.0\): it needs .* 9.x or 10.x"),
+        ("FA3", f"{VARLEN} scale window_size enable_gqa", (10, 0), r"on this GPU \(10.0\): it needs .* 9.x:"),
+        (None, f"{VARLEN} scale window_size enable_gqa", (7, 5), "FlashAttention needs compute capability 8.0"),
+        ("FA4", f"{VARLEN} scale window_size enable_gqa", (10, 0), None),
+    ],
+    ids=["FA4 on 2.11", "FA4 on A100", "FA3 on B200", "T4", "FA4 on B200"],
+)
+def test_an_implementation_is_refused_where_it_fails(
+    implementation: str | None,
+    parameters: str,
+    capability: tuple[int, int],
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the first forward they raise RuntimeError; FA4 on torch 2.11 in the first backward."""
+    monkeypatch.setattr("automodel_lite.attention.varlen._activate", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    kernel = VarlenAttention(implementation, varlen_attn=recorder(parameters.split(), [], lambda a: a["query"]))
+    if sentence is None:
+        kernel.check(ON_GPU)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        kernel.check(ON_GPU)
 
 
 def test_varlen_keeps_another_scale_on_torch_2_10() -> None:
