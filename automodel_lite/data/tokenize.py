@@ -1,6 +1,4 @@
-"""A line every few seconds of work that takes longer, on the standard error stream.
-
-The work of tokenising, a thousand documents at a time, here or in as many processes as there are cores.
+"""The work of tokenising, a thousand documents at a time, here or in as many processes as there are cores.
 
 Documents to token rows, once: rendered, tokenised, masked, checked, counted and kept in the cache.
 """
@@ -9,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -35,35 +31,7 @@ from automodel_lite.data.row_checks import Chunk, RowCounts, Tally, check_rows
 from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.token_rows import CONTENT_HASH, RowsWriter, TokenRows, load_rows, next_token_labels
 from automodel_lite.errors import ConfigError, DataError
-
-EVERY_S = 5.0
-
-
-class Progress:
-    """Says `tokenizing train: 41,472 of 100,000 documents (41 %), 12,310/s, 5 s left`; silent when quickly done.
-
-    Only the process that does the work has one, so that no other rank repeats it.
-    """
-
-    def __init__(self, what: str, total: int, unit: str):
-        self._what, self._total, self._unit = what, total, unit
-        self._num_done = 0
-        self._start = self._said = time.monotonic()
-
-    def add(self, count: int) -> None:
-        self._num_done += count
-        now = time.monotonic()
-        if now - self._said < EVERY_S:
-            return
-        self._said = now
-        per_s = self._num_done / (now - self._start)
-        print(
-            f"{self._what}: {self._num_done:,} of {self._total:,} {self._unit} ({self._num_done / self._total:.0%}), "
-            f"{per_s:,.0f}/s, {(self._total - self._num_done) / per_s:,.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
-
+from automodel_lite.progress import Progress
 
 OnBadRow = Literal["error", "skip"]
 CHUNK_DOCUMENTS = 512
@@ -390,11 +358,11 @@ def _build(folder: Path, name: str, kind: str, rows: DocumentRows, job: Job) -> 
     """Writes the rows and counts of one set into `folder`."""
     writer = RowsWriter(folder)
     tally = Tally(job.tokenizer, kind, job.train_on, job.max_bad_frac)
-    progress = Progress(f"tokenizing {name}", len(rows), "documents")
-    for chunk in tokenize_chunks(rows, job):
-        progress.add(chunk.counts.num_documents)
-        writer.append(chunk.input_ids, chunk.labels, chunk.lengths)
-        tally.add(chunk)
+    with Progress(f"tokenizing {name}", len(rows), "documents") as progress:
+        for chunk in tokenize_chunks(rows, job):
+            progress.add(chunk.counts.num_documents)
+            writer.append(chunk.input_ids, chunk.labels, chunk.lengths)
+            tally.add(chunk)
     writer.close()
     tally.finish(name)
     (folder / "counts.json").write_text(json.dumps(asdict(tally.counts)))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import textwrap
 import warnings
 from datetime import timedelta
 
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
+from automodel_lite.progress import print_above_bars
 from automodel_lite.telemetry.metrics import StepMetrics
 
 _HEADER = "   step      loss        lr  grad norm  tokens/s   fill   memory      ETA"
@@ -30,13 +34,13 @@ class Console:
         self._rows = 0
 
     def say(self, topic: str, text: str) -> None:
-        """A line of the start-up block: `packing    exact_fill: 61 packs ...`."""
+        """A line of the start block: `packing    exact_fill: 61 packs ...`, wrapped at words on a terminal."""
         for number, line in enumerate(text.splitlines() or [""]):
-            self.print(f"{topic if number == 0 else '':<10} {line}")
+            self.print(wrapped(f"{topic if number == 0 else '':<10} {line}", indent=11))
 
     def print(self, text: str) -> None:
         if not self.is_silent:
-            print(text, flush=True)
+            print_above_bars(text)
 
     def step(self, m: StepMetrics) -> None:
         if self._rows % 25 == 0:
@@ -46,6 +50,16 @@ class Console:
             f"{m.step:7d}  {m.loss:8.4f}  {m.lr:8.2e}  {m.grad_norm:9.3f}  {m.tokens_per_s:8,.0f}  {m.fill_frac:5.1%}"
             f"  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}" + ("" if m.mfu_frac is None else f"  {m.mfu_frac:5.1%}")
         )
+
+
+def wrapped(text: str, indent: int) -> str:
+    """Lines no wider than the terminal, broken at words, the later ones indented; as it is where there is none."""
+    if not sys.stdout.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, tabsize=1
+    )
 
 
 def duration(seconds: float) -> str:

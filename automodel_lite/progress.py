@@ -1,0 +1,87 @@
+"""Long work made visible: a bar on a terminal, a line every ten seconds in a log; nothing for what is quickly done.
+
+Rank 0 alone shows anything; of several processes of a node, the one that does the work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+LINE_EVERY_S = 10.0
+BAR_AFTER_S = 0.5
+
+
+def is_shown() -> bool:
+    """Does this process speak for the job?"""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Progress:
+    """One piece of long work, as a context manager.
+
+        with Progress("tokenizing train", total=100_000, unit="documents") as progress:
+            progress.add(512)
+
+    On a terminal `tokenizing train:  41%|████▏     | 41,472/100,000 [00:03<00:05, 12,310 documents/s]`; in a log
+    `tokenizing train: 41,472 of 100,000 documents (41 %), 12,310/s, 5 s left`. Both go to the standard error stream.
+    """
+
+    def __init__(self, what: str, total: int, unit: str = "", leave: bool = False) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._num_done = 0
+        self._start = self._printed = time.monotonic()
+        self._bar: Any = None
+        if is_shown() and total and sys.stderr.isatty():
+            from tqdm import tqdm  # a log needs no bar
+
+            unit = f" {unit}" if unit else "it"
+            self._bar = tqdm(
+                desc=what, total=total, unit=unit, leave=leave, delay=BAR_AFTER_S, dynamic_ncols=True, file=sys.stderr
+            )
+
+    def add(self, count: int = 1, note: str = "") -> None:
+        """`count` more are done; `note` stands beside the bar."""
+        self._num_done += count
+        if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
+        elif is_shown() and time.monotonic() - self._printed >= LINE_EVERY_S:
+            self._print_line()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _print_line(self) -> None:
+        now = self._printed = time.monotonic()
+        per_s = self._num_done / (now - self._start)
+        left_s = (self._total - self._num_done) / per_s if per_s else float("inf")
+        rate = f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.2g}/s"
+        print(
+            f"{self._what}: {self._num_done:,} of {self._total:,} {self._unit} "
+            f"({self._num_done / self._total:.0%}), {rate}, {left_s:,.0f} s left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def print_above_bars(text: str) -> None:
+    """A line on the standard output stream that no bar runs through."""
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is not None and sys.stderr.isatty():
+        tqdm.tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+    else:
+        print(text, flush=True)

@@ -1,0 +1,82 @@
+"""Long work is a bar on a terminal and a line now and then in a log."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from automodel_lite import progress
+from automodel_lite.progress import Progress
+from automodel_lite.telemetry.console import Console
+
+WORK = """
+import sys, time
+from automodel_lite.progress import BAR_AFTER_S, Progress, print_above_bars
+with Progress("counting", 4, "things", leave=True) as work:
+    for _ in range(4):
+        time.sleep(BAR_AFTER_S / 2)
+        work.add(1, note="loss 1.5")
+        print_above_bars("a line")
+"""
+
+
+def on_a_terminal(code: str, columns: int = 80) -> str:
+    """What a person sees of it: both streams on one pseudo-terminal."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    assert process.wait() == 0, shown.decode()
+    return shown.decode()
+
+
+def test_a_bar_on_a_terminal_with_lines_above_it() -> None:
+    shown = on_a_terminal(WORK)
+    assert "counting: 100%" in shown
+    assert "loss 1.5" in shown
+    assert shown.count("a line") == 4
+
+
+def test_another_rank_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert on_a_terminal(WORK).replace("a line", "").strip() == ""
+
+
+def test_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with Progress("tokenizing train", 1000, "documents") as work:
+        for _ in range(3):
+            now[0] += 6
+            work.add(100)
+    assert capsys.readouterr().err == "tokenizing train: 200 of 1,000 documents (20%), 17/s, 48 s left\n"
+
+
+def test_lines_of_the_start_block_wrap_at_words() -> None:
+    code = "from automodel_lite.telemetry.console import Console; Console(False).say('memory', 'weights 3.4 MiB, ' * 8)"
+    lines = [line.rstrip("\r") for line in on_a_terminal(code, columns=60).strip().splitlines()]
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 60
+    assert lines[1].startswith(" " * 11 + "MiB, weights")
+
+
+def test_a_log_keeps_its_lines_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(False).say("memory", "weights 3.4 MiB, " * 8)
+    assert capsys.readouterr().out.count("\n") == 1
