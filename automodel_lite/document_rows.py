@@ -71,6 +71,7 @@ def document_rows(cu_seqlens: Tensor) -> DocumentRows:
         rows.append(starts[documents, None] + within)
         first[documents] = num_before + longest * torch.arange(len(documents))
         num_before += rows[-1].numel()
+    rows = rows or [torch.zeros(1, 1, dtype=torch.long)]  # of no documents: a mixer has to run for its gradients
     to_stream = first[document] + torch.arange(len(document)) - starts[document]
     cu = cu_seqlens.to(torch.int32)
     return DocumentRows(tuple(rows), to_stream, cu, document[None].to(torch.int32), cu)

@@ -12,7 +12,7 @@ Legend: T tokens of the stream, N documents (slots), B rows, S row length, H hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -85,8 +85,8 @@ class MixerExchange(Protocol):
     def owned(self) -> DocumentRows:
         """The documents that this rank mixes when whole documents are dealt, as rows of [T']."""
 
-    def to_heads(self, x_TH: Tensor) -> Tensor:
-        """[T / cp, H, ...] -> [T, H / cp, ...]."""
+    def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]:
+        """[T / cp, H, ...] -> [T, H / cp, ...], of each."""
 
     def from_heads(self, x_TH: Tensor) -> Tensor:
         """[T, H / cp, ...] -> [T / cp, H, ...]."""

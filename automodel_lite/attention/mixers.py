@@ -9,7 +9,8 @@ isolation probe finds.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from automodel_lite.attention.documents import NOW, is_recomputed, layers_of
-from automodel_lite.document_rows import DocumentRows
+from automodel_lite.attention.mixer_functions import Recorded, patch_functions, running, split_at_documents
 from automodel_lite.errors import ConfigError
+from automodel_lite.thd import MixerPlan
 
 _OF_MIXERS = frozenset({"attention_mask", "cache_params", "past_key_values", "past_key_value"})
 """A module that has one of these parameters mixes tokens."""
+
+FEW_TOKENS = 8
 
 
 def install_mixers(model: nn.Module) -> None:
@@ -54,13 +58,15 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 class PackedMixer:
-    """The forward of a mixer, called with the stream [1, T, C]."""
+    """The forward of a mixer, called with the stream [1, T, C], or with this rank's part of it."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self.name = type(mixer).__name__
         self.forward: Callable[..., Any] = mixer.forward
         self.signature = inspect.signature(mixer.forward)
         self.__signature__ = self.signature
+        self.called: Recorded | None = None
+        patch_functions(mixer)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,28 +83,72 @@ class PackedMixer:
         arguments |= arguments.pop("kwargs", {})
         if arguments.get("attention_mask") is not None:
             raise ConfigError(f"{self.name} brings a mask of its own to packed documents, which it cannot have.")
-        return self._by_documents(documents.mixer_plan.stream, arguments)
+        call = _Arguments.of(arguments)
+        if self._splits_inside(call, documents.mixer_plan):
+            with running(split_at_documents(documents.mixer_plan)):
+                return self.forward(**arguments)
+        return self._by_documents(call, documents.mixer_plan)
 
-    def _by_documents(self, rows: DocumentRows, arguments: dict[str, Any]) -> Any:
-        """Every tensor [1, T, ...] among the arguments goes in as rows, and the output comes back as [1, T, ...]."""
-        leaves, structure = pytree.tree_flatten(arguments)
-        num_tokens = rows.to_stream.shape[0]
-        places = [i for i, leaf in enumerate(leaves) if _is_stream(leaf, num_tokens)]
+    def _splits_inside(self, call: _Arguments, plan: MixerPlan) -> bool:
+        """Are the inner functions split at documents, rather than the whole mixer? Where ranks share their heads, and
+        where a package's kernel takes the boundaries.
+        """
+        if plan.exchange is None and not call.streams[0].is_cuda:
+            return False
+        if self.called is None:  # from a few tokens; not in the graph
+            self.called = Recorded()
+            with torch.no_grad(), running(self.called):
+                self.forward(**call.with_streams([x[None, :FEW_TOKENS] for x in call.streams]))
+        if plan.exchange is not None:
+            return self.called.divide(plan.exchange.size)
+        return any(self.called.takes_boundaries)
+
+    def _by_documents(self, call: _Arguments, plan: MixerPlan) -> Any:
+        """The whole mixer on rows; under context parallelism on those of the documents that this rank owns."""
         rest: list[Any] = []
 
         def mix(of_rows: list[Tensor]) -> Tensor:
-            for place, tensor in zip(places, of_rows):
-                leaves[place] = tensor
-            out = self.forward(**pytree.tree_unflatten(leaves, structure))
+            out = self.forward(**call.with_streams(of_rows))
             if isinstance(out, tuple):
                 rest[:] = out[1:]
                 out = out[0]
             mixed: Tensor = out
             return mixed
 
-        out = rows.each(mix, [leaves[place][0] for place in places])[None]
-        return (out, *rest) if rest else out
+        if plan.exchange is None:
+            out = plan.stream.each(mix, call.streams)
+        else:
+            owned = [plan.exchange.to_owner(x) for x in call.streams]
+            out = plan.exchange.from_owner(plan.exchange.owned.each(mix, owned))
+        return (out[None], *rest) if rest else out[None]
 
 
-def _is_stream(value: Any, num_tokens: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == (1, num_tokens)
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of a mixer, and which of them are streams: tensors [1, T, ...], however nested."""
+
+    leaves: list[Any]
+    structure: Any
+    places: list[int]
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> _Arguments:
+        leaves, structure = pytree.tree_flatten(arguments)
+        hidden = next(iter(arguments.values()))
+        shape = hidden.shape[:2]
+        if shape[0] != 1:
+            raise ConfigError(f"a mixer got {shape[0]} rows: packed documents are one stream of tokens.")
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == shape]
+        return cls(leaves, structure, places)
+
+    @property
+    def streams(self) -> list[Tensor]:
+        """[T, ...] each."""
+        return [self.leaves[place][0] for place in self.places]
+
+    def with_streams(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors):
+            leaves[place] = tensor
+        arguments: dict[str, Any] = pytree.tree_unflatten(leaves, self.structure)
+        return arguments

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, TransformerEngine, Ulysses
+from automodel_lite.parallel.mixer_exchange import deal_mixers
 from automodel_lite.parallel.zigzag import (
     concatenated_ranges,
     inverse_permutation,
@@ -36,8 +37,9 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         raise ConfigError(f"mesh.cp_exchange={exchange} is unknown: use one of {', '.join(EXCHANGES)}.")
     if cp_mesh is None or cp_mesh.size() == 1:
         return batch
-    group, cp_rank = cp_mesh.get_group(), cp_mesh.get_local_rank()
-    mine = shard_indices(batch.cu_seqlens_padded, cp_mesh.size(), cp_rank)
+    group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
+    of_ranks = [shard_indices(batch.cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)]
+    mine, to_ranks = of_ranks[cp_rank], torch.cat(of_ranks)
     labels = batch.labels[mine]
     return replace(
         batch,
@@ -45,7 +47,8 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         labels=labels,
         position_ids=batch.position_ids[mine],
         label_rows=labelled_rows(labels),
-        attention=attention_plan(batch, group, cp_mesh.size(), cp_rank, exchange),
+        attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
+        mixers=replace(batch.mixers, exchange=deal_mixers(batch.cu_seqlens_padded, group, to_ranks, cp_size, cp_rank)),
     )
 
 

@@ -47,6 +47,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": LINEAR_THEN_FULL,
     "qwen3_5_text": LINEAR_THEN_FULL,
     "qwen3_next": LINEAR_THEN_FULL,
+    "qwen3_next-odd-heads": LINEAR_THEN_FULL | {"linear_num_value_heads": 3, "linear_num_key_heads": 3},
     "qwen4_exp_text": {"layer_types": ["linear_attention"] * 2, "hc_lowrank": 8, "hc_count": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_headdim": 8},
@@ -61,9 +62,10 @@ attention, gated linear recurrence.
 def build_hybrid(family: str) -> PreTrainedModel:
     """A model with the same random weights on every call, large enough that every layer matters."""
     torch.manual_seed(0)
-    known = AutoConfig.for_model(family).to_dict()
+    model_type = family.partition("-")[0]
+    known = AutoConfig.for_model(model_type).to_dict()
     settings = {key: value for key, value in SETTINGS.items() if key in known}
-    config = AutoConfig.for_model(family, **settings | HYBRIDS[family])
+    config = AutoConfig.for_model(model_type, **settings | HYBRIDS[family])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for weight in model.parameters():
