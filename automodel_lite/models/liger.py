@@ -14,7 +14,11 @@ from automodel_lite.thd import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class LigerLinearCrossEntropy(LinearCrossEntropy):
-    """The same sum as `FusedLinearCrossEntropy`; the gradient of the head is accumulated in fp32."""
+    """The same sum as `FusedLinearCrossEntropy`; the gradient of the head is accumulated in fp32.
+
+    Its kernel reads the number of labels off the device, once a micro-batch (liger-kernel 0.6.2 to 0.8.5): the host
+    waits there, which `FusedLinearCrossEntropy` never does.
+    """
 
     def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
         if not len(labels_R):  # the kernel's grid would be empty

@@ -161,7 +161,9 @@ def init_mesh(config: MeshConfig) -> Mesh:
     """Starts the process group (gloo on CPU, nccl on GPU) when a launcher set RANK, and lays the mesh over it."""
     shape = mesh_shape(config, world_size())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of them
+    index = local_rank % max(torch.cuda.device_count(), 1)
+    device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:

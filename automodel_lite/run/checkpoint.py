@@ -143,7 +143,15 @@ class Checkpointer:
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy on the CPU that training does not change; the memory is used again by the next save."""
         if self._stager is None:
-            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+            # page-locked memory takes a GPU's copy at 25 GB/s and more, other memory at 3 to 6
+            is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+            options = StagingOptions(
+                use_pinned_memory=is_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=is_cuda,
+            )
+            self._stager = DefaultStager(options)
         staged = self._stager.stage(tensors)
         assert isinstance(staged, dict)
         return staged

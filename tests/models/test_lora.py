@@ -4,6 +4,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -50,6 +51,30 @@ def test_merging_keeps_the_adapters_logits(use_dora: bool):
     adapter.merge()
     torch.testing.assert_close(model(IDS, use_cache=False).logits, adapted, atol=1e-5, rtol=1e-5)
     assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_llama().named_parameters()}
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_inputs_of_adapters_are_not_cast_to_fp32(use_dora: bool):
+    """bf16 inputs stay as they are, and gradients are those of peft's own casts."""
+    gradients = []
+    for is_peft in (False, True):
+        model = tiny_llama()
+        Lora(r=4, use_dora=use_dora).adapt(model, "base")
+        torch.manual_seed(1)
+        give_the_adapter_weight(model)
+        cast_frozen(model, torch.bfloat16)
+        dtypes: set[torch.dtype] = set()
+        for name, module in model.named_modules():
+            if name.endswith("o_proj.lora_A.default"):
+                module.register_forward_pre_hook(lambda _, args, dtypes=dtypes: dtypes.add(args[0].dtype))
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = is_peft or module.cast_input_dtype_enabled
+        with torch.autocast("cpu", torch.bfloat16):
+            model(IDS, use_cache=False).logits.float().square().sum().backward()
+        assert (torch.bfloat16 in dtypes) == (not is_peft)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    ours, pefts = gradients
+    assert (ours - pefts).norm() < 0.02 * pefts.norm()  # bf16 rounds either way
 
 
 def test_saved_adapter_loads_in_plain_peft(tmp_path: Path):

@@ -50,7 +50,8 @@ def test_an_unknown_device_has_no_peak():
     assert peak_flops(CPU, torch.bfloat16) is None
     assert peak_of("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
-    assert peak_of("NVIDIA GeForce RTX 5090") is None
+    assert peak_of("NVIDIA H200 NVL") == 835e12
+    assert peak_of("NVIDIA Quadro P400") is None
 
 
 def test_laps_add_up():
