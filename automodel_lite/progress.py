@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -30,9 +32,9 @@ class Progress:
     `tokenizing train: 41,472 of 100,000 documents (41 %), 12,310/s, 5 s left`. Both go to the standard error stream.
     """
 
-    def __init__(self, what: str, total: int, unit: str = "", leave: bool = False) -> None:
-        self._what, self._total, self._unit = what, total, unit
-        self._num_done = 0
+    def __init__(self, what: str, total: int, unit: str = "", in_log: bool = True, num_done: int = 0) -> None:
+        self._what, self._total, self._unit, self._in_log = what, total, unit, in_log
+        self._num_done = num_done
         self._start = self._printed = time.monotonic()
         self._bar: Any = None
         if is_shown() and total and sys.stderr.isatty():
@@ -40,17 +42,27 @@ class Progress:
 
             unit = f" {unit}" if unit else "it"
             self._bar = tqdm(
-                desc=what, total=total, unit=unit, leave=leave, delay=BAR_AFTER_S, dynamic_ncols=True, file=sys.stderr
+                desc=what,
+                total=total,
+                initial=num_done,
+                unit=unit,
+                leave=False,
+                delay=BAR_AFTER_S,
+                dynamic_ncols=True,
+                file=sys.stderr,
             )
 
-    def add(self, count: int = 1, note: str = "") -> None:
-        """`count` more are done; `note` stands beside the bar."""
+    def note(self, text: str) -> None:
+        """`text` stands beside the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def add(self, count: int = 1) -> None:
+        """`count` more are done."""
         self._num_done += count
         if self._bar is not None:
-            if note:
-                self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
-        elif is_shown() and time.monotonic() - self._printed >= LINE_EVERY_S:
+        elif self._in_log and is_shown() and time.monotonic() - self._printed >= LINE_EVERY_S:
             self._print_line()
 
     def close(self) -> None:
@@ -75,6 +87,18 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def activity(what: str) -> Iterator[None]:
+    """Work of unknown length: its name stands on the terminal until it is done; a log says nothing."""
+    if not (is_shown() and sys.stderr.isatty()):
+        yield
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=f"{what} ...", bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr):
+        yield
 
 
 def print_above_bars(text: str) -> None:

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -33,6 +34,7 @@ from automodel_lite.parallel.checks import check_ranks_read_alike
 from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
 from automodel_lite.parallel.shard import cp_shard
+from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import export
 from automodel_lite.run.failures import BadSteps, StepNumbers, Watchdog, has_failed, log_of, recorded
@@ -50,7 +52,14 @@ from automodel_lite.training.dry_run import dry_run
 from automodel_lite.training.evaluation import sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients, move_to
-from automodel_lite.training.start_lines import position_line, start_lines
+from automodel_lite.training.start_lines import (
+    Line,
+    data_lines,
+    model_lines,
+    plan_lines,
+    position_line,
+    version_line,
+)
 
 
 def main(config: Config) -> int:
@@ -83,15 +92,18 @@ class TrainFinetuneRecipe:
         self.memory_text = out_of_memory_text(config, None)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
         self.console = Console(is_silent=rank() != 0)
+        self.lines: list[Line] = []
         self.page = LiveReport(folder.path, config.report and rank() == 0, self.console.say)
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
         config = self.config
+        self.show([version_line()])
         self.lock.check()
         batches = check_sizes(config, world_size())
         self.source: CausalLM = build(config.model)
         self.data = prepare_data(config, batches)
+        self.show(data_lines(self.data))
         self.plan = self.data.plan(config.training)
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
@@ -99,8 +111,11 @@ class TrainFinetuneRecipe:
         check_positions(self.data.longest, model_config)
         self.costs = cost_model(model_config)
         self.report = self.data.report(self.costs)
+        self.show(plan_lines(self.report, self.plan, config))
         seed_all(config.seed, "model")
-        self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
+        with activity("loading the model"):
+            self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
+        self.show(model_lines(config, self.built, self.mesh))
         self.model = self.built.model
         self.memory_text = out_of_memory_text(config, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
@@ -112,6 +127,12 @@ class TrainFinetuneRecipe:
         self.edge = StepEdge(self.control, deadline, self.checkpointer, SIGNALS)
         self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
         self.resume()
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Lines of the start block, printed as soon as they are known and kept in run.json."""
+        self.lines += lines
+        for topic, text in lines:
+            self.console.say(topic, text)
 
     def resume(self) -> None:
         """Continues from the newest checkpoint that loads, or starts fresh."""
@@ -146,12 +167,11 @@ class TrainFinetuneRecipe:
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
         training = self.config.training
-        lines = start_lines(self.config, self.data, self.report, self.built, self.mesh, self.plan)
-        for topic, text in lines:
-            self.console.say(topic, text)
         if self.mesh.rank == 0:
-            self.folder.write_facts(lines)
-        self.console.say("run", position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps))
+            self.folder.write_facts(self.lines)
+        every = self.config.checkpoint.every_steps
+        position = position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps, every)
+        self.console.say("run", position)
         SIGNALS.defer()
         SIGNALS.watch(
             lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s
@@ -161,6 +181,7 @@ class TrainFinetuneRecipe:
         self.feed = DeviceFeed(self.data.steps(self.cursor, self.mesh, self.costs), self.shard, self.mesh.device)
         if self.num_steps < self.plan.max_steps:
             check_ranks_read_alike(self.feed.peek().micro_batches[0], self.mesh.cp)
+        self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
             self.watchdog.beat(f"in step {self.num_steps + 1}")
             self.meter.start()
@@ -176,6 +197,7 @@ class TrainFinetuneRecipe:
             if logs or validates or saves:
                 self.bad_steps.settle()
             self.meter.stop(result.counts, batches.wait_s)
+            self.bar.add(1)
             if logs:
                 self.log(result, batches.epoch)
             if validates:
@@ -183,6 +205,7 @@ class TrainFinetuneRecipe:
             if saves:
                 self.save()
         self.bad_steps.settle()
+        self.bar.close()
         return self.leave_early() if self.edge.stop_reason else self.finish()
 
     def step(self, ready: ReadyStep) -> StepResult:
@@ -225,6 +248,7 @@ class TrainFinetuneRecipe:
         """One row on the screen, in metrics.jsonl and in the trackers."""
         row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
+        self.bar.note(f"loss {row.loss:.4f}")
         self.metrics.log(row.as_row() | self.data.left_out(self.cursor, self.mesh))
         self.page.update()
 
@@ -258,7 +282,10 @@ class TrainFinetuneRecipe:
         self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
         self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
         is_last = self.num_steps == self.plan.max_steps
-        self.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, self.state, wait=wait or is_last)
+        with activity(f"saving step {self.num_steps}"):
+            self.checkpointer.save(
+                self.num_steps, self.model.loss_model, self.optimizer, self.state, wait=wait or is_last
+            )
         self.meter.lap("checkpoint")
 
     def leave_early(self) -> int:
@@ -279,9 +306,10 @@ class TrainFinetuneRecipe:
         """Exports the model, asks the held-out questions, and marks the run as finished."""
         self.watchdog.beat("exporting")
         if self.config.checkpoint.export_hf:
-            exported = export(
-                self.folder.path, self.model, self.data.tokenizer, self.built.source_dtype, self.built.adapter
-            )
+            with activity("exporting"):
+                exported = export(
+                    self.folder.path, self.model, self.data.tokenizer, self.built.source_dtype, self.built.adapter
+                )
             loader = "peft.PeftModel" if self.built.adapter else "AutoModelForCausalLM"
             self.console.say("exported", f"{exported}: loads with {loader}.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
@@ -294,6 +322,7 @@ class TrainFinetuneRecipe:
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
         if self.page.is_drawn:
             self.console.say("report", str(self.page.path))
+        self.console.say("next", "\n".join(self.folder.next_commands("finished")))
         self.close()
         return 0
 

@@ -122,6 +122,17 @@ class RunFolder:
         facts = {"command": scrub(command), "lines": [[topic, scrub(text)] for topic, text in lines]}
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
 
+    def next_commands(self, state: str) -> list[str]:
+        """What to type next, by how the run ended."""
+        command = str(json.loads(self.facts.read_text()).get("command", "")) if self.facts.is_file() else ""
+        if state in ("preempted", "interrupted", "failed"):
+            return [f"{command}   # goes on from the newest checkpoint"] if command else []
+        if state != "finished":
+            return []
+        hf = self.path / "hf"
+        exported = [f"vllm serve {hf}"] if hf.is_dir() else [f"automodel-lite export_hf {self.path}"]
+        return [f'automodel-lite generate {self.path} "..."', *exported]
+
     def rewind_metrics(self, step: int) -> None:
         """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes
         too.

@@ -175,6 +175,7 @@ class Meter:
         device_peak = peak_flops(mesh.device, compute_dtype)
         self.peak = None if device_peak is None else device_peak * mesh.shape.world_size
         self.clock = PhaseClock(mesh.device)
+        self._total_s, self._total_steps = 0.0, 0
         self._reset()
 
     def start(self) -> None:
@@ -199,6 +200,7 @@ class Meter:
             for name in ("num_tokens", "num_label_tokens", "num_slots", "num_pairs")
         )
         step_s = self.busy_s / len(self.counts)
+        time_s = self.clock.seconds()
         flops_per_s = self.flops.of(tokens, labels, pairs) / self.busy_s
         row = StepMetrics(
             step=step,
@@ -217,11 +219,17 @@ class Meter:
             step_s=step_s,
             data_wait_s=self.wait_s / len(self.counts),
             memory_gib=peak_memory_gib(self.mesh.device),
-            eta_s=step_s * (max_steps - step),
-            time_s=self.clock.seconds(),
+            eta_s=self._eta_s(time_s, max_steps - step),
+            time_s=time_s,
         )
         self._reset()
         return row
+
+    def _eta_s(self, time_s: dict[str, float], steps_left: int) -> float:
+        """By the mean of all steps of this process, their validation and checkpoints included."""
+        self._total_s += self.busy_s + time_s.get("validation", 0.0) + time_s.get("checkpoint", 0.0)
+        self._total_steps += len(self.counts)
+        return self._total_s / self._total_steps * steps_left
 
     def rest(self) -> dict[str, float]:
         """The time since the last row, by phase: the last validation and checkpoint."""

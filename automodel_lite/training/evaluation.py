@@ -28,6 +28,7 @@ from automodel_lite.data.source import PackSource
 from automodel_lite.models.generate import load_model
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.progress import Progress
 from automodel_lite.thd import ThdBatch
 
 
@@ -49,13 +50,16 @@ def validation_loss(
     loss_sum = torch.zeros((), device=mesh.device)
     num_label_tokens = 0
     feed = DeviceFeed(validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader), shard, mesh.device)
-    for ready in feed:
-        loss_sum += model(ready.parts[0])
-        num_label_tokens += ready.micro_batches[0].num_label_tokens
-        feed.stage()
-        if must_stop():
-            model.module.train()
-            return None
+    packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
+    with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
+        for ready in feed:
+            loss_sum += model(ready.parts[0])
+            num_label_tokens += ready.micro_batches[0].num_label_tokens
+            feed.stage()
+            progress.add(1)
+            if must_stop():
+                model.module.train()
+                return None
     model.module.train()
     count = mesh.sum(torch.tensor(num_label_tokens)).item() / mesh.shape.cp
     return mesh.sum(loss_sum).item() / max(count, 1)

@@ -17,27 +17,42 @@ from automodel_lite.training.build import BuiltModel
 Line = tuple[str, str]
 
 
-def start_lines(
-    config: Config,
-    data: PackSource,
-    report: PackingReport | None,
-    built: BuiltModel,
-    mesh: Mesh,
-    plan: TrainingPlan,
-) -> list[Line]:
-    """(topic, text) of each line: what was built, and why so."""
+def version_line() -> Line:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return "", f"automodel_lite {automodel_lite.__version__} ({versions})"
+
+
+def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config) -> list[Line]:
+    """How the documents are packed, and how long the run is."""
+    return [("packing", packing_text(report)), ("steps", steps_text(plan, report, warmup_steps(config)))]
+
+
+def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
+    """What is trained, how, and what it takes."""
     return [
-        ("", f"automodel_lite {automodel_lite.__version__} ({versions})"),
         ("device", _device(mesh, built)),
         ("model", _model(config, built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
+        ("optimizer", optimizer_text(config)),
         ("memory", str(built.memory)),
-        *data_lines(data),
-        ("packing", packing_text(report)),
-        ("steps", steps_text(plan, report, warmup_steps(config))),
     ]
+
+
+def optimizer_text(config: Config) -> str:
+    """`adamw, lr 1e-05 (cosine, 20 steps of warm-up), weight_decay 0.01, gradients clipped to 1.0`."""
+    optimizer = config.optimizer
+    schedule = str(config.lr_scheduler["_target_"]).rpartition(".")[2]
+    warmup = f", {warmup_steps(config)} steps of warm-up" if warmup_steps(config) else ""
+    rest = {key: value for key, value in optimizer.items() if key in ("weight_decay", "betas", "momentum")}
+    return ", ".join(
+        [
+            str(optimizer["_target_"]).rpartition(".")[2],
+            f"lr {optimizer.get('lr')} ({schedule}{warmup})",
+            *(f"{key} {value}" for key, value in rest.items()),
+            f"gradients clipped to {config.training.max_grad_norm}" if config.training.max_grad_norm else "no clipping",
+        ]
+    )
 
 
 def data_lines(data: PackSource) -> list[Line]:
@@ -45,10 +60,13 @@ def data_lines(data: PackSource) -> list[Line]:
     return [("data", data.documents.description), *(("", note) for note in data.notes)]
 
 
-def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int) -> str:
-    """`runs/x: fresh`, or from where it goes on."""
+def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int, save_every: int) -> str:
+    """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
     origin = f"continues from {checkpoint.name}" if checkpoint else "fresh"
-    return f"{folder}: {origin}, steps {step + 1} to {max_steps}" if step < max_steps else f"{folder}: {origin}"
+    if step >= max_steps:
+        return f"{folder}: {origin}"
+    saved = min((step // save_every + 1) * save_every, max_steps) if save_every else max_steps
+    return f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
 
 
 def _device(mesh: Mesh, built: BuiltModel) -> str:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.report import (
     LiveReport,
     _thinned,
     facts_of,
-    next_steps,
     page_of,
     warnings_of,
     write_report,
@@ -83,9 +83,11 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     record = read_run(run_folder(tmp_path / "a"))
     record.facts.update(command="torchrun train", lines=[["steps", "4\nNOTE: the data are few"]])
     assert warnings_of(record) == ["NOTE: the data are few"]
-    assert next_steps(record)[-1] == f"automodel-lite export_hf {tmp_path / 'a'}"
-    record.status["state"] = "preempted"
-    assert next_steps(record)[0].startswith("torchrun train")
+    folder = RunFolder(tmp_path / "a")
+    assert folder.next_commands("finished")[-1] == f"automodel-lite export_hf {tmp_path / 'a'}"
+    assert folder.next_commands("preempted") == []
+    folder.write_facts([])
+    assert folder.next_commands("preempted")[0].endswith("# goes on from the newest checkpoint")
     record.rows.append({"step": 5, "loss": "nan"})
     assert warnings_of(record)[1] == "the loss was not finite at steps 5"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_lite.run.durable import write_atomically
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.report.record import RunRecord, differences, flatten, read_run
 
 MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
@@ -85,7 +86,7 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
         warnings=[f"{record.name}: {text}" for record in records for text in warnings_of(record)],
         packing=packing_of(first),
         settings=[(key, value) for key, value in flatten(first.config) if value not in (None, {}, [])],
-        next=next_steps(first),
+        next=RunFolder(first.path).next_commands(first.status.get("state", "")),
         data=_script_json({"runs": [_run_data(record) for record in records]}),
     )
 
@@ -153,20 +154,6 @@ def packing_of(record: RunRecord) -> list[tuple[str, str]]:
         "truncated_documents": "truncated documents",
     }
     return [(name, _number(record.packing[key])) for key, name in shown.items() if record.packing.get(key)]
-
-
-def next_steps(record: RunRecord) -> list[str]:
-    """Commands to type next, by the state of the run."""
-    folder = record.path
-    match record.status.get("state"):
-        case "finished" if (folder / "hf").is_dir():
-            served = f"vllm serve {folder}/hf"
-            return [f'automodel-lite generate {folder} "..."', served, f"automodel-lite report {folder} OTHER_RUN"]
-        case "finished":
-            return [f'automodel-lite generate {folder} "..."', f"automodel-lite export_hf {folder}"]
-        case "preempted" | "interrupted" | "failed" if record.facts.get("command"):
-            return [f"{record.facts['command']}   # the same command goes on from the newest checkpoint"]
-    return []
 
 
 def _run_data(record: RunRecord) -> dict[str, Any]:
