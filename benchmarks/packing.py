@@ -34,6 +34,7 @@ from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.data.loader import MicroBatchSampler, deal_to_ranks, epoch_order, read_batches
 from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
+from automodel_lite.data.packing.exact_fill import ExactFiller
 from automodel_lite.data.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.data.packing.order import seeded_order
 from automodel_lite.data.packing.packs import PackedDataset, TokenArrays
@@ -184,9 +185,9 @@ def plans(n: int) -> None:
         bound, tokens = lower_bound(histogram, size), int(lengths.sum())
         plain, plain_s = cpu_seconds(lambda h=histogram, s=size: best_fit(h, s).num_bins)
         rows = [("best-fit (histogram, count only)", plain, plain_s)]
-        for strategy in ("exact_fill", "global", "worst_fit", "next_fit"):
+        for strategy in ("exact_fill", "best_fit", "next_fit"):
             plan, s = cpu_seconds(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
-            rows.append((strategy + (" -> global" if plan.note else ""), len(plan), s))
+            rows.append((strategy + (" -> best_fit" if plan.note else ""), len(plan), s))
         for peer, prepare in peers.items():
             rows.append((peer, *cpu_seconds(prepare(lengths, size))))
         print(f"\n{name}: lower bound {bound:,}")
@@ -204,22 +205,22 @@ def growth(most: int) -> None:
         bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
         _, plain_s = cpu_seconds(lambda x=lengths, c=size: best_fit(np.bincount(x, minlength=c + 1), c))
         print(f"\n{n:,} documents, lower bound {bound:,}\n  best-fit (histogram, count only)  {plain_s:9.3f} s")
-        found = {"best-fit, assigned": cpu_seconds(lambda x=lengths, c=size: best_fit_plan(x, c))}
-        for strategy in ("global", "exact_fill"):
+        found = {"best-fit decreasing, assigned": cpu_seconds(lambda x=lengths, c=size: best_fit_plan(x, c))}
+        for strategy in ("best_fit", "exact_fill"):
             plan, s = cpu_seconds(lambda x=lengths, c=size, st=strategy: plan_packs(x, c, strategy=st))
             found[strategy] = (len(plan), s)
         for peer, prepare in peers.items():
             found[peer] = cpu_seconds(prepare(lengths, size))
-        own_s = found["global"][1]
+        own_s = found["best_fit"][1]
         for label, (packs, s) in found.items():
             print(
-                f"  {label:<20}{packs - bound:>+8,} packs  {s:9.3f} s  {s / own_s:8.1f} x global  "
-                f"{s / plain_s:8.1f} x best-fit  {n / s / 1e6:7.2f} M documents/s"
+                f"  {label:<30}{packs - bound:>+8,} packs  {s:9.3f} s  {s / own_s:8.1f} x best_fit  "
+                f"{s / plain_s:8.1f} x count only  {n / s / 1e6:7.2f} M documents/s"
             )
 
 
 def best_fit_plan(lengths: np.ndarray, size: int) -> int:
-    """What peers' best-fit does: no refinement, a list of documents for each pack."""
+    """What peers' best-fit does: a list of documents for each pack."""
     _, offsets = assign(best_fit(np.bincount(lengths, minlength=size + 1), size), lengths, size, 0, 0)
     return len(offsets) - 1
 
@@ -235,7 +236,7 @@ def read(n: int) -> None:
 
 
 def memory(n: int) -> None:
-    for strategy in ("global", "exact_fill"):
+    for strategy in ("best_fit", "exact_fill"):
         mib = peak_mib(lambda lengths, st=strategy: plan_packs(lengths, READ_SIZE, strategy=st), read_lengths, n)
         print(f"  plan of {n:,} documents, {strategy}: {mib:,.0f} MiB above the lengths")
     few = n // 200
@@ -319,15 +320,15 @@ def hard(n: int) -> None:
             histogram = np.bincount(lengths, minlength=size + 1)
             plain = best_fit(histogram, size).num_bins
             print(f"{name}, {n:,} documents: best-fit {plain:,}, volume bound {lower_bound(histogram, size):,}")
-            for label, arguments in (
-                ("exact_fill", {"strategy": "exact_fill"}),
-                ("global", {"strategy": "global"}),
-                ("column generation", {"strategy": "global", "column_generation": True}),
+            searched = lengths[seeded_order(len(lengths), 0, 0)].tolist()
+            for label, packs_of in (
+                ("exact_fill", lambda x=lengths, c=size: len(plan_packs(x, c))),
+                ("best_fit", lambda x=lengths, c=size: len(plan_packs(x, c, strategy="best_fit"))),
+                ("exact fill to the end", lambda x=searched, c=size: sum(1 for _ in ExactFiller(x, c, read_ahead=512))),
             ):
-                plan, s = cpu_seconds(lambda x=lengths, c=size, a=arguments: plan_packs(x, c, **a))
-                over = 100 * (len(plan) / plain - 1)
+                packs, s = cpu_seconds(packs_of)
                 print(
-                    f"  {label:<20}{len(plan):>10,}  {over:+.2f} % of best-fit  bound {plan.lower_bound:,}  {s:.2f} s"
+                    f"  {label:<22}{packs:>10,}  {100 * (packs / plain - 1):+.2f} % of best-fit decreasing  {s:.2f} s"
                 )
 
 

@@ -20,9 +20,8 @@ from typing import Any
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import draw_histogram, draw_mask, draw_pack, packing_report
-from automodel_lite.data.prepare import PlannedPacks, prepare_first_documents
+from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
 from automodel_lite.data.row_checks import mark_trained
-from automodel_lite.data.source import batch_shape
 from automodel_lite.data.streaming import NUM_HEAD_DOCUMENTS, StreamingDataset
 from automodel_lite.errors import DataError
 
@@ -34,7 +33,7 @@ SHOWN_TOKENS = 400
 def main(config: Config) -> int:
     """Prints everything; 1 when nothing would be trained on."""
     try:
-        data = prepare_first_documents(config, batch_shape(config.training, dp_size=1))
+        data = prepare_first_documents(config, build_packer(config))
         packs = data.packs_of(0)
     except DataError as error:
         print(f"nothing would be trained on: {error}", file=sys.stderr)

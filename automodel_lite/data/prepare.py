@@ -28,6 +28,7 @@ from automodel_lite.data.source import BatchShape, Cursor, PackSource, StepBatch
 from automodel_lite.data.stream_loader import StreamedPacks, TokenStream
 from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.tokenize import Job, TokenizedData, tokenize_documents, tokenize_validation
+from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
 from automodel_lite.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh, mesh_shape
@@ -42,7 +43,7 @@ def check_sizes(config: Config, num_processes: int) -> BatchShape:
     except ConfigError as error:
         problems.append(str(error))
     try:
-        build_with(config.packed_sequence, cp_size=config.mesh.cp)
+        build_packer(config)
     except ConfigError as error:
         problems.append(str(error))
     problems += fp8_problems(config)
@@ -197,20 +198,27 @@ def _after(epoch: int, packs: int, num_packs: int) -> Cursor:
 
 def prepare_data(config: Config, batches: BatchShape) -> PackSource:
     """The packs of a run; tokenizes what is not in the cache, once per node."""
-    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)  # first: it checks sizes
+    packer = build_packer(config)  # first: it checks sizes
     documents: Documents | StreamingDataset = build(config.dataset)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
+    packer = packer.padded_with(padding_id(tokenizer))
     if isinstance(documents, StreamingDataset):
         return _stream(config, documents, tokenizer, packer, batches)
     return _planned(config, documents, tokenizer, packer, batches)
 
 
-def prepare_first_documents(config: Config, batches: BatchShape) -> PlannedPacks:
+def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
     """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
-    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)
+    batches = batch_shape(config.training, dp_size=1)
     documents: Documents = build(config.dataset)
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
-    return _planned(config, documents, tokenizer, packer, batches)
+    return _planned(config, documents, tokenizer, packer.padded_with(padding_id(tokenizer)), batches)
+
+
+def build_packer(config: Config) -> Packer:
+    """Raises ConfigError for sizes that do not divide."""
+    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)
+    return packer
 
 
 def _planned(

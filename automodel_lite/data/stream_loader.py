@@ -242,7 +242,7 @@ class StreamedPacks:
         packer = self.packer
         none = np.zeros(0, np.int64)
         size = packer.packed_sequence_size
-        empty = lay_out(flatten([]), none, none, size, packer.slot_multiple, packer.padding_idx)
+        empty = lay_out(flatten([]), none, none, size, packer.slot_multiple, packer.padding_idx or 0)
         batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
         pins = self.dataloader.pin_memory and torch.cuda.is_available()
         return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -275,7 +275,7 @@ class ShardTurns(IterableDataset):
             self.packer.packed_sequence_size,
             overlong=self.packer.overlong,
             slot_multiple=self.packer.slot_multiple,
-            padding_idx=self.packer.padding_idx,
+            padding_idx=self.packer.padding_idx or 0,
         )
         if shard in self.states:
             packs.load_state_dict(self.states[shard])

@@ -8,7 +8,7 @@ A small sample of the packs that training would read, for recipes/verify.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +23,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import epoch_order
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, TokenArrays
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.prepare import prepare_first_documents
-from automodel_lite.data.source import batch_shape
+from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.token_rows import IndexedRows
 from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM
@@ -206,7 +205,7 @@ class Sample:
         """The same documents in other company and order, in packs half as large again."""
         size = -(-self.pack_size * 3 // 2 // self.slot_multiple) * self.slot_multiple
         lengths = np.diff(self.documents.offsets)
-        plan = plan_packs(lengths, size, strategy="worst_fit", slot_multiple=self.slot_multiple)
+        plan = plan_packs(lengths, size, strategy="best_fit", slot_multiple=self.slot_multiple)
         packs = PackedDataset(self.documents, plan)
         return [packs[i] for i in reversed(range(len(packs)))]
 
@@ -217,14 +216,13 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     The number of packs is a multiple of the data-parallel ranks; a last rank that runs short gets an empty pack, as in
     training.
     """
-    training_size: int = config.packed_sequence["packed_sequence_size"]
+    packer = build_packer(config)
+    training_size, multiple = packer.packed_sequence_size, packer.slot_multiple
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    multiple = config.packed_sequence.get("slot_multiple") or (2 * shape.cp if shape.cp > 1 else 1)
     size = min(training_size, LARGEST_PACK_TOKENS[device] // multiple * multiple)
-    smaller = {"packed_sequence_size": size, "overlong": "truncate", "drop_long_samples": None}
     if size < training_size:
-        config = replace(config, packed_sequence={**config.packed_sequence, **smaller})
-    data = prepare_first_documents(config, batch_shape(config.training, 1))
+        packer = packer.resized(size, overlong="truncate")
+    data = prepare_first_documents(config, packer)
     packs = data.packs_of(0)
     num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()

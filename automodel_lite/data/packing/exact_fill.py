@@ -16,7 +16,7 @@ from itertools import islice
 LOOKAHEAD = 256
 
 
-class ExactFill:
+class ExactFiller:
     """Iterator of packs (lists of document ids) over a stream of lengths; ids count from `first_id`.
 
     lengths: any iterable of ints in [1, size]. `waiting` are (id, length) pairs that an earlier iterator had read and
@@ -26,7 +26,7 @@ class ExactFill:
     `num_searched` counts the documents that the tails were searched in: up to 256 a pack where no fit exists.
 
     To stop and go on: keep `cursor` (how many lengths were read) and `waiting` (at most `lookahead` pairs with
-    `read_ahead=1`), and build `ExactFill(lengths[cursor:], size, first_id=cursor, waiting=waiting)`.
+    `read_ahead=1`), and build `ExactFiller(lengths[cursor:], size, first_id=cursor, waiting=waiting)`.
     """
 
     def __init__(
@@ -95,9 +95,11 @@ class ExactFill:
 
     def _fill(self, pack: list[int], room: int) -> None:
         """Adds to the pack the documents of the look-ahead that fill `room` best, and leaves the others waiting."""
+        # Bit r of `free` is set when some subset of the documents seen so far leaves r tokens of the room. A document
+        # of n tokens turns r into r - n, which is a shift; subsets that do not fit fall off at bit 0.
         ids, lengths, head = self._ids, self._lengths, self._head
         free = 1 << room
-        before: list[int] = []  # the rooms that can be left, before each useful document
+        before: list[int] = []  # `free` before each document that reached a new remainder
         useful: list[int] = []
         at, end = head, head + self.lookahead
         while at < end and not free & 1 and (at < len(lengths) or self._pull()):
@@ -111,6 +113,8 @@ class ExactFill:
                         if free & 1:
                             break
                 at += 1
+        # Back from the smallest remainder: a document is in the subset exactly if the remainder could not be reached
+        # before it. So the oldest documents that reach it are taken.
         self.num_searched += at - head
         rest = (free & -free).bit_length() - 1
         chosen: list[int] = []

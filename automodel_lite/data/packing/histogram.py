@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from automodel_lite.data.packing.exact_fill import ExactFiller
 from automodel_lite.data.packing.order import longest_first, seeded_order
 
 ASSIGN_BLOCK = 1 << 20
+SEARCHED_DOCUMENTS = 40_000  # by subset-sum: 0.05 s, 0.9 s where exact fits are rare
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
         while left:
+            # The tightest class that this length fits; without one, as many new bins as the documents need, which are
+            # all alike and so one class too.
             at = bisect_left(spaces, length)
             if at < len(spaces):
                 space = spaces[at]
@@ -101,22 +105,53 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
                 space, slot, first = size, 0, num_bins
                 bins = -(-left // (size // length))
                 num_bins += bins
+            # One by one, best-fit would fill a bin of this class before it touches the next: after the first document
+            # the bin is tighter than its class. So whole bins take `fit` documents each, and one bin takes the rest.
             fit = space // length
-            whole = min(left // fit, bins)  # bins that take as many as fit
+            whole = min(left // fit, bins)
             if whole:
                 out.append((length, first, whole, fit, slot))
                 file(space - fit * length, (first, whole, slot + fit))
                 left -= whole * fit
-            if whole < bins and left:  # then left < fit: one bin takes the last ones
+            if whole < bins and left:  # left < fit now
                 out.append((length, first + whole, 1, left, slot))
                 file(space - left * length, (first + whole, 1, slot + left))
                 left, whole = 0, whole + 1
+            # Bins that were not touched stay in their class, which goes when it is empty.
             if whole < bins:
                 classes[space].append((first + whole, bins - whole, slot))
             if at < len(spaces) and not classes.get(space, [()]):
                 del classes[space]
                 del spaces[bisect_left(spaces, space)]
     return placements_of(out, num_bins)
+
+
+def fewest_bins(histogram: np.ndarray, size: int, seed: int) -> Placements:
+    """Best-fit decreasing or exact fill in proportion, whichever needs fewer bins.
+
+    Best-fit is within a few bins of the optimum on ordinary mixes. It wastes 4 % where two or three documents of like
+    lengths share a bin (N(700, 120) in 2048), which is where subset-sum over many documents is better.
+    """
+    plain, proportional = best_fit(histogram, size), exact_fill_in_proportion(histogram, size, seed)
+    return proportional if proportional.num_bins < plain.num_bins else plain
+
+
+def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Placements:
+    """Exact fill of a k-th part of the documents of each length, each of its bins k times; best-fit for the others.
+
+    The work does not grow with the documents: a part has about SEARCHED_DOCUMENTS of them, in a seeded order.
+    """
+    k = max(1, int(histogram.sum()) // SEARCHED_DOCUMENTS)
+    part = histogram // k
+    documents = np.repeat(np.arange(size + 1), part)
+    documents = documents[seeded_order(len(documents), seed, 0)].tolist()
+    rows = [
+        (documents[i], first * k, k, 1, slot)
+        for first, pack in enumerate(ExactFiller(documents, size, read_ahead=512))
+        for slot, i in enumerate(pack)
+    ]
+    repeated = placements_of(rows, rows[-1][1] + k if rows else 0)
+    return join(repeated, best_fit(histogram - part * k, size))
 
 
 def assign(

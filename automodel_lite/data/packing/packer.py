@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Annotated
 
 import numpy as np
@@ -11,6 +12,7 @@ from automodel_lite.config.rules import Count, Positive, Range, Seed
 from automodel_lite.data.packing.balance import BALANCES
 from automodel_lite.data.packing.packs import FlatRows, PackedDataset
 from automodel_lite.data.packing.plan import OVERLONG, PackPlan, check_settings, plan_packs
+from automodel_lite.data.packing.strategies import Strategy, strategy_of
 from automodel_lite.data.token_rows import IndexedRows
 from automodel_lite.errors import ConfigError
 
@@ -27,7 +29,7 @@ class Packer:
     def __init__(
         self,
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
-        strategy: str = "exact_fill",
+        strategy: str | Strategy = "exact_fill",
         max_packs: Positive | None = None,
         overlong: str | None = None,
         drop_long_samples: bool | None = None,
@@ -35,23 +37,21 @@ class Packer:
         slot_multiple: Positive | None = None,
         seed: Seed = 0,
         repack_each_epoch: bool = False,
-        padding_idx: Count = 0,
-        column_generation: bool = False,
+        padding_idx: Count | None = None,
         cp_size: int = 1,
     ):
         if balance not in BALANCES:
             raise ConfigError(f"packed_sequence.balance={balance!r} is unknown: use one of {', '.join(BALANCES)}.")
         self.packed_sequence_size = packed_sequence_size
-        self.strategy = strategy
+        self.strategy = strategy_of(strategy)
         self.max_packs = max_packs
         self.overlong = _overlong(overlong, drop_long_samples)
-        check_settings(packed_sequence_size, strategy, self.overlong, max_packs, 1, column_generation)
+        check_settings(packed_sequence_size, self.overlong, max_packs, 1)
         self.balance = balance
         self.slot_multiple = _slot_multiple(packed_sequence_size, slot_multiple, cp_size)
         self.seed = seed
         self.repack_each_epoch = repack_each_epoch
         self.padding_idx = padding_idx
-        self.column_generation = column_generation
 
     def plan(self, lengths: Sequence[int] | np.ndarray, epoch: int = 0) -> PackPlan:
         """The plan of an epoch; all epochs share one unless `repack_each_epoch`."""
@@ -64,11 +64,30 @@ class Packer:
             overlong=self.overlong,
             max_packs=self.max_packs,
             slot_multiple=self.slot_multiple,
-            column_generation=self.column_generation,
         )
 
+    def resized(self, packed_sequence_size: int, overlong: str) -> Packer:
+        """The same packing in packs of another size; it must be a multiple of `slot_multiple`."""
+        return Packer(
+            packed_sequence_size,
+            self.strategy,
+            self.max_packs,
+            overlong,
+            balance=self.balance,
+            slot_multiple=self.slot_multiple,
+            seed=self.seed,
+            repack_each_epoch=self.repack_each_epoch,
+            padding_idx=self.padding_idx,
+        )
+
+    def padded_with(self, padding_id: int) -> Packer:
+        """The same packing, which fills packs up with `padding_id` unless the settings name another id."""
+        padded = copy(self)
+        padded.padding_idx = padding_id if self.padding_idx is None else self.padding_idx
+        return padded
+
     def packs(self, rows: FlatRows | IndexedRows, plan: PackPlan) -> PackedDataset:
-        return PackedDataset(rows, plan, self.padding_idx)
+        return PackedDataset(rows, plan, self.padding_idx or 0)
 
 
 def _overlong(overlong: str | None, drop_long_samples: bool | None) -> str:

@@ -8,11 +8,10 @@ A plan is a pure function of its arguments: every rank makes the same one, and n
 
 strategy     packs are at most                      order of documents
 exact_fill   1.002 x best-fit                       seeded epoch order, moved by about ten places
-global       11/9 of the optimum + 1 (best-fit)     by length, shuffled inside equal lengths; packs shuffled
-worst_fit    2 x the optimum                        longest first into the emptiest pack
+best_fit     11/9 of the optimum + 1                by length, shuffled inside equal lengths; packs shuffled
 next_fit     2 x the optimum                        the order of the dataset, one open pack
 wrapped      ceil(tokens / size), documents cut     the seeded epoch order
-none         one a document                         the order of the dataset
+none         one document per row                   the order of the dataset
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from automodel_lite.data.packing.histogram import lower_bound
 from automodel_lite.data.packing.order import seeded_order
-from automodel_lite.data.packing.strategies import strategy_of
+from automodel_lite.data.packing.strategies import Packed, Strategy, strategy_of
 from automodel_lite.errors import ConfigError, DataError
 
-STRATEGIES = ("exact_fill", "global", "worst_fit", "next_fit", "wrapped", "none")
 OVERLONG = ("drop", "truncate", "split", "error")
 PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
 
@@ -71,6 +68,7 @@ class PackPlan:
     packed_sequence_size: int
     slot_multiple: int
     strategy: str
+    ragged: bool  # rows have the length of their document instead of `packed_sequence_size`
     seed: int
     epoch: int
     num_packs_made: int
@@ -80,11 +78,6 @@ class PackPlan:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
-
-    @property
-    def ragged(self) -> bool:
-        """Rows have the length of their document (strategy none) instead of `packed_sequence_size`."""
-        return self.strategy == "none"
 
     @property
     def documents_per_pack(self) -> np.ndarray:
@@ -135,36 +128,38 @@ def plan_packs(
     lengths: Sequence[int] | np.ndarray,
     packed_sequence_size: int,
     *,
-    strategy: str = "exact_fill",
+    strategy: str | Strategy = "exact_fill",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "drop",
     max_packs: int | None = None,
     slot_multiple: int = 1,
-    column_generation: bool = False,
 ) -> PackPlan:
     """Distributes documents over packs of at most `packed_sequence_size` tokens.
 
     lengths: positive integers [N], tokens of each document. slot_multiple: every document takes a slot that is a
-    multiple of it (2 * cp under context parallelism). overlong: what becomes of documents over the size; strategy
-    wrapped cuts every document where its pack ends, so none is over-long there. max_packs: a random sample of the
-    packs, each document with the same chance. column_generation: for strategy global, needs scipy.
+    multiple of it (2 * cp under context parallelism). overlong: what becomes of documents over the size, where the
+    strategy does not cut documents anyway. max_packs: a random sample of the
+    packs, each document with the same chance.
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
-    check_settings(packed_sequence_size, strategy, overlong, max_packs, slot_multiple, column_generation)
+    check_settings(packed_sequence_size, overlong, max_packs, slot_multiple)
+    strategy = strategy_of(strategy)
     lengths = _checked_lengths(lengths)
-    note = ""
-    if strategy == "wrapped":
-        pieces, offsets = _wrapped(lengths, packed_sequence_size, slot_multiple, seed, epoch)
+    # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
+    pool = (
+        _all_documents(lengths) if strategy.cuts_documents else _fit_overlong(lengths, packed_sequence_size, overlong)
+    )
+    slots = -(-pool.lengths // slot_multiple) if slot_multiple > 1 else pool.lengths
+    size = packed_sequence_size // slot_multiple
+    packed = strategy.pack(slots, size, seed, epoch)
+    if strategy.cuts_documents:
+        pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
         bound = len(offsets) - 1
     else:
-        pool = _fit_overlong(lengths, packed_sequence_size, overlong)
-        slots = -(-pool.lengths // slot_multiple) if slot_multiple > 1 else pool.lengths
-        size = packed_sequence_size // slot_multiple
-        packed = strategy_of(strategy, column_generation)(slots, size, seed, epoch)
-        pieces, offsets, note = pool.taken(packed.order), packed.offsets, packed.note
-        bound = max(packed.lower_bound, lower_bound(np.bincount(slots, minlength=size + 1), size))
+        pieces, offsets = pool.taken(packed.order), packed.offsets
+        bound = len(offsets) - 1 if strategy.is_ragged else lower_bound(np.bincount(slots, minlength=size + 1), size)
     num_packs_made = len(offsets) - 1
     if max_packs is not None and max_packs < num_packs_made:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
@@ -176,13 +171,14 @@ def plan_packs(
         stops=None if pieces.starts is None else pieces.starts + pieces.lengths,
         packed_sequence_size=packed_sequence_size,
         slot_multiple=slot_multiple,
-        strategy=strategy,
+        strategy=strategy.name,
+        ragged=strategy.is_ragged,
         seed=seed,
         epoch=epoch,
         num_packs_made=num_packs_made,
         lower_bound=bound,
-        counts=_count(lengths, pieces, packed_sequence_size, strategy, overlong),
-        note=note,
+        counts=_count(lengths, pieces, packed_sequence_size, "" if strategy.cuts_documents else overlong),
+        note=packed.note,
     )
 
 
@@ -206,18 +202,21 @@ class _Pieces:
         return _Pieces(self.doc_ids[order], self.lengths[order], starts)
 
 
-def _wrapped(lengths: np.ndarray, size: int, slot_multiple: int, seed: int, epoch: int) -> tuple[_Pieces, np.ndarray]:
-    """Documents one after the other in the seeded epoch order, cut where a pack ends. All in slots, then in tokens."""
-    order = seeded_order(len(lengths), seed, epoch)
-    ends = np.cumsum(-(-lengths[order] // slot_multiple))
-    width = size // slot_multiple
-    pack_starts = np.arange(0, int(ends[-1]), width)
+def _all_documents(lengths: np.ndarray) -> _Pieces:
+    return _Pieces(np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64), lengths, None)
+
+
+def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int) -> tuple[_Pieces, np.ndarray]:
+    """The pieces of documents that lie end to end in `packed.order`, cut at its offsets, which are in slots."""
+    order, pack_starts = packed.order, packed.offsets[:-1]
+    ends = np.cumsum(slots[order])
+    # A piece begins where a document or a pack begins; `nth` is the document that it belongs to.
     starts = np.union1d(ends[:-1], pack_starts)
     stops = np.append(starts[1:], ends[-1])
     nth = np.searchsorted(ends, starts, side="right")
     doc_ids = order[nth]
-    first_slot = ends[nth] - (-(-lengths[doc_ids] // slot_multiple))
-    piece_starts = (starts - first_slot) * slot_multiple
+    piece_starts = (starts - (ends[nth] - slots[doc_ids])) * slot_multiple
+    # The last slot of a document may not be full.
     piece_lengths = np.minimum((stops - starts) * slot_multiple, lengths[doc_ids] - piece_starts)
     offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
     return _Pieces(doc_ids, piece_lengths, piece_starts), offsets
@@ -226,9 +225,10 @@ def _wrapped(lengths: np.ndarray, size: int, slot_multiple: int, seed: int, epoc
 def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> _Pieces:
     """The documents, or what `overlong` leaves of them, none over `size` tokens."""
     long = lengths > size
-    everything = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
+    pool = _all_documents(lengths)
+    everything = pool.doc_ids
     if not long.any():
-        return _Pieces(everything, lengths, None)
+        return pool
     if overlong == "error":
         worst = int(lengths.argmax())
         raise DataError(
@@ -262,11 +262,11 @@ def _sample(pieces: _Pieces, offsets: np.ndarray, max_packs: int, seed: int, epo
     return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
 
 
-def _count(lengths: np.ndarray, pieces: _Pieces, size: int, strategy: str, overlong: str) -> PlanCounts:
+def _count(lengths: np.ndarray, pieces: _Pieces, size: int, overlong: str) -> PlanCounts:
     long = lengths > size
     tokens = int(lengths.sum())
-    dropped = long if strategy != "wrapped" and overlong == "drop" else np.zeros_like(long)
-    truncated = long if strategy != "wrapped" and overlong == "truncate" else np.zeros_like(long)
+    dropped = long if overlong == "drop" else np.zeros_like(long)
+    truncated = long if overlong == "truncate" else np.zeros_like(long)
     cut_tokens = int((lengths[truncated] - size).sum())
     num_dropped, dropped_tokens = int(dropped.sum()), int(lengths[dropped].sum())
     packed_tokens = int(pieces.lengths.sum())
@@ -291,12 +291,8 @@ def _count(lengths: np.ndarray, pieces: _Pieces, size: int, strategy: str, overl
     )
 
 
-def check_settings(
-    size: int, strategy: str, overlong: str, max_packs: int | None, slot_multiple: int, column_generation: bool
-) -> None:
+def check_settings(size: int, overlong: str, max_packs: int | None, slot_multiple: int) -> None:
     """Raises ConfigError for arguments of plan_packs that cannot work, whatever the lengths."""
-    if strategy not in STRATEGIES:
-        raise ConfigError(f"packed_sequence.strategy={strategy!r} is unknown: use one of {', '.join(STRATEGIES)}.")
     if overlong not in OVERLONG:
         raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")
     for name, value in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
@@ -308,12 +304,6 @@ def check_settings(
             f"packed_sequence.packed_sequence_size={size} must be a multiple of {slot_multiple} "
             f"(packed_sequence.slot_multiple): use {-(-size // slot_multiple) * slot_multiple}."
         )
-    if column_generation and strategy != "global":
-        raise ConfigError(
-            f"packed_sequence.column_generation=true needs packed_sequence.strategy=global, not {strategy}: set it so."
-        )
-    if column_generation and find_spec("scipy") is None:
-        raise ConfigError('packed_sequence.column_generation=true needs scipy: pip install "automodel-lite[packing]".')
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from automodel_lite.data.packing.exact_fill import LOOKAHEAD, ExactFill
+from automodel_lite.data.packing.exact_fill import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.packs import flatten, lay_out
 from automodel_lite.errors import ConfigError, DataError
 
@@ -96,7 +96,7 @@ class PackStream(torch.utils.data.IterableDataset):
         self.num_empty = state["num_empty"]
         self.num_dropped = state["num_dropped"]
         slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
-        self._packs = ExactFill(
+        self._packs = ExactFiller(
             self._arriving(*self._cursor),
             self.packed_sequence_size // self.slot_multiple,
             lookahead=self.lookahead,

@@ -83,7 +83,7 @@ def test_64_ranks_on_a_32k_mix() -> None:
     lengths = np.clip(rng.lognormal(np.log(600) - 0.4, 0.9, 600_000).astype(int), 16, 8192)
     long = rng.random(len(lengths)) < 0.1
     lengths[long] = rng.integers(8192, 32769, long.sum())
-    plan = plan_packs(lengths, 32768, strategy="global")
+    plan = plan_packs(lengths, 32768, strategy="best_fit")
     costs = pack_costs(plan, lengths, LLAMA_3_8B)
     layout = {"ranks": 64, "micro_steps": 8}
     assert imbalance(costs, **layout) > 1.15

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.exact_fill import ExactFill
+from automodel_lite.data.packing.exact_fill import ExactFiller
 
 streams = st.integers(1, 40).flatmap(lambda c: st.tuples(st.lists(st.integers(1, c), max_size=120), st.just(c)))
 
@@ -37,18 +37,18 @@ def subset_sum_packs(lengths: list[int], size: int, lookahead: int) -> list[list
 
 def test_the_tail_is_filled_exactly_by_the_oldest_documents() -> None:
     #        in order 5; room 5: 4 + 1 is found before 3 + 2
-    assert list(ExactFill([5, 4, 3, 1, 2], 10)) == [[0, 1, 3], [2, 4]]
+    assert list(ExactFiller([5, 4, 3, 1, 2], 10)) == [[0, 1, 3], [2, 4]]
 
 
 def test_the_oldest_document_is_always_packed_next() -> None:
-    assert list(ExactFill([6, 7, 4, 6, 4, 3], 10)) == [[0, 2], [1, 5], [3, 4]]
+    assert list(ExactFiller([6, 7, 4, 6, 4, 3], 10)) == [[0, 2], [1, 5], [3, 4]]
 
 
 @settings(deadline=None)
 @given(case=streams, lookahead=st.integers(1, 20), read_ahead=st.sampled_from([1, 3, 512]))
 def test_agrees_with_the_slow_twin(case, lookahead: int, read_ahead: int) -> None:
     lengths, size = case
-    packs = list(ExactFill(lengths, size, lookahead=lookahead, read_ahead=read_ahead))
+    packs = list(ExactFiller(lengths, size, lookahead=lookahead, read_ahead=read_ahead))
     assert packs == subset_sum_packs(lengths, size, lookahead)
 
 
@@ -56,11 +56,11 @@ def test_agrees_with_the_slow_twin(case, lookahead: int, read_ahead: int) -> Non
 @given(case=streams, lookahead=st.integers(1, 20), stop=st.integers(0, 40))
 def test_goes_on_from_a_cursor_and_the_waiting_documents(case, lookahead: int, stop: int) -> None:
     lengths, size = case
-    packs = list(ExactFill(lengths, size, lookahead=lookahead))
-    first = ExactFill(lengths, size, lookahead=lookahead)
+    packs = list(ExactFiller(lengths, size, lookahead=lookahead))
+    first = ExactFiller(lengths, size, lookahead=lookahead)
     done = list(islice(first, stop))
     assert len(first.waiting) <= max(lookahead, 1)
-    rest = ExactFill(lengths[first.cursor :], size, lookahead=lookahead, first_id=first.cursor, waiting=first.waiting)
+    rest = ExactFiller(lengths[first.cursor :], size, lookahead=lookahead, first_id=first.cursor, waiting=first.waiting)
     assert done + list(rest) == packs
 
 
@@ -72,18 +72,18 @@ def test_reads_no_further_than_the_look_ahead() -> None:
             read.append(7)
             yield 7
 
-    packs = ExactFill(endless(), 10, lookahead=16)
+    packs = ExactFiller(endless(), 10, lookahead=16)
     assert [next(packs) for _ in range(3)] == [[0], [1], [2]]
     assert len(read) == 3 + 16
 
 
 def test_documents_of_ten_thousand_are_packed_once() -> None:
     lengths = [i * 7_919 % 997 + 1 for i in range(10_000)]
-    packs = list(ExactFill(lengths, 1000))
+    packs = list(ExactFiller(lengths, 1000))
     assert sorted(i for pack in packs for i in pack) == list(range(10_000))
     assert max(sum(lengths[i] for i in pack) for pack in packs) == 1000
 
 
 @pytest.mark.parametrize("lengths", [[], [3]])
 def test_short_streams(lengths: list[int]) -> None:
-    assert list(ExactFill(lengths, 3)) == [[0]] * len(lengths)
+    assert list(ExactFiller(lengths, 3)) == [[0]] * len(lengths)

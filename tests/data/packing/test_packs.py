@@ -119,7 +119,7 @@ class Columns(IndexedRows):
 @settings(deadline=None, max_examples=150)
 @given(
     rows=documents,
-    strategy=st.sampled_from(["exact_fill", "worst_fit", "next_fit", "wrapped"]),
+    strategy=st.sampled_from(["exact_fill", "best_fit", "next_fit", "wrapped"]),
     multiple=st.sampled_from([1, 2, 4]),
     overlong=st.sampled_from(["truncate", "split"]),
     dtype=st.sampled_from([np.int32, np.int64, np.uint16]),
@@ -167,7 +167,7 @@ def test_a_data_loader_fetches_batches() -> None:
         packs.__getitems__([0, 2])
 
 
-@pytest.mark.parametrize("strategy", ["exact_fill", "global", "worst_fit", "next_fit", "wrapped"])
+@pytest.mark.parametrize("strategy", ["exact_fill", "best_fit", "next_fit", "wrapped"])
 @settings(deadline=None, max_examples=30)
 @given(rows=documents, seed=st.integers(0, 3))
 def test_every_token_is_in_one_pack_with_its_label(strategy: str, rows, seed: int) -> None:

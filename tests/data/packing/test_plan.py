@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.packing.histogram import best_fit, lower_bound
-from automodel_lite.data.packing.plan import OVERLONG, STRATEGIES, PackPlan, padding_segments, plan_packs
+from automodel_lite.data.packing.plan import OVERLONG, PackPlan, padding_segments, plan_packs
+from automodel_lite.data.packing.strategies import STRATEGIES, ExactFill
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.packing.brute_force import fewest_packs
 
@@ -26,7 +27,6 @@ def packs_of(plan: PackPlan) -> list[list[int]]:
     ("strategy", "packs"),
     [
         ("next_fit", [[0, 1], [2, 3], [4]]),
-        ("worst_fit", [[0, 2], [4, 3], [1]]),
         ("none", [[0], [1], [2], [3], [4]]),
     ],
 )
@@ -34,7 +34,7 @@ def test_the_packs_of_five_documents(strategy: str, packs: list[list[int]]) -> N
     assert packs_of(plan_packs([6, 3, 4, 4, 6], 10, strategy=strategy)) == packs
 
 
-@pytest.mark.parametrize("strategy", ["exact_fill", "global"])
+@pytest.mark.parametrize("strategy", ["exact_fill", "best_fit"])
 def test_five_documents_in_the_fewest_packs(strategy: str) -> None:
     plan = plan_packs([6, 3, 7, 4, 10], 10, strategy=strategy)
     assert sorted(sorted(pack) for pack in packs_of(plan)) == [[0, 3], [1, 2], [4]]
@@ -102,7 +102,7 @@ def test_small_cases_against_every_possible_packing(case) -> None:
     lengths, size = case
     fewest = fewest_packs(lengths, size)
     assert lower_bound(np.bincount(lengths, minlength=size + 1), size) <= fewest
-    for strategy in ("exact_fill", "global"):
+    for strategy in ("exact_fill", "best_fit"):
         assert len(plan_packs(lengths, size, strategy=strategy)) <= fewest + 1
     assert len(plan_packs(lengths, size, strategy="wrapped")) == -(-sum(lengths) // size)
 
@@ -114,7 +114,7 @@ def test_500_random_small_cases_are_packed_optimally() -> None:
         low, high = sorted(rng.integers(1, size + 1, 2).tolist())
         lengths = rng.integers(low, high + 1, rng.integers(1, 9)).tolist()
         fewest = fewest_packs(lengths, size)
-        assert [len(plan_packs(lengths, size, strategy=s)) for s in ("exact_fill", "global")] == [fewest, fewest]
+        assert [len(plan_packs(lengths, size, strategy=s)) for s in ("exact_fill", "best_fit")] == [fewest, fewest]
 
 
 @settings(deadline=None, max_examples=100)
@@ -124,11 +124,10 @@ def test_pack_counts_stay_under_their_bounds(case) -> None:
     bound = lower_bound(np.bincount(lengths, minlength=size + 1), size)
     plain = best_fit(np.bincount(lengths, minlength=size + 1), size).num_bins
     packs = {strategy: len(plan_packs(lengths, size, strategy=strategy)) for strategy in WHOLE}
-    assert bound <= packs["global"] <= plain
+    assert bound <= packs["best_fit"] <= plain
     assert packs["exact_fill"] <= int(1.002 * plain)
     two_volumes = 2 * -(-sum(lengths) // size)
     assert packs["next_fit"] <= two_volumes
-    assert packs["worst_fit"] <= two_volumes
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -138,15 +137,14 @@ def test_plans_are_equal_everywhere_and_differ_by_epoch(strategy: str) -> None:
     assert plan.fingerprint() == plan_packs(lengths.tolist(), 1024, strategy=strategy, seed=1).fingerprint()
     assert plan.fingerprint() == plan_packs(lengths.astype(np.int16), 1024, strategy=strategy, seed=1).fingerprint()
     other_epoch = plan_packs(lengths, 1024, strategy=strategy, seed=1, epoch=1).fingerprint()
-    assert (plan.fingerprint() != other_epoch) == (strategy in ("exact_fill", "global", "wrapped"))
+    assert (plan.fingerprint() != other_epoch) == (strategy in ("exact_fill", "best_fit", "wrapped"))
 
 
 @pytest.mark.parametrize(
     ("strategy", "fingerprint"),
     [
         ("exact_fill", "62c969e55353ed47"),
-        ("global", "e2154484080ed2c0"),
-        ("worst_fit", "5aa95274724e3dc2"),
+        ("best_fit", "dca5acfc0c371683"),
         ("next_fit", "22a9a4f10a500975"),
         ("wrapped", "65a2e79f66d75bfb"),
     ],
@@ -156,14 +154,14 @@ def test_a_known_plan_on_every_machine(strategy: str, fingerprint: str) -> None:
     assert plan_packs(lengths, 1024, strategy=strategy, seed=5, epoch=2).fingerprint() == fingerprint
 
 
-def test_exact_fill_hands_over_to_global_where_that_is_better() -> None:
+def test_exact_fill_gives_way_to_best_fit_where_that_is_better() -> None:
     lengths = np.random.default_rng(0).integers(1, 8193, 4_000)
     plan = plan_packs(lengths, 8192)
-    assert len(plan) == len(plan_packs(lengths, 8192, strategy="global"))
-    assert "global taken" in plan.note
+    assert len(plan) == len(plan_packs(lengths, 8192, strategy="best_fit"))
+    assert "best_fit taken" in plan.note
 
 
-def test_exact_fill_hands_over_to_global_where_fits_are_rare() -> None:
+def test_exact_fill_gives_way_to_best_fit_where_fits_are_rare() -> None:
     lengths = np.clip(np.random.default_rng(0).normal(700, 120, 100_000).astype(int), 1, 2048)
     plan = plan_packs(lengths, 2048)
     plain = best_fit(np.bincount(lengths, minlength=2049), 2048).num_bins
@@ -180,7 +178,7 @@ def test_exact_fill_hands_over_to_global_where_fits_are_rare() -> None:
     [(151, 0.35, 432, 2048), (200, 0.9, 2048, 2048), (200, 0.9, 2048, 4096), (800, 1.0, 4096, 4096)],
     ids=["gsm8k-like", "chats", "chats in 4k", "web-like"],
 )
-@pytest.mark.parametrize("strategy", ["exact_fill", "global"])
+@pytest.mark.parametrize("strategy", ["exact_fill", "best_fit"])
 def test_realistic_mixes_are_within_two_packs_of_the_lower_bound(strategy: str, mean, sigma, longest, size) -> None:
     drawn = np.random.default_rng(1).lognormal(np.log(mean) - sigma**2 / 2, sigma, 20_000)
     plan = plan_packs(np.clip(drawn.astype(int), 8, longest), size, strategy=strategy)
@@ -198,8 +196,8 @@ def test_exact_fill_keeps_documents_near_their_place_in_the_epoch() -> None:
     assert len(plan) == plan.lower_bound
 
 
-def test_global_shuffles_documents_of_equal_length_and_packs() -> None:
-    plan = plan_packs([5] * 1000 + [3] * 1000, 8, strategy="global", seed=1)
+def test_best_fit_shuffles_documents_of_equal_length_and_packs() -> None:
+    plan = plan_packs([5] * 1000 + [3] * 1000, 8, strategy="best_fit", seed=1)
     long, short = plan.doc_ids[::2], plan.doc_ids[1::2]
     assert len(plan) == 1000
     assert abs(np.corrcoef(long, short)[0, 1]) < 0.2
@@ -208,7 +206,7 @@ def test_global_shuffles_documents_of_equal_length_and_packs() -> None:
 
 def test_max_packs_is_a_fair_sample() -> None:
     lengths = np.concatenate([np.full(3_000, 100), np.full(300, 1000)])
-    for strategy in ("exact_fill", "global", "worst_fit", "next_fit"):
+    for strategy in ("exact_fill", "best_fit", "next_fit"):
         picked = np.concatenate(
             [plan_packs(lengths, 1000, strategy=strategy, max_packs=60, seed=s).doc_ids for s in range(20)]
         )
@@ -280,9 +278,9 @@ def test_bad_lengths(lengths, arguments, sentence: str) -> None:
         ({"max_packs": 0}, "packed_sequence.max_packs=0 must be a whole number over 0: use null for all packs"),
         ({"slot_multiple": 0}, "packed_sequence.slot_multiple=0 must be a whole number over 0"),
         ({"slot_multiple": 3}, r"size=8 must be a multiple of 3 \(packed_sequence.slot_multiple\): use 9"),
-        ({"strategy": "bets_fit"}, "packed_sequence.strategy='bets_fit' is unknown: use one of exact_fill, global"),
+        ({"strategy": "bets_fit"}, "packed_sequence.strategy='bets_fit' is unknown: use one of exact_fill, best_fit"),
+        ({"strategy": "global"}, "packed_sequence.strategy='global' is unknown: .*global is called best_fit now"),
         ({"overlong": "cut"}, "packed_sequence.overlong='cut' is unknown: use one of drop, truncate, split, error"),
-        ({"column_generation": True}, "column_generation=true needs packed_sequence.strategy=global, not exact_fill"),
     ],
 )
 def test_bad_settings(arguments, sentence: str) -> None:
@@ -291,5 +289,15 @@ def test_bad_settings(arguments, sentence: str) -> None:
 
 
 def test_the_lists_of_choices() -> None:
-    assert STRATEGIES == ("exact_fill", "global", "worst_fit", "next_fit", "wrapped", "none")
+    assert tuple(STRATEGIES) == ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
+    assert [strategy.name for strategy in STRATEGIES.values()] == list(STRATEGIES)
     assert OVERLONG == ("drop", "truncate", "split", "error")
+
+
+def test_a_strategy_with_options_of_its_own() -> None:
+    lengths = np.random.default_rng(0).integers(100, 1200, 5_000)
+    plans = [plan_packs(lengths, 2048, strategy=strategy) for strategy in ("exact_fill", ExactFill(256), ExactFill(8))]
+    assert plans[0].fingerprint() == plans[1].fingerprint() != plans[2].fingerprint()
+    assert len(plans[2]) >= len(plans[0])
+    with pytest.raises(ConfigError, match=r"packed_sequence.strategy.lookahead=0 must be at least 1"):
+        ExactFill(0)
