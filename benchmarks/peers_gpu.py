@@ -198,9 +198,10 @@ def loss_of(variant: Variant, model: Any, batch: dict[str, Any], device: str) ->
     rows = (batch["labels"].reshape(-1) != -100).nonzero().squeeze(1).to(device)
     labels = batch["labels"].reshape(-1).to(device)[rows]
     hidden = model.lm.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, rows)
+    weight = model.lm.get_output_embeddings().weight
     if model.loss.includes_head:
-        return model.loss(hidden, model.head_weight, labels, None)
-    return torch.nn.functional.cross_entropy((hidden @ model.head_weight.t()).float(), labels, reduction="sum")
+        return model.loss(hidden, weight, labels, None)
+    return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
 
 
 def padding_mask(batch: dict[str, Any]) -> Any:

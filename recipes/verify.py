@@ -22,21 +22,18 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.kernel import AttentionKernel
-from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parallel.mesh import Mesh, init_mesh, mesh_shape, rank, use_threads, world_size
+from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.shard import cp_shard
-from automodel_lite.parallel.sharding import choose_precision, choose_strategy, parallelize
+from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labelled_rows, to_thd
@@ -51,7 +48,7 @@ from automodel_lite.tools.verify import (
     table,
     take_gradients,
 )
-from automodel_lite.training.build import check_cp, choose_attention, choose_loss, load_and_adapt
+from automodel_lite.training.build import assemble, check_cp, check_model, choose_attention
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""
@@ -107,7 +104,8 @@ class Verification:
     # ---------------------------------------------------------------------------------------------- in one process
     def compute_truth(self) -> Step:
         """Each document alone, through the model's own attention and head; no packing, no kernel, no loss of ours."""
-        lm, total = self.model("eager"), 0.0
+        lm, total = self.model(self.alone, "none").loss_model.lm, 0.0
+        lm.set_attn_implementation("eager")
         num_label_tokens = int((self.sample.documents.labels != IGNORE_INDEX).sum())
         for ids, labels in self.sample.each_document():
             logits = lm(input_ids=ids[None].to(self.mesh.device), use_cache=False).logits[0].float()
@@ -118,8 +116,7 @@ class Verification:
 
     def in_one_process(self) -> Iterator[Check]:
         """Packing, accumulation, layout, and the configured kernel in its precision."""
-        model = self.loss_model(ReferenceAttention())
-        check_packing_isolation(model.lm, self.mesh.device)
+        model = self.loss_model()
         counts = names({"documents": self.sample.num_documents, "packs": len(self.batches)})
         yield self.check(f"packed = each document alone ({counts})", self.step(model, self.batches))
         whole = self.stream(self.sample.packs)
@@ -139,7 +136,7 @@ class Verification:
 
     def faults(self) -> Iterator[Check]:
         """Three classical bugs, made on purpose where the sample allows it: checks that miss them prove nothing."""
-        model = self.loss_model(ReferenceAttention())
+        model = self.loss_model()
         if self.sample.num_documents > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
             yield self.check("fault: documents of a pack see each other", self.step(model, leaking), is_fault=True)
@@ -156,7 +153,7 @@ class Verification:
         shape = self.mesh.shape
         checks = []
         if shape.cp > 1:
-            model = self.loss_model(ReferenceAttention())
+            model = self.loss_model()
             name = f"context parallel over {shape.cp} ranks, {self.exact_exchange}"
             checks.append((name, self.cp_step(model, self.exact_exchange, torch.float32), EXACT))
             if not self.trains_like_the_exact_checks():
@@ -188,8 +185,10 @@ class Verification:
         return Step(float(total), take_gradients(model.lm.named_parameters()))
 
     def mesh_step(self) -> Step:
-        """The step of training: packs dealt to the data-parallel ranks, accumulation, sharding, reduction; in fp32."""
-        model = parallelize(self.loss_model(ReferenceAttention()), self.mesh, self.strategy, torch.float32)
+        """The step of training: weights read or drawn shard by shard, packs dealt to the data-parallel ranks,
+        accumulation, reduction; in fp32.
+        """
+        model = self.model(self.mesh, self.strategy)
         mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(mine, start=1):
@@ -201,19 +200,22 @@ class Verification:
         return Step(float(self.mesh.sum(total)), take_gradients(model.loss_model.lm.named_parameters()))
 
     # ---------------------------------------------------------------------------------------------------- the pieces
-    def model(self, attention: str | AttentionKernel) -> transformers.PreTrainedModel:
-        """The same weights each time, without dropout."""
-        seed_all(self.config.seed, "model")
-        lm, _ = load_and_adapt(self.config, self.source, self.sample.tokenizer, self.mesh.device, self.strategy)
-        if isinstance(attention, str):
-            lm.set_attn_implementation(attention)
-        else:
-            install(lm, attention)
-        return lm.to(self.mesh.device).eval()  # type: ignore[arg-type,no-any-return]
+    @property
+    def alone(self) -> Mesh:
+        """The mesh of one process."""
+        return Mesh(MeshShape(1, 1, 1), self.mesh.device, None)
 
-    def loss_model(self, kernel: AttentionKernel) -> LossModel:
-        lm = self.model(kernel)
-        return LossModel(lm, choose_loss(self.config, lm, self.mesh.device)[0])
+    def model(self, mesh: Mesh, strategy: str) -> ParallelModel:
+        """The same weights each time, fp32, on the reference kernel, without dropout."""
+        seed_all(self.config.seed, "model")
+        model, _ = assemble(self.config, self.source, self.sample.tokenizer, mesh, strategy, torch.float32)
+        install(model.loss_model.lm, ReferenceAttention())
+        check_model(replace(self.config, mesh=replace(self.config.mesh, cp_exchange=self.exact_exchange)), model, mesh)
+        model.loss_model.eval()
+        return model
+
+    def loss_model(self) -> LossModel:
+        return self.model(self.alone, "none").loss_model
 
     def stream(self, packs: list[dict[str, Tensor]]) -> ThdBatch:
         return to_thd(packed_sequence_thd_collater(packs))

@@ -7,6 +7,8 @@ elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -22,36 +24,45 @@ bf16, an exact mixture of experts moves them by 0.1, where other documents give 
 """
 
 
-@torch.no_grad()
-def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Changes the first of two packed documents: the logits of the second must not move.
+Logits = Callable[[ThdBatch], Tensor]
+"""[T, V] of a stream, from a model that may be spread over ranks: then all of them call it."""
 
-    Then the second document alone must give the logits that it has inside of the pack.
-    Raises ConfigError when either moves by more than `tolerance_std`.
+
+@torch.no_grad()
+def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu", logits: Logits | None = None) -> None:
+    """One forward of `second | first | second | changed | second`: neither what stands before it nor its place may move
+    the logits of `second`. Where they move, a second forward tells which of the two it is.
+
+    logits   how a model that is spread over ranks is called (by all of them); None = directly
+    Raises ConfigError when logits move by more than `tolerance_std`.
     """
     vocab = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
     first, second = torch.randint(min(3, vocab - 1), vocab, (2, DOCUMENT_TOKENS), generator=generator)
+    logits = logits or logits_of(model)
     was_training = model.training
     model.eval()
     try:
-        packed = _logits_of_second(model, torch.stack([first, second]), device)
-        changed = _logits_of_second(model, torch.stack([first.flip(0), second]), device)
-        alone = _logits_of_second(model, second[None], device)
+        stream = [second, first, second, first.flip(0), second]
+        result_TV = logits(stream_of(torch.stack(stream), device))
+        alone, _, packed, _, last = result_TV.float().split(DOCUMENT_TOKENS)
+        scale, limit = packed.std(), tolerance_std(result_TV.dtype)
+        moved = max((packed - other).abs().max() / scale for other in (alone, last))
+        if moved < limit:
+            return
+        stream[1] = first.flip(0)
+        changed = logits(stream_of(torch.stack(stream), device)).float().split(DOCUMENT_TOKENS)[2]
     finally:
         model.train(was_training)
-    scale, limit = packed.float().std(), tolerance_std(packed.dtype)
-    leak, place = ((packed.float() - other.float()).abs().max() / scale for other in (changed, alone))
-    if not leak < limit:
+    if not (packed - changed).abs().max() / scale < limit:
         raise ConfigError(
             f"{type(model).__name__}: documents of a pack see each other (changing one moves the logits of the next "
-            f"by {leak:.1e} standard deviations): {UNPACKED}."
+            f"by {moved:.1e} standard deviations): {UNPACKED}."
         )
-    if not place < limit:
-        raise ConfigError(
-            f"{type(model).__name__}: the logits of a document depend on its place in the pack (by {place:.1e} "
-            f"standard deviations): {UNPACKED}."
-        )
+    raise ConfigError(
+        f"{type(model).__name__}: the logits of a document depend on its place in the pack (by {moved:.1e} "
+        f"standard deviations): {UNPACKED}."
+    )
 
 
 def tolerance_std(dtype: torch.dtype) -> float:
@@ -79,7 +90,6 @@ def stream_of(documents: Tensor, device: torch.device | str) -> ThdBatch:
     return batch.to(device)
 
 
-def _logits_of_second(model: nn.Module, documents: Tensor, device: torch.device | str) -> Tensor:
-    """[L, V], of the last document."""
-    logits: Tensor = model(**stream_of(documents, device).model_inputs()).logits[0, -documents.shape[1] :]
-    return logits
+def logits_of(model: nn.Module) -> Logits:
+    """Of a Hugging Face model that is called directly."""
+    return lambda batch: model(**batch.model_inputs()).logits[0]  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,9 @@ class Adapter(Protocol):
     """Small trainable weights inside of a frozen model."""
 
     description: str  # "lora r 16 on q_proj, v_proj: 0.8 M trained"
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Around the loading of a sharded model's weights: its layers are out of the model, then complete in it."""
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the adapter's folder from the model's trainable weights, by their names in the model."""
@@ -36,7 +40,12 @@ class Peft(Protocol):
 
 
 def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-    """Frozen weights need no fp32 master: they take the compute dtype, in place. Quantized ones stay as they are."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
+    """Frozen weights need no fp32 master: they take the compute dtype, in place. Quantized ones stay as they are.
+
+    On the meta device a module that is trained as a copy keeps fp32: the copy's masters are made of it when it is
+    loaded.
+    """
+    for name, parameter in model.named_parameters():
+        is_source = parameter.is_meta and ".original_module." in name
+        if not parameter.requires_grad and parameter.is_floating_point() and not is_source:
             parameter.data = parameter.data.to(dtype)

@@ -6,6 +6,8 @@ loss and sharding see the model that they know, with more and mostly frozen para
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +18,7 @@ import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.errors import ConfigError
@@ -63,7 +66,8 @@ class Lora:
             use_rslora=self.use_rslora,
         )
         try:
-            wrapped = peft.get_peft_model(model, config)
+            with _with_memory(model):
+                wrapped = peft.get_peft_model(model, config)
         except ValueError as error:
             raise ConfigError(f"peft.target_modules={self.target_modules}: {' '.join(str(error).split())}") from None
         self._check_saved_modules(model)
@@ -95,6 +99,27 @@ class LoraAdapter:
     wrapped: peft.PeftModel
     description: str
 
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Without its layers the weights have the names that checkpoints know; back in their places, the layers take
+        what they need from the loaded weights: copies of whole modules, and DoRA's magnitudes.
+        """
+        model: Any = self.wrapped.base_model.model
+        places = [
+            (parent, name, child)
+            for parent in model.modules()
+            if not isinstance(parent, _LAYERS)
+            for name, child in parent.named_children()
+            if isinstance(child, _LAYERS)
+        ]
+        for parent, name, layer in places:
+            is_copy = isinstance(layer, ModulesToSaveWrapper)
+            setattr(parent, name, layer.original_module if is_copy else layer.get_base_layer())  # type: ignore[union-attr]
+        yield
+        for parent, name, layer in places:
+            setattr(parent, name, layer)
+            _take_from_base(layer)
+
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them."""
         named = {_PREFIX + name: value for name, value in weights.items()}
@@ -112,6 +137,50 @@ def _leave_casts_to_autocast(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             vars(module)["cast_input_dtype_enabled"] = False
+
+
+_LAYERS = (BaseTunerLayer, ModulesToSaveWrapper)
+
+
+@torch.no_grad()
+def _take_from_base(layer: Any) -> None:
+    """Sharded alike, a shard of the copy or of the magnitudes is made from the same shard of the weight."""
+    if isinstance(layer, ModulesToSaveWrapper):
+        copy = layer.modules_to_save["default"]
+        for name, original in layer.original_module.named_parameters():
+            module, _, weight = name.rpartition(".")
+            setattr(copy.get_submodule(module), weight, nn.Parameter(original.detach().clone()))
+        return
+    for magnitude in layer.lora_magnitude_vector.values():
+        local, weight = (_local(x) for x in (magnitude.weight, layer.get_base_layer().weight))
+        local.copy_(torch.linalg.norm(weight.float(), dim=1))
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@contextlib.contextmanager
+def _with_memory(model: nn.Module) -> Iterator[None]:
+    """Weights on the meta device are, inside, one zero seen from everywhere: peft makes its own layers where the base's
+    are, and on the meta device their numbers would be lost.
+    """
+    _replace(model, lambda p: p.is_meta, lambda p: p.new_zeros(1, device="cpu").expand(p.shape))
+    yield
+    _replace(model, _is_one_value, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
+
+
+def _is_one_value(p: Tensor) -> bool:
+    return p.numel() > 1 and p.untyped_storage().nbytes() < p.numel() * p.element_size()
+
+
+def _replace(model: nn.Module, which: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> None:
+    """Parameters that modules share stay shared."""
+    made = {p: nn.Parameter(make(p), p.requires_grad) for p in model.parameters() if which(p)}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter in made:
+                module._parameters[name] = made[parameter]
 
 
 def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:

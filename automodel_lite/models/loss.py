@@ -5,12 +5,12 @@ T tokens of the stream, R rows that carry a label, C model dim, V vocabulary.
 
 The module whose forward returns the loss: batch in, summed loss out.
 
-It is the root for FSDP, so that the output head's weight is whole while the loss uses it. Only rows that carry a
-label meet the head.
+It is the root for FSDP. Only rows that carry a label meet the head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -161,21 +161,31 @@ def _accumulated(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) ->
     return total_VC.add_(grad_RV.t() @ hidden_RC)
 
 
+HeadResult = Callable[[Tensor, Tensor], Tensor]
+"""(hidden states, the head's whole weight [V, C]) -> what the head's forward returns."""
+
+
 class LossModel(nn.Module):
-    """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's label tokens."""
+    """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's label tokens.
+
+    A loss that includes the head runs inside the head's own forward: only there has FSDP gathered its weight.
+    """
 
     def __init__(self, lm: transformers.PreTrainedModel, loss: Loss) -> None:
         super().__init__()
         self.lm = lm
         self.loss = loss
         self.softcap: float | None = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+        head = lm.get_output_embeddings()
+        head.forward = _computing_inside(head)
 
     def forward(self, batch: ThdBatch) -> Tensor:
         labels_R = batch.labels.index_select(0, batch.label_rows)
         if self.loss.includes_head:
             hidden_TC = self.lm.base_model(**batch.model_inputs()).last_hidden_state[0]
             hidden_RC = hidden_TC.index_select(0, batch.label_rows)
-            return self.loss(hidden_RC, self.head_weight, labels_R, self.softcap)
+            loss = self.loss
+            return self.in_head(hidden_RC, lambda hidden, weight: loss(hidden, weight, labels_R, self.softcap))
         logits_RV = self.lm(**batch.model_inputs(), logits_to_keep=batch.label_rows).logits[0]
         return self.loss(logits_RV, labels_R)
 
@@ -184,27 +194,37 @@ class LossModel(nn.Module):
         logits_TV: Tensor = self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits[0]
         return logits_TV
 
-    @property
-    def head_weight(self) -> Tensor:
-        """The output head's weight [V, C]."""
-        weight: Tensor = self.lm.get_output_embeddings().weight
-        return weight
+    def in_head(self, hidden_RC: Tensor, compute: HeadResult) -> Tensor:
+        """`compute(hidden, weight)` inside the forward of the output head."""
+        result: Tensor = self.lm.get_output_embeddings()(hidden_RC, compute=compute)
+        return result
+
+    @torch.no_grad()
+    def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
+        """Logits [T, V], and are they `softcap(hidden @ weight.T)`? Granite, Cohere and heads with a bias or an adapter
+        are not.
+        """
+        inputs: list[Tensor] = []
+        head = self.lm.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        logits_TV: Tensor = self.lm(**batch.model_inputs()).logits[0]
+        hook.remove()
+        names = [name for name, _ in head.named_parameters()]  # a fresh adapter adds no value yet, but its name
+        return logits_TV, names == ["weight"] and self._is_product(inputs[0][0], logits_TV.float())
+
+    def _is_product(self, hidden_TC: Tensor, want_TV: Tensor) -> bool:
+        got_TV = self.in_head(hidden_TC, lambda hidden, weight: hidden.float() @ weight.t().float())
+        if self.softcap is not None:
+            got_TV = self.softcap * torch.tanh(got_TV / self.softcap)
+        tolerance = 1e-4 if hidden_TC.dtype == torch.float32 else 5e-2
+        return bool((got_TV - want_TV).abs().max() <= tolerance * want_TV.abs().max().clamp(min=1))
 
 
-@torch.no_grad()
-def head_is_plain(lm: transformers.PreTrainedModel, inputs: dict[str, Any]) -> bool:
-    """Are the model's logits `softcap(hidden @ weight.T)`? Granite, Cohere and heads with a bias or adapter are not."""
-    head = lm.get_output_embeddings()
-    if [name for name, _ in head.named_parameters()] != ["weight"]:  # a fresh adapter adds nothing yet
-        return False
-    was_training = lm.training
-    lm.eval()
-    hidden = lm.base_model(**inputs).last_hidden_state[0]
-    want = lm(**inputs).logits[0].float()
-    lm.train(was_training)
-    got = hidden.float() @ head.weight.t().float()
-    softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
-    if softcap is not None:
-        got = softcap * torch.tanh(got / softcap)
-    tolerance = 1e-4 if hidden.dtype == torch.float32 else 5e-2
-    return bool((got - want).abs().max() <= tolerance * want.abs().max().clamp(min=1))
+def _computing_inside(head: nn.Module) -> Callable[..., Tensor]:
+    """The head's forward, which takes `compute`, a function of its input and weight, in place of its own product."""
+    product = head.forward
+
+    def forward(hidden: Tensor, compute: HeadResult | None = None) -> Tensor:
+        return product(hidden) if compute is None else compute(hidden, head.weight)  # type: ignore[arg-type]
+
+    return forward

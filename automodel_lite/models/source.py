@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from automodel_lite.config.rules import PathStr
 from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.models.sharded import CannotReadSlicesError, Spread, draw_shards, load_shards
 
 
 class CausalLM:
@@ -74,27 +76,44 @@ class CausalLM:
     def build(
         self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
     ) -> transformers.PreTrainedModel:
-        """The model in fp32 on the CPU, in training mode; random weights come from torch's generator.
-
-        load_arguments   more arguments of `from_pretrained` (quantization)
+        """The whole model with fp32 weights, on the CPU unless `load_arguments`, more of `from_pretrained`, say where.
 
         Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
         model.
         """
+        config = self._checked_config(tokenizer)
+        if self.pretrained:
+            return _load(self.pretrained, config, {**self.source, **(load_arguments or {})}).train()
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+    def build_sharded(
+        self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
+    ) -> transformers.PreTrainedModel:
+        """The model as `spread` has sharded it while it was described on the meta device; each rank reads, or draws,
+        the parts of its own shards. The same weights as `build` gives. Raises ConfigError as it does.
+        """
+        config = self._checked_config(tokenizer)
+        if not self.pretrained:
+            make = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+            return draw_shards(make, spread, device).train()
+        try:
+            return _load(self.pretrained, config, self.source, spread).train()
+        except CannotReadSlicesError:
+            lm = self.build(tokenizer)  # whole on each rank
+            spread(lm)
+            return lm
+
+    def _checked_config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         config = self.config(tokenizer)
         source_dtype = config.dtype if self.pretrained else None
         self.dtype = source_dtype if isinstance(source_dtype, torch.dtype) else torch.float32
-        if self.pretrained:
-            model = _load(self.pretrained, config, {**self.source, **(load_arguments or {})})
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        rows = embedding_rows(model)
+        rows = config.get_text_config().vocab_size
         if len(tokenizer) > rows:
             raise ConfigError(
                 f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own "
                 f"tokenizer, or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
             )
-        return model.train()
+        return config
 
 
 def check_pinned(revision: str | None) -> None:
@@ -159,11 +178,15 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     return config
 
 
-def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> transformers.PreTrainedModel:
+def _load(
+    source: str, config: PretrainedConfig, more: dict[str, Any], spread: Spread | None = None
+) -> transformers.PreTrainedModel:
+    """The whole model, or with `spread` each rank's shards of it."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        read: Any = partial(
+            transformers.AutoModelForCausalLM.from_pretrained,
             source,
             config=config,
             dtype=torch.float32,
@@ -171,7 +194,7 @@ def _load(source: str, config: PretrainedConfig, more: dict[str, Any]) -> transf
             ignore_mismatched_sizes=True,  # they are in the report, and an error below
             **more,
         )
-        model, report = loaded
+        model, report = load_shards(read, spread) if spread else read()
     except OSError as error:
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
     except SafetensorError as error:

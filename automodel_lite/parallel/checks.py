@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.kernel import AttentionSpec
-from automodel_lite.attention.probe import tolerance_std
+from automodel_lite.attention.probe import Logits, logits_of, tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.document_rows import document_rows
 from automodel_lite.errors import ConfigError
@@ -84,7 +84,11 @@ def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:
 
 @torch.no_grad()
 def check_context_parallel(
-    model: nn.Module, cp_mesh: DeviceMesh | None, exchange: str = "all_gather", device: torch.device | str = "cpu"
+    model: nn.Module,
+    cp_mesh: DeviceMesh | None,
+    exchange: str = "all_gather",
+    device: torch.device | str = "cpu",
+    logits: Logits | None = None,
 ) -> None:
     """A small stream, whole and sharded: every rank must compute the same logits.
 
@@ -94,18 +98,18 @@ def check_context_parallel(
     if cp_mesh is None or cp_mesh.size() == 1:
         return
     cp, was_training = cp_mesh.size(), model.training
+    logits = logits or logits_of(model)
     batch = _small_stream(model.get_input_embeddings().num_embeddings, cp)  # type: ignore[operator]
     model.eval()
     try:
-        logits = model(**batch.to(device).model_inputs()).logits[0]
-        whole = logits.float()
-        part = model(**cp_shard(batch, cp_mesh, exchange).to(device).model_inputs()).logits[0].float()
+        whole = logits(batch.to(device))
+        part = logits(cp_shard(batch, cp_mesh, exchange).to(device))
     finally:
         model.train(was_training)
     mine = shard_indices(batch.cu_seqlens_padded, cp, cp_mesh.get_local_rank()).to(device)
-    worst = ((part - whole[mine]).abs().max() / whole.std()).reshape(1)
+    worst = ((part.float() - whole[mine].float()).abs().max() / whole.float().std()).reshape(1)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=cp_mesh.get_group())
-    if not worst.item() < tolerance_std(logits.dtype):
+    if not worst.item() < tolerance_std(whole.dtype):
         raise ConfigError(
             f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by {worst.item():.1e} standard "
             "deviations): a layer mixes tokens outside of attention; set mesh.cp=1."

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.auto import auto_attention
 from automodel_lite.attention.kernel import AttentionKernel
-from automodel_lite.attention.probe import check_packing_isolation, stream_of
+from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.garbage import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
-from automodel_lite.models.loss import CrossEntropy, Loss, LossModel, head_is_plain
-from automodel_lite.models.source import CausalLM, embedding_rows
+from automodel_lite.models.loss import CrossEntropy, Loss, LossModel
+from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import (
@@ -29,6 +32,7 @@ from automodel_lite.parallel.sharding import (
     decoder_layers,
     parallelize,
 )
+from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 
 
@@ -48,50 +52,93 @@ class BuiltModel:
 
 
 def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
-    """Every rank builds the same weights; then they are checked and sharded.
+    """The model on the mesh: described, sharded, then read or drawn by each rank for its own shards; then checked.
 
     Raises ConfigError when the model, the kernel and the device do not fit together.
     """
     check_layers(config.training.compile, config.training.activation_checkpointing)
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
     dtype = choose_precision(config.training.precision, mesh.device)
-    lm, adapter = load_and_adapt(config, source, tokenizer, mesh.device, strategy)
-    size = model_size(source.config(tokenizer))
-    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
-    flops = step_flops(lm.config, size, trained if adapter else None)
-    memory = estimate_memory(config, mesh.shape, strategy, lm.config, size, trained if adapter else None, dtype)
-    kernel, reason = choose_attention(config, lm.config, mesh.device, dtype)
-    hint = check_cp(config, lm.config, mesh, dtype)
-    install(lm, kernel)
-    cast_frozen(lm, dtype)
-    torch.nn.Module.to(lm, mesh.device)
-    with torch.autocast(mesh.device.type, dtype, enabled=dtype != torch.float32):
-        check_packing_isolation(lm, mesh.device)
-        check_context_parallel(lm, mesh.cp, config.mesh.cp_exchange, mesh.device)
-        loss, loss_reason = choose_loss(config, lm, mesh.device)
+    model_config = source.config(tokenizer)
+    kernel, reason = choose_attention(config, model_config, mesh.device, dtype)
+    hint = check_cp(config, model_config, mesh, dtype)
+    with returning_blocks():
+        model, adapter = assemble(config, source, tokenizer, mesh, strategy, dtype)
+        lm = model.loss_model.lm
+        install(lm, kernel)
+        loss_reason = check_model(config, model, mesh)
     speed_up_layers(config.training, lm)
-    model = parallelize(LossModel(lm, loss), mesh, strategy, dtype)
+    size = model_size(model_config)
+    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
+    flops = step_flops(lm.config, size, trained)
+    memory = estimate_memory(config, mesh.shape, strategy, lm.config, size, trained, dtype)
     attention = f"{reason}\n{hint}" if hint else reason
     return BuiltModel(model, size.parameters, flops, memory, attention, loss_reason, strategy, source.dtype, adapter)
 
 
-def load_and_adapt(
-    config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device, strategy: str
-) -> tuple[transformers.PreTrainedModel, Adapter | None]:
-    """The model on the CPU (quantized: on its device), with adapters inside when `peft` asks for them."""
-    if not config.peft:
-        return source.build(tokenizer), None
-    peft: Peft = build(config.peft)
-    peft.check(device, strategy, source.pretrained)
-    lm = source.build(tokenizer, peft.load_arguments(device))
-    return lm, peft.adapt(lm, str(source.pretrained))
+def assemble(
+    config: Config,
+    source: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    strategy: str,
+    dtype: torch.dtype,
+) -> tuple[ParallelModel, Adapter | None]:
+    """The parallel model with its weights, and the adapter inside it when `peft` asks for one.
+
+    What changes the modules happens before FSDP, which remembers each parameter's module.
+    """
+    peft: Peft | None = build(config.peft) if config.peft else None
+    if peft:
+        peft.check(mesh.device, strategy, source.pretrained)
+    made: list[tuple[ParallelModel, Adapter | None]] = []
+    loading = ExitStack()
+
+    def spread(lm: transformers.PreTrainedModel) -> None:
+        is_described = lm.device.type == "meta"
+        adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
+        cast_frozen(lm, dtype)
+        if config.training.fp8 != "none":
+            locate("automodel_lite.models.fp8.use_fp8")(decoder_layers(lm), config.training.fp8)
+        loss: Loss = build(config.loss)
+        made.append((parallelize(LossModel(lm, loss), mesh, strategy, dtype), adapter))
+        if adapter and is_described:
+            loading.enter_context(adapter.hidden())
+
+    if strategy == "fsdp" and mesh.root is not None:
+        with loading:
+            source.build_sharded(tokenizer, spread, mesh.device)
+    else:
+        spread(source.build(tokenizer, peft.load_arguments(mesh.device) if peft else None))
+    model, adapter = made[-1]
+    torch.nn.Module.to(model.loss_model, mesh.device)  # buffers of a sharded model
+    model.loss_model.train()
+    return model, adapter
+
+
+def check_model(config: Config, model: ParallelModel, mesh: Mesh) -> str:
+    """Documents kept apart, and context parallelism exact, on the model as it will train; every rank calls it.
+
+    Returns which loss, and why: with a head that is not `hidden @ weight.T`, the model's own head and no fused one.
+    """
+    loss_model, heads = model.loss_model, []
+
+    def logits(batch: ThdBatch) -> Tensor:
+        logits_TV, is_plain = model.probe(batch)
+        heads.append(is_plain)
+        return logits_TV
+
+    check_packing_isolation(loss_model.lm, mesh.device, logits)
+    check_context_parallel(loss_model.lm, mesh.cp, config.mesh.cp_exchange, mesh.device, model.logits)
+    if loss_model.loss.includes_head and not all(heads):
+        loss_model.loss = CrossEntropy()
+        return f"CrossEntropy: the output head of {type(loss_model.lm).__name__} is more than hidden @ weight.T"
+    return type(loss_model.loss).__name__
 
 
 def speed_up_layers(training: TrainingConfig, lm: transformers.PreTrainedModel) -> None:
-    """fp8, compilation and recomputation, in this order: checkpoint(compile(layer)). Changes the model in place."""
+    """Compilation and recomputation, in this order: checkpoint(compile(layer)). Changes the model in place."""
     layers = decoder_layers(lm)
-    if training.fp8 != "none":
-        locate("automodel_lite.models.fp8.use_fp8")(layers, training.fp8)
     if training.compile:
         compile_layers(layers)
     recompute_layers(layers, training.activation_checkpointing, training.recompute_every_layers)
@@ -126,19 +173,3 @@ def check_cp(config: Config, model_config: PretrainedConfig, mesh: Mesh, dtype: 
     num_layers: int = model_config.get_text_config().num_hidden_layers
     num_tokens = size * config.training.micro_batch_size
     return checkpointing_hint(spec, num_layers, num_tokens, mesh.shape.cp, config.mesh.cp_exchange)
-
-
-def choose_loss(config: Config, lm: transformers.PreTrainedModel, device: torch.device) -> tuple[Loss, str]:
-    """The configured loss; heads that are not `hidden @ weight.T` take the model's own head, and it is said."""
-    loss: Loss = build(config.loss)
-    name = type(loss).__name__
-    if loss.includes_head and not head_is_plain(lm, probe_inputs(lm, device)):
-        return CrossEntropy(), f"CrossEntropy: the output head of {type(lm).__name__} is more than hidden @ weight.T"
-    return loss, name
-
-
-def probe_inputs(lm: transformers.PreTrainedModel, device: torch.device) -> dict[str, object]:
-    """Model inputs of one short document."""
-    num_tokens = 8
-    ids = torch.arange(num_tokens)[None] % embedding_rows(lm)
-    return stream_of(ids, device).model_inputs()

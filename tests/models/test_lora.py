@@ -8,10 +8,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.probe import stream_of
+from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import cast_frozen
 from automodel_lite.models.lora import Lora, load_adapted
-from automodel_lite.models.loss import head_is_plain
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from recipes import export_hf
 from tests.recipes.runs import losses, train
 
@@ -121,9 +124,10 @@ def test_only_adapters_train_and_frozen_weights_take_the_compute_dtype():
 
 def test_a_fresh_adapter_on_the_head_takes_the_plain_loss():
     model = tiny_llama()
-    assert head_is_plain(model, {"input_ids": IDS})
+    install(model, ReferenceAttention())
+    assert LossModel(model, FusedLinearCrossEntropy()).probe(stream_of(IDS, "cpu"))[1]
     Lora(r=4, target_modules=["lm_head"]).adapt(model, "base")
-    assert not head_is_plain(model, {"input_ids": IDS})
+    assert not LossModel(model, FusedLinearCrossEntropy()).probe(stream_of(IDS, "cpu"))[1]
 
 
 def test_mistakes_are_named():
