@@ -154,6 +154,8 @@ def _received(name: str, args: Any) -> tuple[str, float]:
     """What it is for, and its bytes before the share of the own rank is taken off."""
     if name == "_allgather_base_":
         return "gather", args[0].nbytes
+    if name == "broadcast_":  # of each rank's part in turn: an all-gather
+        return "gather", sum(tensor.nbytes for tensor in args[0])
     if name == "_reduce_scatter_base_":
         return "reduce", args[1].nbytes
     if name == "allreduce_":

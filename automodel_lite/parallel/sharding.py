@@ -80,6 +80,12 @@ class ParallelModel:
             return self.module.no_sync()
         return nullcontext()
 
+    def free_gathered(self) -> None:
+        """Parameters that a forward without a backward has left whole are shards again."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.loss_model.parameters()
 
@@ -112,7 +118,9 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) 
     if _share_a_parameter(embedding, head):
         shard([embedding, head], reshard_after_forward=False)
     else:
-        shard(embedding)
+        shard(embedding).set_unshard_in_backward(
+            not isinstance(embedding, nn.Embedding)
+        )  # its gradient needs no weight
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
     shard(model)
     for method in ("logits", "probe"):

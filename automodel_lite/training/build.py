@@ -130,6 +130,7 @@ def check_model(config: Config, model: ParallelModel, mesh: Mesh) -> str:
 
     check_packing_isolation(loss_model.lm, mesh.device, logits)
     check_context_parallel(loss_model.lm, mesh.cp, config.mesh.cp_exchange, mesh.device, model.logits)
+    model.free_gathered()
     if loss_model.loss.includes_head and not all(heads):
         loss_model.loss = CrossEntropy()
         return f"CrossEntropy: the output head of {type(loss_model.lm).__name__} is more than hidden @ weight.T"
