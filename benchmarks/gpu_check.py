@@ -1,259 +1,245 @@
-"""Every attention kernel on this GPU against the fp32 reference: outputs and gradients, context parallelism, speed.
+"""One command for a GPU that has half an hour: kernels, features, speed beside rivals, memory, idle time, in one table.
 
-    python benchmarks/gpu_check.py                  all kernels that are installed; a table, exit code 1 on a FAIL
-    python benchmarks/gpu_check.py --kernels varlen te
-    python benchmarks/gpu_check.py --device cpu     a smoke test of this script: reference, and flex without gradients
+    python benchmarks/gpu_check.py --minutes 30             the most valuable first; results as they come
+    python benchmarks/gpu_check.py --minutes 30             again: goes on with what is missing
+    python benchmarks/gpu_check.py --only kernel-varlen kernel-flex
+    python benchmarks/gpu_check.py --list-wheels            what to bring along to a machine without a network
+    python benchmarks/gpu_check.py --plan smoke --device cpu
 
-Random packed documents; cases are grouped heads, head dims, sliding window, softcap, sinks and latent attention's head
-dims. Context-parallel ranks are emulated in one process: each rank's queries against its prefixes, gradients of keys
-and values summed. A kernel that refuses a case says so; that is no failure. Without a GPU nothing is checked, and said.
+Needs torch, transformers and those wheels. Each part is a process of its own with a deadline; its result is a line of
+gpu_check.jsonl. A part whose package is missing says so; a part that fails or runs out of time is tried again by the
+next call. One GPU shows nothing of NCCL, of FSDP's traffic and of context parallelism: see docs/scaling.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec
-from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.zigzag import concatenated_ranges, owned_segments, shard_indices
-
-KERNELS = {
-    "varlen": "automodel_lite.attention.varlen.VarlenAttention",
-    "flash": "automodel_lite.attention.flash.FlashAttention",
-    "te": "automodel_lite.attention.te.TransformerEngineAttention",
-    "flex": "automodel_lite.attention.flex.FlexAttention",
-    "reference": "automodel_lite.attention.reference.ReferenceAttention",
-}
-RUN_ON_CPU = ("flex", "reference")
-LENGTHS = [48, 16, 160, 16, 320, 80]  # multiples of 2 * 8
-CP_SIZES = (2, 4, 8)
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-"""Norm of the difference over the norm of the reference; bf16 rounds at 4e-3."""
+WHEELS = [  # beside torch and transformers; 7 MB in all
+    "hydra-core==1.3.8",
+    "omegaconf==2.3.1",
+    "antlr4-python3-runtime==4.9.3",  # an sdist: pip wheel makes the wheel
+    "datasets==5.2.0",
+    "dill==0.4.1",
+    "multiprocess==0.70.19",
+    "torchdata==0.11.0",
+    "peft==0.21.2",
+    "liger-kernel==0.8.5",
+    "torchao==0.18.0",
+    "trl==1.16.0",
+]
+PLANS = ("full", "smoke")
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is asked of a kernel."""
+class Part:
+    """One line of the table: a function of `benchmarks/gpu`, in a process of its own."""
 
     name: str
-    num_heads: int = 8
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    value_head_dim: int = 64
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
+    call: str  # module.function
+    limit_s: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()  # packages
+    least_gib: float = 0.0  # of the GPU
 
 
-CASES = [
-    Case("grouped heads"),
-    Case("equal heads", num_kv_heads=8),
-    Case("head dim 128", head_dim=128, value_head_dim=128),
-    Case("head dim 256", head_dim=256, value_head_dim=256),
-    Case("window 50", window=50),
-    Case("softcap 30", softcap=30.0),
-    Case("sinks, window", sinks=True, window=50),
-    Case("latent 192/128", num_kv_heads=8, head_dim=192, value_head_dim=128),
-]
+def step(name: str, limit_s: int, least_gib: float = 0.0, needs: tuple[str, ...] = (), **settings: Any) -> Part:
+    return Part(f"step-{name}", "steps.measure", limit_s, {"settings": settings}, needs, least_gib)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    kernel: str
-    case: str
-    largest: float | None  # relative error, over outputs and gradients, plain and context parallel
-    verdict: str
+def kernel(name: str, limit_s: int) -> Part:
+    packages = {"flash": ("flash_attn",), "te": ("transformer_engine",)}
+    return Part(f"kernel-{name}", "kernels.run", limit_s, {"kernel_name": name}, packages.get(name, ()))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def feature(name: str, overrides: list[str], needs: tuple[str, ...] = ()) -> Part:
+    return Part(f"feature-{name}", "recipe.feature", 150, {"overrides": overrides}, needs)
+
+
+def full_plan() -> list[Part]:
+    """The most valuable first; some 28 minutes by estimate."""
+    one_b, eight_b = {"shape": "1b", "pack": 8192}, {"shape": "8b", "pack": 8192, "recompute": "full", "steps": 4}
+    return [
+        Part("imports", "machine.imports", 120),
+        Part("expandable-segments", "machine.expandable_segments", 60),
+        Part("ceilings", "machine.ceilings", 90),
+        kernel("varlen", 120),
+        kernel("flex", 240),
+        Part("strict-step", "recipe.strict_step", 120),
+        Part("built-in-job", "recipe.built_in_job", 180),
+        step("packed", 120, **one_b),
+        step("compiled", 150, compiled=True, **one_b),
+        Part("recipe-1b", "recipe.rate", 180),
+        Part("recipe-1b-compiled", "recipe.rate", 180, {"overrides": ["training.compile=true"]}),
+        step("sorted", 120, attention="sorted", **one_b),
+        step("padded", 120, attention="padded", **one_b),
+        step("mask", 120, attention="mask", **one_b),
+        step("position_ids", 120, attention="position_ids", **one_b),
+        Part("trl-packed", "recipe.trl", 150, {}, ("trl",)),
+        feature("adamw_8bit", ["optimizer=adamw_8bit"]),
+        feature("flex", ["attention=flex"]),
+        feature("compile", ["training.compile=true"]),
+        feature("fp8-compile", ["training.fp8=tensorwise", "training.compile=true"], ("torchao",)),
+        feature("liger", ["loss=liger"], ("liger_kernel",)),
+        feature("async-save", ["checkpoint.mode=async"]),
+        Part("verify", "recipe.verify", 150),
+        Part("idle-1b", "recipe.idle", 150),
+        step("8b", 200, 130, **eight_b),
+        step("8b-accumulated", 200, 132, **eight_b | {"micro_steps": 2, "steps": 2}),
+        step("8b-compiled", 240, 130, compiled=True, **eight_b),
+        step("8b-lora", 150, 60, ("peft",), shape="8b", pack=4096, lora=True, recompute="full"),
+        step("8b-lora-compiled", 200, 60, ("peft",), shape="8b", pack=4096, lora=True, recompute="full", compiled=True),
+        step("packed-liger", 120, needs=("liger_kernel",), loss="liger", **one_b),
+        step("packed-plain-loss", 120, loss="plain", **one_b),
+        step("packed-gsm8k", 120, documents="gsm8k", **one_b),
+        kernel("flash", 120),
+        kernel("te", 240),
+        kernel("reference", 120),
+    ]
+
+
+def smoke_plan() -> list[Part]:
+    """The same functions in miniature."""
+    tiny = {"shape": "tiny", "pack": 256, "steps": 1, "repeats": 2, "warmup": 1}
+    return [
+        Part("imports", "machine.imports", 120),
+        Part("ceilings", "machine.ceilings", 120),
+        Part("kernel-reference", "kernels.run", 120, {"kernel_name": "reference", "device_type": "cpu"}),
+        *(step(a, 120, attention=a, **tiny) for a in ("packed", "padded", "sorted", "mask", "position_ids")),
+        step("plain-loss", 120, loss="plain", **tiny),
+        step("lora", 120, needs=("peft",), lora=True, **tiny),
+        Part("strict-step", "recipe.strict_step", 180),
+        Part("recipe-1b", "recipe.rate", 180, {"is_tiny": True}),
+        Part("idle-1b", "recipe.idle", 180, {"is_tiny": True}),
+        Part("built-in-job", "recipe.built_in_job", 180, {"steps": 2}),
+        feature("adamw_8bit", ["optimizer=adamw_8bit"]),
+        Part("trl-packed", "recipe.trl", 150, {"is_tiny": True}, ("trl",)),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="the whole call ends by then")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--kernels", nargs="*", choices=list(KERNELS), help="default: all that run there")
-    parser.add_argument("--tokens", type=int, default=32768, help="length of the stream of the speed table")
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("SKIPPED: no CUDA device here, nothing was checked. `--device cpu` runs a smoke test of this script.")
+    parser.add_argument("--plan", default="full", choices=PLANS)
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.jsonl"))
+    parser.add_argument("--only", nargs="*", default=[], help="these parts alone, again if they are done")
+    parser.add_argument("--list-wheels", action="store_true")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.list_wheels:
+        print("\n".join(WHEELS))
         return 0
-    device = torch.device(arguments.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"torch {torch.__version__}, {name}; bf16 against the fp32 reference\n" if device.type == "cuda" else name)
-    rows, kernels = [], {}
-    for kernel_name in arguments.kernels or (KERNELS if device.type == "cuda" else RUN_ON_CPU):
+    parts = full_plan() if arguments.plan == "full" else smoke_plan()
+    if arguments.part:
+        return run_here(next(part for part in parts if part.name == arguments.part), arguments)
+    import torch
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("SKIPPED: no CUDA device here, nothing was checked. `--plan smoke --device cpu` tries this script.")
+        return 0
+    machine = {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"}
+    machine |= {"torch": torch.__version__, "plan": arguments.plan}
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if arguments.device == "cuda" else 0.0
+    deadline = time.monotonic() + 60 * arguments.minutes
+    results = read_results(arguments.out, machine)
+    for part in parts:
+        if arguments.only and part.name not in arguments.only:
+            continue
+        if part.name not in arguments.only and results.get(part.name, {}).get("verdict") in ("pass", "missing"):
+            continue
+        found = skipped(part, arguments, gib) or run_apart(part, arguments, deadline)
+        results[part.name] = {"part": part.name, **machine, **found}
+        with arguments.out.open("a") as file:
+            file.write(json.dumps(results[part.name]) + "\n")
+        print(f"{part.name:22s} {found['verdict']:8s} {found.get('why', '')[:160]}", flush=True)
+    from benchmarks.gpu.table import table
+
+    print("\n" + table([part.name for part in parts], results, machine))
+    return int(any(result["verdict"] in ("FAIL", "timeout") for result in results.values()))
+
+
+def read_results(path: Path, machine: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The last line of each part, of this machine and plan."""
+    results: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.is_file() else []:
         try:
-            kernels[kernel_name] = load(KERNELS[kernel_name])
-        except ConfigError as error:
-            rows.append(Row(kernel_name, "all", None, f"not installed: {error}"))
-    for kernel_name, kernel in kernels.items():
-        rows += [check(kernel_name, kernel, case, device) for case in CASES]
-    print_table(rows)
-    if device.type == "cuda":
-        print_speed(kernels, arguments.tokens, device)
-    failed = [row for row in rows if row.verdict.startswith("FAIL")]
-    print(f"\n{len(failed)} of {len(rows)} FAIL" if failed else "\nPASS")
-    return int(bool(failed))
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut short by a kill
+        if all(row.get(key) == value for key, value in machine.items()):
+            results[row["part"]] = row
+    return results
 
 
-def load(path: str) -> AttentionKernel:
-    module, name = path.rsplit(".", 1)
-    kernel: AttentionKernel = getattr(import_module(module), name)()
-    return kernel
+def skipped(part: Part, arguments: argparse.Namespace, gib: float) -> dict[str, Any] | None:
+    """Why a part cannot run here at all."""
+    missing = [name for name in part.needs if find_spec(name) is None]
+    if missing:
+        return {"verdict": "missing", "why": f"not installed: {', '.join(missing)}"}
+    if arguments.device == "cuda" and gib < part.least_gib:
+        return {"verdict": "missing", "why": f"needs {part.least_gib:.0f} GiB, this GPU has {gib:.0f}"}
+    return None
 
 
-def check(name: str, kernel: AttentionKernel, case: Case, device: torch.device) -> Row:
-    """One kernel on one case: plain packing, then every context-parallel size."""
-    # the fp32 reference on CUDA shows its own error; everything else runs in bf16 there
-    dtype = torch.float32 if device.type == "cpu" or name == "reference" else torch.bfloat16
-    with_gradients = not (device.type == "cpu" and name == "flex")  # which has no backward on CPU
-    heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.value_head_dim)
-    spec = AttentionSpec(case.name, device, dtype, *heads, case.window, case.softcap, case.sinks)
+def run_apart(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """The part in a process of its own, whose whole process group ends with its deadline."""
+    left_s = deadline - time.monotonic()
+    if left_s < 20:
+        return {"verdict": "no time"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--part", part.name, "--out", str(arguments.out)]
+    command += ["--device", arguments.device, "--plan", arguments.plan]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        if device.type == "cuda":
-            kernel.check(spec)
-        largest = largest_error(kernel, case, device, dtype, with_gradients)
-    except ConfigError as error:
-        return Row(name, case.name, None, f"refuses: {error}"[:110])
-    except Exception as error:
-        return Row(name, case.name, None, f"FAIL: {type(error).__name__}: {str(error).splitlines()[0]}"[:110])
-    return Row(name, case.name, largest, "ok" if largest < TOLERANCE[dtype] else "FAIL")
+        screen, _ = process.communicate(timeout=min(part.limit_s, left_s))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        screen, _ = process.communicate()
+        return {"verdict": "timeout", "seconds": time.monotonic() - began, "why": screen[-800:]}
+    lines = [line for line in screen.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        return {"verdict": "FAIL", "seconds": time.monotonic() - began, "why": screen[-1500:]}
+    return {**json.loads(lines[-1].removeprefix("RESULT ")), "seconds": time.monotonic() - began}
 
 
-def largest_error(
-    kernel: AttentionKernel, case: Case, device: torch.device, dtype: torch.dtype, with_gradients: bool
-) -> float:
-    """Relative, over outputs and gradients of plain packing and of all context-parallel sizes."""
-    torch.manual_seed(0)
-    cu = boundaries(torch.tensor(LENGTHS, device=device))
-    total = int(cu[-1])
-    shapes = [(total, case.num_heads, case.head_dim), (total, case.num_kv_heads, case.head_dim)]
-    shapes += [(total, case.num_kv_heads, case.value_head_dim), (total, case.num_heads, case.value_head_dim)]
-    q, k, v, grad = (torch.randn(shape, device=device) for shape in shapes)
-    sinks = torch.randn(case.num_heads, device=device) if case.sinks else None
-    # bf16 inputs are rounded for both, so that only the arithmetic differs
-    q, k, v, grad = (x.to(dtype).float() for x in (q, k, v, grad))
-    want = attend(ReferenceAttention(), q, k, v, sinks, cu, cu, grad, case, torch.float32, with_gradients)
-    results = [attend(kernel, q, k, v, sinks, cu, cu, grad, case, dtype, with_gradients)]
-    for cp in CP_SIZES:
-        results.append(over_ranks(kernel, cp, q, k, v, sinks, cu, grad, case, dtype, with_gradients))
-    return max(float((a - b).norm() / b.norm()) for got in results for a, b in zip(got, want))
+def run_here(part: Part, arguments: argparse.Namespace) -> int:
+    """In the child: calls the part's function and prints its result."""
+    module, name = part.call.split(".")
+    options = dict(part.arguments)
+    if module == "steps":
+        ceiling = next(
+            (
+                row
+                for row in map(json.loads, _lines(arguments.out))
+                if row["part"] == "ceilings" and row["verdict"] == "pass"
+            ),
+            {},
+        )
+        options |= {"peak_tflops": ceiling.get("data_sheet_tflops"), "ceiling_tflops": ceiling.get("product_tflops")}
+    options |= {} if "device_type" in options or module == "kernels" else {"device": arguments.device}
+    found = getattr(import_module(f"benchmarks.gpu.{module}"), name)(**options)
+    print("RESULT " + json.dumps(found))
+    return 0
 
 
-def attend(
-    kernel: AttentionKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    grad: Tensor,
-    case: Case,
-    dtype: torch.dtype,
-    with_gradients: bool,
-) -> list[Tensor]:
-    """fp32 output and gradients of q, k, v (and sinks)."""
-    leaves = [x.to(dtype).detach().requires_grad_(with_gradients) for x in (q, k, v)]
-    sink_leaf = None if sinks is None else sinks.to(dtype).detach().requires_grad_(with_gradients)
-    max_q, max_k = int(cu_q.diff().max()), int(cu_k.diff().max())
-    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window": case.window, "softcap": case.softcap}
-    out = kernel(*leaves, cu_q, cu_k, max_q, max_k, sinks=sink_leaf, **options)
-    if not with_gradients:
-        return [out.float()]
-    out.backward(grad.to(dtype))
-    of_sinks = [] if sink_leaf is None else [sink_leaf.grad.float()]
-    return [out.detach().float(), *(x.grad.float() for x in leaves), *of_sinks]
-
-
-def over_ranks(
-    kernel: AttentionKernel,
-    cp: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu: Tensor,
-    grad: Tensor,
-    case: Case,
-    dtype: torch.dtype,
-    with_gradients: bool,
-) -> list[Tensor]:
-    """What the ranks compute after the all-gather of keys and values, put together again."""
-    out = grad.new_zeros(len(q), case.num_heads, case.value_head_dim)
-    grads = [torch.zeros_like(x) for x in (q, k, v)] + ([] if sinks is None else [torch.zeros_like(sinks)])
-    for rank in range(cp):
-        mine, segments = shard_indices(cu, cp, rank), owned_segments(cu, cp, rank)
-        keys = concatenated_ranges(segments.document_start, segments.end)
-        cu_q, cu_k = boundaries(segments.end - segments.start), boundaries(segments.end - segments.document_start)
-        got = attend(kernel, q[mine], k[keys], v[keys], sinks, cu_q, cu_k, grad[mine], case, dtype, with_gradients)
-        out[mine] = got[0]
-        if with_gradients:
-            grads[0][mine] = got[1]
-            grads[1].index_add_(0, keys, got[2])
-            grads[2].index_add_(0, keys, got[3])
-            for total, part in zip(grads[3:], got[4:]):
-                total += part
-    return [out, *grads] if with_gradients else [out]
-
-
-def boundaries(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def print_table(rows: list[Row]) -> None:
-    print(f"{'kernel':10s} {'case':16s} {'largest error':>13s}  verdict")
-    for row in rows:
-        error = "" if row.largest is None else f"{row.largest:.1e}"
-        print(f"{row.kernel:10s} {row.case:16s} {error:>13s}  {row.verdict}")
-
-
-def print_speed(kernels: dict[str, AttentionKernel], tokens: int, device: torch.device) -> None:
-    """Forward and backward of one long stream, 32 heads on 8, head dim 128, bf16; ratios to the reference."""
-    torch.manual_seed(0)
-    weights = torch.rand(80) + 0.2
-    lengths = (weights / weights.sum() * tokens).long() // 16 * 16
-    lengths[-1] += tokens - int(lengths.sum())
-    cu = boundaries(lengths.to(device))
-    q, k, v, grad = (torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16) for heads in (32, 8, 8, 32))
-    case = Case("speed", 32, 8, 128, 128)
-
-    def step(kernel: AttentionKernel) -> None:
-        attend(kernel, q, k, v, None, cu, cu, grad, case, torch.bfloat16, True)
-
-    times = {}
-    for name, kernel in kernels.items():
-        try:
-            times[name] = device_ms(lambda kernel=kernel: step(kernel))
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}"[:110])
-    print(f"\nforward + backward, T={tokens}, 80 documents, 32/8 heads of 128, bf16")
-    for name, ms in times.items():
-        ratio = f"{times['reference'] / ms:6.1f}x the reference" if "reference" in times else ""
-        print(f"  {name:10s} {ms:8.2f} ms {ratio}")
-
-
-def device_ms(run: Callable[[], object], repeats: int = 5) -> float:
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / repeats * 1e3
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
 
 
 if __name__ == "__main__":

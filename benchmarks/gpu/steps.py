@@ -1,19 +1,12 @@
-"""Our own step on one GPU beside random padding, a [T, T] mask and transformers' packing by position ids.
+"""Our step on one GPU beside random padding, sorted padding, a [T, T] mask and transformers' packing by position ids.
 
-    python -m benchmarks.peers_gpu --plan 1b | 1b_8192 | 8b | 8b_lora | compile    each fits a command of 9 minutes
-    python -m benchmarks.peers_gpu --plan smoke --device cpu
-
-Random weights, bf16 compute over fp32 masters (8b: bf16 weights, so that one GPU holds them), lengths of documents
-like GSM8K's or long-tailed chats. MFU counts what documents need: 6 FLOPs a weight and token, 12 a visible pair and
-channel, no padding, nothing recomputed. Each variant is a process of its own, with the deadline of the whole command.
+Random weights, bf16 compute over fp32 masters, lengths of documents like GSM8K's or long-tailed chats. MFU counts what
+documents need: 6 FLOPs a weight and token, 12 a visible pair and channel, no padding, nothing recomputed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,42 +14,11 @@ from typing import Any
 
 import numpy as np
 
-PLANS: dict[str, list[dict[str, Any]]] = {
-    "smoke": [
-        {"shape": "tiny", "pack": 256, "attention": a, "steps": 2, "warmup": 1}
-        for a in ("packed", "padded", "mask", "position_ids")
-    ]
-    + [{"shape": "tiny", "pack": 256, "loss": "plain", "steps": 2, "warmup": 1}],
-    "1b": [
-        {"shape": "1b", "pack": 4096, "micro": 2, "attention": a} for a in ("packed", "padded", "mask", "position_ids")
-    ],
-    "1b_8192": [
-        {"shape": "1b", "pack": 8192, "attention": "packed"},
-        {"shape": "1b", "pack": 8192, "attention": "mask", "loss": "plain"},
-        {"shape": "1b", "pack": 8192, "attention": "packed", "loss": "plain"},
-        {"shape": "1b", "pack": 8192, "attention": "packed", "loss": "liger"},
-        {"shape": "1b", "pack": 8192, "attention": "packed", "documents": "gsm8k"},
-    ],
-    "compile": [
-        {"shape": "1b", "pack": 8192},
-        {"shape": "1b", "pack": 8192, "compiled": True},
-        {"shape": "1b", "pack": 8192, "compiled": True, "recompute": "full"},
-        {"shape": "1b", "pack": 8192, "recompute": "full"},
-    ],
-    "8b": [
-        {"shape": "8b", "pack": 8192, "compiled": True, "recompute": "full", "weights": "bf16"},
-        {"shape": "8b", "pack": 8192, "compiled": False, "recompute": "full", "weights": "bf16"},
-        {"shape": "8b", "pack": 8192, "attention": "padded", "recompute": "full", "weights": "bf16"},
-    ],
-    "8b_lora": [{"shape": "8b", "pack": 4096, "compiled": c, "lora": True, "weights": "bf16"} for c in (False, True)],
-}
 SHAPES = {
     "tiny": (64, 2, 4, 2, 128, 512, True),
     "1b": (2048, 16, 32, 8, 8192, 128256, True),  # Llama-3.2-1B
     "8b": (4096, 32, 32, 8, 14336, 128256, False),  # Llama-3.1-8B
 }
-H100_PEAK_FLOPS = 989e12
-COMMAND_S = 540
 
 
 @dataclass(frozen=True)
@@ -66,14 +28,15 @@ class Variant:
     shape: str
     pack: int
     micro: int = 1  # packs a step
-    attention: str = "packed"  # packed (ours) | padded | mask | position_ids (transformers with flash or SDPA)
+    attention: str = "packed"  # packed (ours) | padded | sorted (padded) | mask | position_ids (transformers, SDPA)
     documents: str = "chat"
     loss: str = "fused"
     compiled: bool = False
     recompute: str = "none"
     lora: bool = False
-    weights: str = "fp32"
-    steps: int = 10
+    micro_steps: int = 1  # forwards an optimizer step
+    steps: int = 8  # a repeat
+    repeats: int = 3
     warmup: int = 4
 
 
@@ -85,18 +48,38 @@ def lengths(kind: str, longest: int) -> Iterator[int]:
         yield int(np.clip(rng.lognormal(np.log(median), spread), 16, longest))
 
 
+def padded_batches(variant: Variant, source: Iterator[int]) -> Iterator[list[int]]:
+    """Documents of one batch, a row each: as many as the packs hold; sorted: of like length, in random order of batches."""
+    mean = {"gsm8k": 160, "chat": 600}[variant.documents]
+    num_rows = max(1, variant.micro * variant.pack // mean)
+    if variant.attention == "padded":
+        while True:
+            yield [next(source) for _ in range(num_rows)]
+    rng = np.random.default_rng(1)
+    while True:
+        pool = sorted(next(source) for _ in range(32 * num_rows))
+        batches, batch = [], []
+        for length in pool:
+            if batch and length * (len(batch) + 1) > variant.micro * variant.pack:  # slots of a batch, as in a pack
+                batches.append(batch)
+                batch = []
+            batch.append(length)
+        for index in rng.permutation(len(batches)):
+            yield batches[index]
+
+
 def steps_of(variant: Variant, vocabulary: int) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Collated batches of one micro-batch, and the lengths of their documents."""
     import torch
 
     source = lengths(variant.documents, variant.pack)
+    padded = padded_batches(variant, source)
     generator = torch.Generator().manual_seed(0)
     left = 0
     while True:
         rows: list[list[int]] = []
-        if variant.attention == "padded":  # as many documents as the packs hold, a row each
-            mean = {"gsm8k": 160, "chat": 600}[variant.documents]
-            rows = [[next(source)] for _ in range(max(1, variant.micro * variant.pack // mean))]
+        if variant.attention in ("padded", "sorted"):
+            rows = [[length] for length in next(padded)]
             width = max(row[0] for row in rows)
         else:
             width = variant.pack
@@ -152,18 +135,18 @@ def build(variant: Variant, device: str) -> Any:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    dtype = torch.bfloat16 if variant.weights == "bf16" else torch.float32
-    torch.manual_seed(0)
-    with torch.device(device):
-        torch.set_default_dtype(dtype)
-        lm = LlamaForCausalLM(config).train()
-        torch.set_default_dtype(torch.float32)
-    if variant.lora:
-        from peft import LoraConfig, get_peft_model
-
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        lm = get_peft_model(lm, LoraConfig(r=8, target_modules=targets)).base_model.model
     compute = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    torch.set_default_dtype(
+        compute if variant.lora else torch.float32
+    )  # an 8B base in fp32 would not fit beside itself
+    with torch.device(device):
+        lm = LlamaForCausalLM(config).train()
+    torch.set_default_dtype(torch.float32)
+    if variant.lora:  # as the recipe does: a frozen base in bf16, adapters in fp32, autocast around both
+        from automodel_lite.models.lora import Lora
+
+        Lora(r=8).adapt(lm, "random weights")
     if variant.attention == "packed":
         kernel, _ = auto_attention(attention_spec(config, torch.device(device), compute))
         install(lm, kernel)
@@ -188,7 +171,7 @@ def loss_of(variant: Variant, model: Any, batch: dict[str, Any], device: str) ->
         thd = to_thd(batch)
         return model((thd.pin_memory() if device == "cuda" else thd).to(device))
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
-    if variant.attention == "padded":
+    if variant.attention in ("padded", "sorted"):
         inputs = {"input_ids": batch["input_ids"], "attention_mask": padding_mask(batch)}
     elif variant.attention == "mask":
         inputs["attention_mask"] = document_mask(batch)
@@ -220,82 +203,82 @@ def document_mask(batch: dict[str, Any]) -> Any:
     return (documents[:, :, None] == documents[:, None]).tril()[:, None]
 
 
-def measure(variant: Variant, device: str) -> dict[str, Any]:
-    """Tokens a second, MFU, peak memory and recompilations after warm-up of one variant."""
+def measure(
+    settings: dict[str, Any], device: str, peak_tflops: float | None, ceiling_tflops: float | None
+) -> dict[str, Any]:
+    """Tokens a second (median of the repeats, and their spread), MFU, peak memory, recompilations after warm-up."""
     import torch
 
     from automodel_lite.graphs import compiled_graphs
     from automodel_lite.models.flops import cost_model
     from automodel_lite.training.optimizers import adamw, apply_gradients
 
+    variant = Variant(**settings)
     is_cuda = device == "cuda"
-    wait = torch.cuda.synchronize if is_cuda else (lambda: None)
     model = build(variant, device)
     optimizer = adamw(model, lr=1e-5)
     costs = cost_model(model.lm.config)
     steps = steps_of(variant, model.lm.config.vocab_size)
-    prepared = [next(steps) for _ in range(variant.warmup + variant.steps)]
-    tokens, flops, graphs, began = 0, 0.0, 0, 0.0
-    for number, (batch, documents) in enumerate(prepared):
-        if number == variant.warmup:
-            wait()
-            graphs = compiled_graphs() if variant.compiled else 0
-            began, tokens, flops = time.perf_counter(), 0, 0.0
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-        num_labels = int((batch["labels"] != -100).sum())
-        with torch.autocast(device, torch.bfloat16, enabled=is_cuda and variant.weights == "fp32"):
-            loss = loss_of(variant, model, batch, device)
-        (loss / num_labels).backward()
-        apply_gradients(optimizer, model.parameters(), loss.detach(), 1.0)
+
+    def step() -> tuple[int, float, float, Any]:
+        """Tokens, FLOPs of the documents, seconds of making them, mean loss."""
+        began = time.perf_counter()
+        made = [next(steps) for _ in range(variant.micro_steps)]
+        made_s = time.perf_counter() - began
+        num_labels = sum(int((batch["labels"] != -100).sum()) for batch, _ in made)
+        total = torch.zeros((), device=device)
+        for batch, _ in made:
+            # no cache of cast weights: with recomputation it is 13 GiB of an 8B model that nobody reads
+            cached = variant.recompute == "none"
+            with torch.autocast(device, torch.bfloat16, enabled=is_cuda, cache_enabled=cached):
+                loss = loss_of(variant, model, batch, device)
+            (loss / num_labels).backward()
+            total += loss.detach()
+        apply_gradients(optimizer, model.parameters(), total, 1.0)
         optimizer.zero_grad()
-        tokens += sum(documents)
-        flops += costs.per_token * sum(documents) + costs.per_pair * float(costs.pairs(np.array(documents)).sum())
-    wait()
-    seconds = time.perf_counter() - began
+        documents = np.array([length for _, lengths in made for length in lengths])
+        share = 2 / 3 if variant.lora else 1.0  # a frozen weight needs no gradient of its own
+        flops = costs.per_token * share * documents.sum() + costs.per_pair * float(costs.pairs(documents).sum())
+        return int(documents.sum()), flops, made_s, total / num_labels
+
+    began = time.perf_counter()
+    step()
+    wait(device)
+    first_step_s = time.perf_counter() - began
+    for _ in range(variant.warmup - 1):
+        step()
+    wait(device)
+    graphs = compiled_graphs()
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    rates, flop_rates, mean_loss = [], [], None
+    for _ in range(variant.repeats):
+        began, tokens, flops, made_s = time.perf_counter(), 0, 0.0, 0.0
+        for _ in range(variant.steps):
+            of_step = step()
+            tokens, flops, made_s = tokens + of_step[0], flops + of_step[1], made_s + of_step[2]
+            mean_loss = of_step[3]
+        wait(device)
+        seconds = time.perf_counter() - began - made_s  # drawing random documents is no part of a step
+        rates.append(tokens / seconds)
+        flop_rates.append(flops / seconds)
+    rate, tflops = statistics.median(rates), statistics.median(flop_rates) / 1e12
     return asdict(variant) | {
-        "tokens_per_s": tokens / seconds,
-        "mfu_frac": flops / seconds / H100_PEAK_FLOPS if is_cuda else None,
+        "verdict": "pass",
+        "tokens_per_s": rate,
+        "spread_frac": (max(rates) - min(rates)) / rate,
+        "tflops_per_s": tflops,
+        "mfu_frac": tflops / peak_tflops if peak_tflops else None,
+        "of_ceiling_frac": tflops / ceiling_tflops if ceiling_tflops else None,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None,
-        "graphs_after_warmup": compiled_graphs() - graphs if variant.compiled else 0,
-        "loss": loss.item() / num_labels,
-        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
-        "torch": torch.__version__,
+        "first_step_s": first_step_s,
+        "graphs_after_warmup": compiled_graphs() - graphs,
+        "mean_loss": float(mean_loss),
     }
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=list(PLANS), default="smoke")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--variant", help="JSON: measure one variant in this process")
-    args = parser.parse_args(argv)
-    if args.variant:
-        found = measure(Variant(**json.loads(args.variant)), args.device)
-        print("RESULT " + json.dumps(found))
-        return [found]
-    deadline = time.monotonic() + COMMAND_S
-    results = []
-    for settings in PLANS[args.plan]:
-        command = [sys.executable, "-m", "benchmarks.peers_gpu", "--device", args.device]
-        try:
-            done = subprocess.run(
-                [*command, "--variant", json.dumps(settings)],
-                capture_output=True,
-                text=True,
-                timeout=max(1.0, deadline - time.monotonic()),
-            )
-        except subprocess.TimeoutExpired:
-            print(f"{settings}: no time left")
-            continue
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            print(f"{settings} failed: {done.stderr[-800:]}")
-            continue
-        results.append(json.loads(lines[0].removeprefix("RESULT ")))
-        print(lines[0], flush=True)
-    return results
+def wait(device: str) -> None:
+    import torch
 
-
-if __name__ == "__main__":
-    main()
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/gpu_check.py`: what is measured on a GPU."""

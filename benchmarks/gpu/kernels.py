@@ -1,0 +1,225 @@
+"""Every attention kernel on this GPU against the fp32 reference: outputs and gradients, context parallelism, speed.
+
+Random packed documents; cases are grouped heads, head dims, sliding window, softcap, sinks and latent attention's head
+dims. Context-parallel ranks are emulated in one process: each rank's queries against its prefixes, gradients of keys
+and values summed. A kernel that refuses a case says so; that is no failure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.errors import ConfigError
+from automodel_lite.graphs import compiled_graphs
+from automodel_lite.parallel.zigzag import concatenated_ranges, owned_segments, shard_indices
+
+KERNELS = {
+    "varlen": "automodel_lite.attention.varlen.VarlenAttention",
+    "flash": "automodel_lite.attention.flash.FlashAttention",
+    "te": "automodel_lite.attention.te.TransformerEngineAttention",
+    "flex": "automodel_lite.attention.flex.FlexAttention",
+    "reference": "automodel_lite.attention.reference.ReferenceAttention",
+}
+LENGTHS = [48, 16, 160, 16, 320, 80]  # multiples of 2 * 8
+CP_SIZES = (2, 4, 8)
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+"""Norm of the difference over the norm of the reference; bf16 rounds at 4e-3."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of a kernel."""
+
+    name: str
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    value_head_dim: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+CASES = [
+    Case("grouped heads"),
+    Case("equal heads", num_kv_heads=8),
+    Case("head dim 128", head_dim=128, value_head_dim=128),
+    Case("head dim 256", head_dim=256, value_head_dim=256),
+    Case("window 50", window=50),
+    Case("softcap 30", softcap=30.0),
+    Case("sinks, window", sinks=True, window=50),
+    Case("latent 192/128", num_kv_heads=8, head_dim=192, value_head_dim=128),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    kernel: str
+    case: str
+    largest: float | None  # relative error, over outputs and gradients, plain and context parallel
+    verdict: str
+
+
+def run(kernel_name: str, device_type: str = "cuda", tokens: int = 32768) -> dict[str, Any]:
+    """All cases of one kernel, and its speed on one long stream."""
+    device = torch.device(device_type)
+    try:
+        kernel = load(KERNELS[kernel_name])
+    except ConfigError as error:
+        return {"verdict": "missing", "why": str(error)}
+    rows = []
+    for case in CASES:
+        torch._dynamo.reset()
+        rows.append(check(kernel_name, kernel, case, device))
+        print(f"{kernel_name:10s} {case.name:16s} {rows[-1].verdict}", flush=True)
+    failed = [row.case for row in rows if row.verdict.startswith("FAIL")]
+    largest = max((row.largest for row in rows if row.largest is not None), default=None)
+    found = {"verdict": "FAIL" if failed else "pass", "cases": [asdict(row) for row in rows], "largest_error": largest}
+    found |= {"graphs": compiled_graphs(), "failed": failed}
+    if device.type == "cuda" and not failed:
+        found |= {"forward_backward_ms": speed_ms(kernel, tokens, device), "tokens": tokens}
+    return found
+
+
+def load(path: str) -> AttentionKernel:
+    module, name = path.rsplit(".", 1)
+    kernel: AttentionKernel = getattr(import_module(module), name)()
+    return kernel
+
+
+def check(name: str, kernel: AttentionKernel, case: Case, device: torch.device) -> Row:
+    """One kernel on one case: plain packing, then every context-parallel size."""
+    # the fp32 reference on CUDA shows its own error; everything else runs in bf16 there
+    dtype = torch.float32 if device.type == "cpu" or name == "reference" else torch.bfloat16
+    with_gradients = not (device.type == "cpu" and name == "flex")  # which has no backward on CPU
+    heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.value_head_dim)
+    spec = AttentionSpec(case.name, device, dtype, *heads, case.window, case.softcap, case.sinks)
+    try:
+        if device.type == "cuda":
+            kernel.check(spec)
+        largest = largest_error(kernel, case, device, dtype, with_gradients)
+    except ConfigError as error:
+        return Row(name, case.name, None, f"refuses: {error}"[:110])
+    except Exception as error:
+        return Row(name, case.name, None, f"FAIL: {type(error).__name__}: {str(error).splitlines()[0]}"[:110])
+    return Row(name, case.name, largest, "ok" if largest < TOLERANCE[dtype] else "FAIL")
+
+
+def largest_error(
+    kernel: AttentionKernel, case: Case, device: torch.device, dtype: torch.dtype, with_gradients: bool
+) -> float:
+    """Relative, over outputs and gradients of plain packing and of all context-parallel sizes."""
+    torch.manual_seed(0)
+    cu = boundaries(torch.tensor(LENGTHS, device=device))
+    total = int(cu[-1])
+    shapes = [(total, case.num_heads, case.head_dim), (total, case.num_kv_heads, case.head_dim)]
+    shapes += [(total, case.num_kv_heads, case.value_head_dim), (total, case.num_heads, case.value_head_dim)]
+    q, k, v, grad = (torch.randn(shape, device=device) for shape in shapes)
+    sinks = torch.randn(case.num_heads, device=device) if case.sinks else None
+    # bf16 inputs are rounded for both, so that only the arithmetic differs
+    q, k, v, grad = (x.to(dtype).float() for x in (q, k, v, grad))
+    want = attend(ReferenceAttention(), q, k, v, sinks, cu, cu, grad, case, torch.float32, with_gradients)
+    results = [attend(kernel, q, k, v, sinks, cu, cu, grad, case, dtype, with_gradients)]
+    for cp in CP_SIZES:
+        results.append(over_ranks(kernel, cp, q, k, v, sinks, cu, grad, case, dtype, with_gradients))
+    return max(float((a - b).norm() / b.norm()) for got in results for a, b in zip(got, want))
+
+
+def attend(
+    kernel: AttentionKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    grad: Tensor,
+    case: Case,
+    dtype: torch.dtype,
+    with_gradients: bool,
+) -> list[Tensor]:
+    """fp32 output and gradients of q, k, v (and sinks)."""
+    leaves = [x.to(dtype).detach().requires_grad_(with_gradients) for x in (q, k, v)]
+    sink_leaf = None if sinks is None else sinks.to(dtype).detach().requires_grad_(with_gradients)
+    max_q, max_k = int(cu_q.diff().max()), int(cu_k.diff().max())
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window": case.window, "softcap": case.softcap}
+    out = kernel(*leaves, cu_q, cu_k, max_q, max_k, sinks=sink_leaf, **options)
+    if not with_gradients:
+        return [out.float()]
+    out.backward(grad.to(dtype))
+    of_sinks = [] if sink_leaf is None else [sink_leaf.grad.float()]
+    return [out.detach().float(), *(x.grad.float() for x in leaves), *of_sinks]
+
+
+def over_ranks(
+    kernel: AttentionKernel,
+    cp: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu: Tensor,
+    grad: Tensor,
+    case: Case,
+    dtype: torch.dtype,
+    with_gradients: bool,
+) -> list[Tensor]:
+    """What the ranks compute after the all-gather of keys and values, put together again."""
+    out = grad.new_zeros(len(q), case.num_heads, case.value_head_dim)
+    grads = [torch.zeros_like(x) for x in (q, k, v)] + ([] if sinks is None else [torch.zeros_like(sinks)])
+    for rank in range(cp):
+        mine, segments = shard_indices(cu, cp, rank), owned_segments(cu, cp, rank)
+        keys = concatenated_ranges(segments.document_start, segments.end)
+        cu_q, cu_k = boundaries(segments.end - segments.start), boundaries(segments.end - segments.document_start)
+        got = attend(kernel, q[mine], k[keys], v[keys], sinks, cu_q, cu_k, grad[mine], case, dtype, with_gradients)
+        out[mine] = got[0]
+        if with_gradients:
+            grads[0][mine] = got[1]
+            grads[1].index_add_(0, keys, got[2])
+            grads[2].index_add_(0, keys, got[3])
+            for total, part in zip(grads[3:], got[4:]):
+                total += part
+    return [out, *grads] if with_gradients else [out]
+
+
+def boundaries(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def speed_ms(kernel: AttentionKernel, tokens: int, device: torch.device) -> float:
+    """Forward and backward of one stream of 80 documents, 32 heads on 8, head dim 128, bf16."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    weights = torch.rand(80) + 0.2
+    lengths = (weights / weights.sum() * tokens).long() // 16 * 16
+    lengths[-1] += tokens - int(lengths.sum())
+    cu = boundaries(lengths.to(device))
+    q, k, v, grad = (torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16) for heads in (32, 8, 8, 32))
+    case = Case("speed", 32, 8, 128, 128)
+    return device_ms(lambda: attend(kernel, q, k, v, None, cu, cu, grad, case, torch.bfloat16, True))
+
+
+def device_ms(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median of `repeats`, by the device's own clock."""
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)

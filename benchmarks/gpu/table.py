@@ -1,0 +1,105 @@
+"""The one table that `gpu_check.py` ends with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Results = dict[str, dict[str, Any]]
+COUNTED_GIB = {"step-8b": 119.9, "step-8b-accumulated": 130.2}
+"""Live bytes of one 8B step at 8,192 tokens under autocast, every layer recomputed, no cache of cast weights: counted
+with FakeTensors (tests/gpu_paths)."""
+
+
+def table(names: list[str], results: Results, machine: dict[str, Any]) -> str:
+    """Markdown: ceilings, pass or fail, speeds with their ratios, what is missing."""
+    sections = [
+        f"# {machine['device']}, torch {machine['torch']}",
+        _ceilings(results.get("ceilings", {})),
+        _verdicts(names, results),
+        _speeds(names, results),
+        _tax(results),
+        _missing(names, results),
+        "One GPU: NCCL, FSDP's traffic and context parallelism were not run.",
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _ceilings(found: dict[str, Any]) -> str:
+    if not found.get("product_tflops"):
+        return ""
+    sheet = found["data_sheet_tflops"]
+    of_sheet = f", {found['product_tflops'] / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
+    return (
+        f"Ceilings: a bf16 product of 8192^3 at {found['product_tflops']:.0f} TFLOP/s{of_sheet}; a copy at "
+        f"{found['copy_tb_per_s']:.2f} TB/s read and written."
+    )
+
+
+def _verdicts(names: list[str], results: Results) -> str:
+    rows = ["| part | verdict | seconds | |", "|---|---|---|---|"]
+    for name in names:
+        found = results.get(name)
+        if found is None or name.startswith("step-") or found["verdict"] in ("missing", "no time"):
+            continue
+        note = found.get("why") or ", ".join(found.get("failed") or [])
+        if found.get("largest_error") is not None:
+            note = f"largest error {found['largest_error']:.1e}, {found['graphs']} graphs {note}"
+        if found.get("forward_backward_ms"):
+            note += f" {found['forward_backward_ms']:.1f} ms at {found['tokens']} tokens"
+        if found.get("idle_frac") is not None:
+            note = f"idle {found['idle_frac']:.1%} of the time over 6 steps"
+        note = " ".join(str(note).replace("|", "/").split())[:160]
+        rows.append(f"| {name} | {found['verdict']} | {found.get('seconds', 0):.0f} | {note} |")
+    return "\n".join(rows)
+
+
+def _speeds(names: list[str], results: Results) -> str:
+    base = results.get("step-packed", {}).get("tokens_per_s")
+    rows = [
+        "| step | tokens/s | spread | of packed | MFU, data sheet | of the product | GiB | counted GiB | 1st step s |"
+    ]
+    rows += ["|---|---|---|---|---|---|---|---|---|"]
+    for name in names:
+        found = results.get(name, {})
+        if not found.get("tokens_per_s"):
+            if name.startswith("step-") and found.get("verdict") in ("FAIL", "timeout"):
+                rows.append(f"| {name} | {found['verdict']} | | | | | | | |")
+            continue
+        cells = [
+            f"{found['tokens_per_s']:,.0f}",
+            _percent(found.get("spread_frac")),
+            f"{found['tokens_per_s'] / base:.2f}" if base and "8b" not in name else "",
+            _percent(found.get("mfu_frac")),
+            _percent(found.get("of_ceiling_frac")),
+            _number(found.get("peak_gib")),
+            _number(COUNTED_GIB.get(name)),
+            _number(found.get("first_step_s")),
+        ]
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
+def _tax(results: Results) -> str:
+    sentences = []
+    for bare, recipe in (("step-packed", "recipe-1b"), ("step-compiled", "recipe-1b-compiled")):
+        both = results.get(bare, {}).get("tokens_per_s"), results.get(recipe, {}).get("tokens_per_s")
+        if all(both):
+            sentences.append(f"{recipe} reaches {both[1] / both[0]:.1%} of {bare}")  # type: ignore[operator]
+    return "Recipe tax: " + "; ".join(sentences) + "." if sentences else ""
+
+
+def _missing(names: list[str], results: Results) -> str:
+    lines = []
+    for name in names:
+        verdict = results.get(name, {"verdict": "no time"})["verdict"]
+        if verdict in ("missing", "no time"):
+            lines.append(f"- {name}: {results.get(name, {}).get('why') or 'no time was left'}")
+    return "Not run:\n" + "\n".join(lines) if lines else ""
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"

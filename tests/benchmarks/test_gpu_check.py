@@ -1,0 +1,87 @@
+"""The GPU check's smoke plan, on the CPU: every part runs, resumes and ends in the table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu.recipe import idle_frac
+from benchmarks.gpu.steps import Variant, measure, padded_batches
+
+STEPS = [part for part in gpu_check.smoke_plan() if part.call == "steps.measure"]
+
+
+@pytest.mark.parametrize("part", STEPS, ids=lambda part: part.name)
+def test_every_way_to_step_sees_the_same_loss(part: gpu_check.Part) -> None:
+    torch.set_num_threads(1)
+    result = measure(part.arguments["settings"], "cpu", None, 100.0)
+    assert result["tokens_per_s"] > 0
+    assert result["mean_loss"] == pytest.approx(math.log(512), abs=0.15)
+    assert result["loss"] == part.arguments["settings"].get("loss", "fused")  # which loss, not what it came to
+
+
+def test_all_steps_are_variants_and_all_calls_exist() -> None:
+    for part in gpu_check.full_plan() + gpu_check.smoke_plan():
+        if part.call == "steps.measure":
+            assert Variant(**part.arguments["settings"]).steps > 0
+        module, name = part.call.split(".")
+        assert name in dir(__import__(f"benchmarks.gpu.{module}", fromlist=[name]))
+
+
+def test_sorted_batches_waste_less() -> None:
+    def waste(attention: str) -> float:
+        batches = padded_batches(Variant("tiny", 8192, attention=attention), lengths_of_chats())
+        taken = [next(batches) for _ in range(64)]
+        return 1 - sum(map(sum, taken)) / sum(len(batch) * max(batch) for batch in taken)
+
+    assert waste("sorted") < 0.15 < 0.5 < waste("padded")
+
+
+def lengths_of_chats() -> Any:
+    from benchmarks.gpu.steps import lengths
+
+    return lengths("chat", 8192)
+
+
+def test_idle_time_is_what_no_span_covers() -> None:
+    assert idle_frac([(0, 4), (2, 5), (6, 10)]) == pytest.approx(0.1)
+    assert idle_frac([(0, 10), (2, 3)]) == 0
+
+
+def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.jsonl"
+    shared = ["--plan", "smoke", "--device", "cpu", "--out", str(out)]
+    assert gpu_check.main([*shared, "--only", "step-packed"]) == 0
+    assert gpu_check.main([*shared, "--minutes", "0"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["verdict"] for row in rows if row["part"] == "step-packed"] == ["pass"]  # not again
+    assert {row["verdict"] for row in rows if row["part"] != "step-packed"} <= {"no time", "missing"}
+    screen = capsys.readouterr().out
+    assert "| step-packed |" in screen
+    assert "- step-mask: no time was left" in screen
+
+
+def test_the_wheels_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--list-wheels"]) == 0
+    assert "hydra-core==1.3.8\n" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu_check.main([]) == 0
+    assert "SKIPPED: no CUDA device here" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_smoke_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = gpu_check.main(["--plan", "smoke", "--device", "cpu", "--out", str(tmp_path / "results.jsonl")])
+    screen = capsys.readouterr().out
+    assert code == 0, screen
+    assert "Recipe tax: recipe-1b reaches" in screen
