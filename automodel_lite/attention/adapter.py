@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from automodel_lite.attention.documents import NOW, hold_documents
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.mixers import install_mixers
-from automodel_lite.attention.spec import UNPACKED, has_attention, layer_window
+from automodel_lite.attention.spec import UNPACKED, has_attention, layer_chunk, layer_window
 from automodel_lite.errors import ConfigError
 
 
@@ -66,20 +66,20 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
             )
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         window = _window(module, sliding_window)
+        chunk = layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
         q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
         attend: Callable[..., Tensor] = kernel
         exchange = documents.cp_exchange
         if exchange is not None:
+            if chunk is not None and exchange.kernel_kwargs:
+                raise ConfigError("mesh.cp_exchange=te cannot do chunked attention: take mesh.cp_exchange=all_gather.")
             q, k, v, s_aux = exchange.before(q, k, v, s_aux)
             attend = partial(kernel, **exchange.kernel_kwargs)
         out = attend(
             q,
             k,
             v,
-            documents.cu_seq_lens_q,
-            documents.cu_seq_lens_k,
-            documents.max_length_q,
-            documents.max_length_k,
+            *documents.segments(chunk),
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,
             softcap=softcap,

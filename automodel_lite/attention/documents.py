@@ -34,6 +34,37 @@ class Documents:
     mixer_plan: MixerPlan | None = None
     cp_exchange: Exchange | None = None
 
+    @functools.cached_property
+    def _cuts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def segments(self, chunk: int | None) -> tuple[Tensor, Tensor, int, int]:
+        """What attention runs over: (cu_q, cu_k, max_q, max_k); for a layer with chunked attention its chunks, the same
+        tensors for all such layers of a forward.
+        """
+        if chunk is None:
+            return self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_q, self.max_length_k
+        if chunk not in self._cuts:
+            self._cuts[chunk] = cut_at_chunks(self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_k, chunk)
+        return *self._cuts[chunk], min(self.max_length_q, chunk), min(self.max_length_k, chunk)
+
+
+def cut_at_chunks(cu_q: Tensor, cu_k: Tensor, max_k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Segments cut at multiples of `chunk` inside each document, so that queries see the keys of their own chunk only.
+
+    A document has as many pieces as the longest one, the last of them empty: the number of pieces is known without
+    waiting for the device. Queries are the last ones of their keys (context parallelism): early pieces may have none.
+
+        cu [0, 5, 7], chunk 2 -> [0, 2, 4, 5, 7, 7, 7]      (pieces of 2, 2, 1 and 2, 0, 0)
+    """
+    starts = torch.arange(0, max_k, chunk, device=cu_k.device, dtype=cu_k.dtype)
+    q_lens, k_lens = cu_q.diff()[:, None], cu_k.diff()[:, None]
+    cut_k = torch.cat([(cu_k[:-1, None] + starts.minimum(k_lens)).flatten(), cu_k[-1:]])
+    if cu_k is cu_q:
+        return cut_k, cut_k
+    within = (starts - (k_lens - q_lens)).clamp(min=0).minimum(q_lens)
+    return torch.cat([(cu_q[:-1, None] + within).flatten(), cu_q[-1:]]), cut_k
+
 
 _ARGUMENTS = tuple(field.name for field in fields(Documents))
 

@@ -17,7 +17,7 @@ from automodel_lite.errors import ConfigError
 FAMILIES_WITH_SINKS = frozenset({"gpt_oss"})
 PACKABLE_LAYERS = frozenset(
     {
-        *("full_attention", "sliding_attention", "attention"),
+        *("full_attention", "sliding_attention", "chunked_attention", "attention"),
         *("linear_attention", "mamba", "mamba2", "recurrent", "conv"),  # attention/mixers.py
         *("hybrid", "hybrid_sliding"),  # both in one layer, or after it
         *("moe", "mlp", "dense", "sparse"),  # mix no tokens
@@ -25,7 +25,6 @@ PACKABLE_LAYERS = frozenset(
 )
 """Kinds of layers that keep documents apart here. What a name does not tell, the probe does."""
 
-REFUSED_LAYERS = {"chunked_attention": "cuts attention into chunks of the whole row, not of the document"}
 UNPACKED = "take another model, docs/models.md lists the families that can be packed"
 
 
@@ -44,12 +43,23 @@ def layer_window(config: PretrainedConfig, layer_idx: int | None) -> int | None:
     if kinds is not None and layer_idx is not None:
         kind = kinds[layer_idx]
         if kind not in PACKABLE_LAYERS:
-            why = REFUSED_LAYERS.get(kind, "is not known to keep documents apart")
-            raise ConfigError(f"model_type={config.model_type}: layer {layer_idx} ({kind}) {why}: {UNPACKED}.")
+            raise ConfigError(
+                f"model_type={config.model_type}: layer {layer_idx} ({kind}) is not known to keep documents apart: "
+                f"{UNPACKED}."
+            )
         return config.sliding_window if kind in ("sliding_attention", "hybrid_sliding") else None
     if not config_value(config, "use_sliding_window", True):
         return None
     return config_value(config, "sliding_window")
+
+
+def layer_chunk(config: PretrainedConfig, layer_idx: int | None) -> int | None:
+    """Tokens of a chunk in a layer of chunked attention (Llama 4), which sees its own chunk only; None elsewhere."""
+    kinds = config_value(config, "layer_types")
+    if kinds is None or layer_idx is None or kinds[layer_idx] != "chunked_attention":
+        return None
+    chunk: int | None = config_value(config, "attention_chunk_size")
+    return chunk
 
 
 def has_attention(config: PretrainedConfig) -> bool:

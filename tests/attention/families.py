@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
@@ -45,6 +46,8 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 16, "kv_lora_r
 LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CHUNKS = {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+CHUNKS |= {"num_local_experts": 2, "intermediate_size_mlp": 96}
 NO_JITTER = {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0}
 SINKS = {"intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -62,6 +65,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo2": lambda: Olmo2Config(**BASE),
     "gpt_oss_sinks_window": lambda: GptOssConfig(**BASE | SINKS, sliding_window=16, layer_types=SLIDING_THEN_FULL),
     "deepseek_v3_latent": lambda: DeepseekV3Config(**BASE | LATENT),
+    "llama4_chunks": lambda: Llama4TextConfig(**BASE | CHUNKS),
     "nemotron_drops_arguments": lambda: NemotronConfig(**BASE),
     "phimoe_window_in_mask": lambda: PhimoeConfig(**BASE | SINKS, sliding_window=16, **NO_JITTER),
 }

@@ -41,7 +41,6 @@ def test_spec_of_a_family(family: str, want: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("llama4_text", "chunked_attention.* cuts attention into chunks of the whole row"),
         ("deepseek_v4", "compressed_attention.* is not known to keep documents apart"),
     ],
 )
