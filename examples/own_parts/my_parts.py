@@ -1,4 +1,4 @@
-"""A dataset, a loss and an optimizer of one's own, named by `_target_` in conf/ beside this file.
+"""A dataset, a loss, an optimizer, an attention kernel and a tracker of one's own, named by `_target_` in conf/.
 
     cd examples/own_parts
     PYTHONPATH=. python ../../recipes/train_ft.py --config-dir conf --config-name mine security.allow_targets=[my_parts]
@@ -10,12 +10,14 @@ is nothing to delete; its other keys are the arguments of the target, checked be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.data.documents import DocumentList, Question
+from automodel_lite.telemetry.tracker import Row, RunInfo
 from automodel_lite.training.optimizers import param_groups
 
 
@@ -73,3 +75,66 @@ class LabelSmoothing:
 def nesterov(model: nn.Module, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> torch.optim.SGD:
     """An optimizer: a function of the model, whose parameters may be sharded."""
     return torch.optim.SGD(param_groups(model, weight_decay), lr=lr, momentum=momentum, nesterov=True)
+
+
+class MaskedAttention(ReferenceAttention):
+    """An attention kernel: one call with a [Tq, Tk] mask. Slow on long streams, and short enough to read.
+
+    It takes over `check`, which raises ConfigError for what a kernel cannot do, from the kernel that can do everything.
+    """
+
+    name = "thd_masked"
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        document_q, place_q = _places(cu_q)
+        document_k, place_k = _places(cu_k)
+        shift = (cu_k.diff() - cu_q.diff())[document_q]  # the last query of a document sees its last key
+        behind = (place_q + shift)[:, None] - place_k[None]
+        mask = (document_q[:, None] == document_k[None]) & (behind >= 0)
+        if window is not None:
+            mask &= behind < window
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+def _places(cu: Tensor) -> tuple[Tensor, Tensor]:
+    """Which document each token is in, and its place there; int64 [T] each."""
+    lengths = cu.diff().long()
+    documents = torch.repeat_interleave(torch.arange(len(lengths), device=cu.device), lengths)
+    return documents, torch.arange(len(documents), device=cu.device) - cu[documents]
+
+
+class CsvTracker:
+    """A tracker: started on the first rank alone, fed the rows of metrics.jsonl. If it raises, the run goes on."""
+
+    def __init__(self, run: RunInfo, columns: list[str]) -> None:
+        self.columns = columns
+        self.file = open(run.folder / "metrics.csv", "a", buffering=1)  # noqa: SIM115 - open as long as the run
+
+    def log(self, row: Row) -> None:
+        if "loss" in row:
+            self.file.write(",".join(str(row[column]) for column in self.columns) + "\n")
+
+    def text(self, step: int, name: str, value: str) -> None:
+        """Samples have no place in this file."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.file.close()

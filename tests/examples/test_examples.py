@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 import automodel_lite
 from automodel_lite import hf_collater, install_attention
+from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +82,34 @@ def test_parts_of_ones_own(tmp_path: Path) -> None:
     assert "spelling: 5 words, 20 times" in done.stdout
     assert "loss LabelSmoothing" in done.stdout
     assert "finished at step 6 of 6" in done.stdout
+    assert (tmp_path / "run/metrics.csv").read_text().startswith("1,")
+
+
+def test_the_kernel_of_ones_own_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples/own_parts"))
+    mine = importlib.import_module("my_parts").MaskedAttention()
+    torch.manual_seed(0)
+    cu_q, cu_k = torch.tensor([0, 3, 8, 10], dtype=torch.int32), torch.tensor([0, 5, 10, 12], dtype=torch.int32)
+    q, k, v = torch.randn(10, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+    for window in (None, 2):
+        options = {"scale": 0.3, "window": window, "softcap": None, "sinks": None}
+        got = []
+        for kernel in (mine, ReferenceAttention()):
+            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = kernel(*inputs, cu_q, cu_k, 5, 5, **options)
+            out.square().sum().backward()
+            got.append([out.detach(), *(x.grad for x in inputs)])
+        for ours, reference in zip(*got):
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_the_page_shows_code_of_the_example() -> None:
+    code = (ROOT / "examples/own_parts/my_parts.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        for stretch in block.split("    ...\n"):
+            assert stretch.strip("\n") in code
 
 
 def test_chats_that_train_nothing_are_refused(example) -> None:
