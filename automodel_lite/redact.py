@@ -1,46 +1,81 @@
 """Secrets are found by value: whatever the environment calls a key, token, secret or password is never written.
 
-By value, because a name says little: `tokenizer` is no secret, and a resolved `${oc.env:HF_TOKEN}` has no name at all.
+By value, because a name says little: `tokenizer` is not a secret, and a resolved `${oc.env:HF_TOKEN}` has no name.
+Only free text is searched, and before it becomes JSON: names of tensors, files and settings are nobody's secret, and a
+checkpoint whose index was scrubbed does not load.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any, TextIO
+from urllib.parse import quote
 
-_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_IN_URL = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
-_SHORTEST = 6  # shorter values, such as `false`, are no secrets and would blot out ordinary words
+_ANYWHERE = "KEY|TOKEN|SECRET|PASSW|PWD|PASSPHRASE|CREDENTIAL|WEBHOOK|COOKIE|BEARER|AUTHORIZATION|CONNECTION_STRING"
+_AS_WORD = "PASS|PAT|PATS|AUTH|JWT|DSN|SAS|OTP|HOOK|SIGNATURE"  # PAT, but not PATH
+_NAMES = re.compile(rf"{_ANYWHERE}|(?<![A-Z])({_AS_WORD})(?![A-Z])", re.IGNORECASE)
+_FOLDERS = ("PWD", "OLDPWD")  # the shell's: where it is and was
+_IN_URL = re.compile(r"(\w+://)[^/\s:@]*:[^/\s@]+@")
+_PASSWORD_IN_URL = re.compile(r"\w+://[^/\s:@]*:([^/\s@]+)@")
+_SHORTEST = 6  # shorter values, such as `false`, are not secrets and would blot out ordinary words
 
 
 def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Value -> name of the environment variable; paths that exist are no secrets (`SSL_KEY_FILE`)."""
-    return {
-        value: name
-        for name, value in environment.items()
-        if _NAMES.search(name) and len(value) >= _SHORTEST and not os.path.exists(value)
-    }
+    """Value -> name of the environment variable; paths that exist are not secrets (`SSL_KEY_FILE`), passwords in
+    addresses are (`DATABASE_URL`).
+    """
+    return dict(_secrets(tuple(environment.items())))
+
+
+@lru_cache(maxsize=4)
+def _secrets(environment: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    found = {}
+    for name, value in environment:
+        if match := _PASSWORD_IN_URL.search(value):
+            found[match[1]] = name
+        is_named = _NAMES.search(name) and name not in _FOLDERS
+        if is_named and not ("/" in value and os.path.exists(value)):
+            found[value.strip()] = name
+    return tuple((value, name) for value, name in found.items() if len(value) >= _SHORTEST)
+
+
+@lru_cache(maxsize=4)
+def _search(environment: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[str, str]] | None:
+    """One pattern for all spellings of all secrets, the longest first, and spelling -> name."""
+    names = {form: name for value, name in _secrets(environment) for form in _spellings(value)}
+    if not names:
+        return None
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))), names
+
+
+def _spellings(value: str) -> set[str]:
+    """A value as itself, inside JSON (umlauts as they are or escaped), in a Python repr, in an address, on one line."""
+    in_json = [json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)]
+    in_json += [json.dumps(text)[1:-1] for text in in_json]  # JSON inside JSON
+    return {value, *in_json, repr(value)[1:-1], quote(value), quote(value, safe=""), " ".join(value.split())}
 
 
 def scrub(text: str) -> str:
     """The text with every secret replaced by `<NAME>`, and `user:password@` in addresses by `<credentials>@`."""
-    found = secrets()
-    for value in sorted(found, key=len, reverse=True):
-        text = text.replace(value, f"<{found[value]}>")
+    if found := _search(tuple(os.environ.items())):
+        pattern, names = found
+        text = pattern.sub(lambda match: f"<{names[match[0]]}>", text)
     return _IN_URL.sub(r"\1<credentials>@", text) if "://" in text else text
 
 
-def scrub_tree(value: Any) -> Any:
-    """The same for the strings of nested dicts and lists, keys included."""
+def scrub_tree(value: Any, kept: Collection[str] = ()) -> Any:
+    """The same for the strings in nested dicts and lists. Keys are names, not text: they stay, and so do `kept`."""
     if isinstance(value, str):
-        return scrub(value)
+        return value if value in kept else scrub(value)
     if isinstance(value, dict):
-        return {scrub_tree(key): scrub_tree(item) for key, item in value.items()}
+        return {key: scrub_tree(item, kept) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [scrub_tree(item) for item in value]
+        return [scrub_tree(item, kept) for item in value]
     return value
 
 

@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 
+    from automodel_lite.run.checkpoint_folder import step_of
     from automodel_lite.run.export import export_hf
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
     from automodel_lite.tools.merge import load_trained
@@ -33,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     target = args.to or args.run / "hf"
     if args.to and target.exists():
         raise ConfigError(f"--to {target} exists already: choose another folder.")
-    export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.model.logits)
+    step = step_of(trained.checkpoint) or 0
+    export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.model.logits, step)
     merged = " (adapter merged)" if trained.was_merged else ""
     print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
     return 0

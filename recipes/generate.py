@@ -28,10 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import set_seed  # --help needs no torch
 
     from automodel_lite.models.generate import load_generator
+    from automodel_lite.run.exported import exported_folder
     from automodel_lite.telemetry.console import quiet_libraries
 
     quiet_libraries()
-    generator = load_generator(args.model, args.trust_remote_code)
+    generator = load_generator(exported_folder(args.model), args.trust_remote_code)
     set_seed(args.seed)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")

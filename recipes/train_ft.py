@@ -17,7 +17,9 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import DeviceFeed, ReadyStep
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
 from automodel_lite.data.source import Cursor
+from automodel_lite.errors import RunStoppedError
 from automodel_lite.garbage import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, runs_remote_code
@@ -36,11 +39,22 @@ from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_siz
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint import Checkpointer
-from automodel_lite.run.export import export
-from automodel_lite.run.failures import BadSteps, StepNumbers, Watchdog, has_failed, log_of, recorded
+from automodel_lite.run.export import check_exportable, export
+from automodel_lite.run.failures import (
+    BadSteps,
+    Place,
+    StepNumbers,
+    are_finite,
+    has_failed,
+    is_lost_peer,
+    is_out_of_memory,
+    log_of,
+    recorded,
+)
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
-from automodel_lite.run.stopping import PREEMPTED_EXIT, SIGNALS, StepEdge, deadline_of
+from automodel_lite.run.stopping import SIGNALS, StepEdge, deadline_of, ending_of
+from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
@@ -74,7 +88,7 @@ def main(config: Config) -> int:
         return 0
     recipe = TrainFinetuneRecipe(config)
     try:
-        with recorded(folder, rank(), lambda: recipe.watchdog.doing, lambda: recipe.memory_text), recipe.lock:
+        with recipe.lock, recipe.watchdog, recipe.recorded():
             with collecting_seldom():
                 recipe.setup()
             return recipe.run()
@@ -91,6 +105,7 @@ class TrainFinetuneRecipe:
         self.lock = RunLock(folder.lock)
         self.memory_text = out_of_memory_text(config, None)
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
+        self.num_steps = 0
         self.console = Console(is_silent=rank() != 0)
         self.lines: list[Line] = []
         self.page = LiveReport(folder.path, config.report and rank() == 0, self.console.say)
@@ -118,13 +133,19 @@ class TrainFinetuneRecipe:
         self.show(model_lines(config, self.built, self.mesh))
         self.model = self.built.model
         self.memory_text = out_of_memory_text(config, self.built.memory)
+        if config.checkpoint.export_hf:
+            check_exportable(self.model.loss_model.lm, self.data.tokenizer)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.control, self.patient = open_control(config.mesh), open_control(config.mesh, is_patient=True)
-        self.checkpointer = Checkpointer(self.folder, config, self.control, self.patient, self.console.print)
+        self.checkpointer = Checkpointer(
+            self.folder, config, self.control, self.patient, self.console.print, self.lock.check_held
+        )
         deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
-        self.edge = StepEdge(self.control, deadline, self.checkpointer, SIGNALS)
+        self.edge = StepEdge(
+            self.control, deadline, self.checkpointer, SIGNALS, self.lock.check_held, lambda: self.lock.is_lost
+        )
         self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
         self.resume()
 
@@ -140,7 +161,7 @@ class TrainFinetuneRecipe:
         self.owes_validation, self.val_loss = False, None  # of this step
         self.extra: dict[str, Any] = {}  # what loggers keep over restarts, small and JSON
         self.origin = None
-        self.control.on_first(self.lock.acquire)
+        self.lock.token = self.control.on_first(self.lock.acquire)
         state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
         fingerprint = self.data.fingerprint()
         if state:
@@ -152,12 +173,14 @@ class TrainFinetuneRecipe:
         self.state = {"data": fingerprint, "world_size": world_size()}
         if self.mesh.rank == 0:
             self.folder.open(self.config, self.data.shape.global_batch_size, self.data.packer.slot_multiple)
-            self.folder.write_status("running", self.num_steps)
+            newest = self.checkpointer.newest
+            self.folder.write_status("running", self.num_steps, checkpoint=newest.name if newest else None)
             if self.report:
                 self.report.to_json(self.folder.packing)
                 self.folder.lengths.write_text(json.dumps(self.data.lengths()))
             self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
+        self.watchdog.start(rank(), self.lock.token)
         is_first = self.mesh.rank == 0
         self.metrics = open_metrics(self.config, self.folder, is_first, self.num_steps, self.extra, self.console.print)
         self.extra = self.metrics.state()
@@ -174,7 +197,10 @@ class TrainFinetuneRecipe:
         self.console.say("run", position)
         SIGNALS.defer()
         SIGNALS.watch(
-            lambda: self.watchdog.is_in_step, lambda: has_failed(self.folder.logs), lambda: self.edge.longest_s
+            lambda: self.watchdog.is_in_step,
+            lambda: has_failed(self.folder.logs),
+            lambda: self.edge.longest_s,
+            self.last_words,
         )
         if self.owes_validation:
             self.validate()
@@ -278,6 +304,9 @@ class TrainFinetuneRecipe:
         if self.bad_steps.in_a_row:
             return
         self.watchdog.beat(f"saving step {self.num_steps}")
+        if not are_finite(self.model.parameters(), self.control):
+            self.console.print(f"{self.num_steps:7d}  WARNING: the step is not saved: its weights are not finite")
+            return
         cursor = asdict(self.cursor.gathered(self.mesh))
         self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
         self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
@@ -292,24 +321,27 @@ class TrainFinetuneRecipe:
         """Saves the step that is done and says that the run goes on when the same command is started again."""
         self.save(wait=True)
         newest = self.checkpointer.newest
+        reason = self.edge.stop_reason or ""
+        state, code = ending_of(reason)
         if self.mesh.rank == 0:
-            name = newest.name if newest else None
-            self.folder.write_status("preempted", self.num_steps, self.edge.stop_reason or "", name)
+            self.folder.write_status(state, self.num_steps, reason, newest.name if newest else None)
         self.console.print(
             f"stopped after step {self.num_steps} of {self.plan.max_steps} ({self.edge.stop_reason}); the same command "
             f"goes on from {newest.name if newest else 'the start'}"
         )
         self.close()
-        return PREEMPTED_EXIT
+        return code
 
     def finish(self) -> int:
-        """Exports the model, asks the held-out questions, and marks the run as finished."""
+        """Exports the model, asks the held-out questions, and marks the run as finished.
+
+        Raises RunStoppedError when what was trained is not on the disk, or is not finite.
+        """
         self.watchdog.beat("exporting")
+        self.check_numbers()
         if self.config.checkpoint.export_hf:
             with activity("exporting"):
-                exported = export(
-                    self.folder.path, self.model, self.data.tokenizer, self.built.source_dtype, self.built.adapter
-                )
+                exported = self.export()
             loader = "peft.PeftModel" if self.built.adapter else "AutoModelForCausalLM"
             self.console.say("exported", f"{exported}: loads with {loader}.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
@@ -317,6 +349,7 @@ class TrainFinetuneRecipe:
                 answers = build(self.config.evaluation).ask(exported, self.data.documents.questions, is_foreign)
                 self.console.print(answers.text())
                 self.metrics.log({"step": self.num_steps, "answers_right": answers.num_right, "answers": len(answers)})
+        self.check_saved()
         if self.mesh.rank == 0:
             self.folder.write_status("finished", self.num_steps)
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
@@ -325,6 +358,71 @@ class TrainFinetuneRecipe:
         self.console.say("next", "\n".join(self.folder.next_commands("finished")))
         self.close()
         return 0
+
+    def check_numbers(self) -> None:
+        """Raises RunStoppedError when the last steps were not applied, or left weights that are not finite."""
+        is_good = are_finite(self.model.parameters(), self.control)
+        if bad := self.bad_steps.in_a_row or not is_good:
+            what = f"the loss or the gradient of the last {bad} steps was" if is_good else "the trained weights are"
+            raise RunStoppedError(
+                f"step {self.num_steps} is the last one, and {what} not finite: {self.newest_text()} Lower "
+                "optimizer.lr, raise the warm-up, or look at the data, and start a new run with name=... ."
+            )
+
+    def check_saved(self) -> None:
+        """Raises RunStoppedError unless the last step is on the disk: as a checkpoint, or exported."""
+        self.control.on_first(self.lock.check_held)
+        if self.checkpointer.holds(self.num_steps):
+            return
+        if not self.config.checkpoint.export_hf:
+            raise RunStoppedError(
+                f"the last step, {self.num_steps}, could not be saved: {self.newest_text()} Make room in "
+                f"{self.folder.path} and start the same command again: it goes on from there."
+            )
+        self.console.print(f"WARNING: the last step is exported, but not saved as a checkpoint: {self.newest_text()}")
+
+    def newest_text(self) -> str:
+        newest = self.checkpointer.newest
+        return f"the newest checkpoint is {newest.name}." if newest else "there is no checkpoint."
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Writes down how the run ends, if it is with an error."""
+        return recorded(
+            self.folder, rank(), lambda: self.watchdog.doing, lambda: self.memory_text, self.lock.is_held, self.place
+        )
+
+    def place(self) -> Place:
+        """The step that is done, and the newest checkpoint."""
+        if self.lock.token is None:  # nothing is built yet
+            return None, None
+        newest = self.checkpointer.newest
+        return self.num_steps, newest.name if newest else None
+
+    def last_words(self, state: str, reason: str) -> None:
+        """Before the process is ended from a thread."""
+        if self.lock.is_held():
+            self.folder.end(state, reason, *self.place())
+        self.watchdog.stop()
+
+    def export(self) -> Path:
+        """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
+        try:
+            return export(
+                self.folder.path,
+                self.model,
+                self.data.tokenizer,
+                self.built.source_dtype,
+                self.num_steps,
+                self.built.adapter,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            if is_lost_peer(error) or is_out_of_memory(error):
+                raise
+            cure = f"make room in {self.folder.path}, and start the same command again: it goes on from there."
+            if self.checkpointer.holds(self.num_steps):
+                cure = f"python recipes/export_hf.py {self.folder.path} exports it, and so does the same command again."
+            reason = " ".join(str(error).split())[:300]
+            raise RunStoppedError(f"the export failed ({reason}): {self.newest_text()[:-1]}; {cure}") from error
 
     def close(self) -> None:
         self.metrics.log({"step": self.num_steps, **self.meter.rest()})

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub, secrets
+from automodel_lite.run.folder import plain
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,6 +76,40 @@ def test_own_code_is_allowed_on_the_command_line(tmp_path: Path, monkeypatch: py
         check(*mine[:2], "lr_scheduler._target_=my_parts.os.system", "security.allow_targets=[my_parts]")
 
 
+STREAM = ["dataset=streaming", "~dataset.num_chats"]
+
+
+@pytest.mark.parametrize("generator", ["os:abort", "my_rows:rows", "automodel_lite.data.files:os.abort", "os.abort"])
+def test_a_generator_is_code_and_needs_the_permission(generator: str, tmp_path: Path) -> None:
+    """Wherever it stands, also deep in a mixture, and before anything of it is imported."""
+    rule = r"dataset\.generator=.*(names code: allow it on the command line, security.allow_targets|must be package)"
+    with pytest.raises(ConfigError, match=rule):
+        check(*STREAM, f"dataset.generator={generator}")
+    nested = f"{{_target_: automodel_lite.data.streaming.StreamingDataset, generator: '{generator}'}}"
+    with pytest.raises(ConfigError, match=rule.replace("dataset", "dataset.parts.a", 1)):
+        check("dataset=mixture", "~dataset.num_chats", f"dataset.parts.a={nested}")
+
+
+def test_an_allowed_generator_does_not_lead_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rows.py").write_text("from os import abort\nN = 3\ndef rows(): yield {'text': 'a'}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    allowed = [*STREAM, "security.allow_targets=[my_rows]"]
+    check(*allowed, "dataset.generator=my_rows:rows")
+    for generator, said in (("abort", "it is .*abort"), ("N", "is not a function"), ("none", "has no none")):
+        with pytest.raises(ConfigError, match=rf"dataset.generator=my_rows:{generator}.*{said}"):
+            check(*allowed, f"dataset.generator=my_rows:{generator}")
+
+
+def test_the_generator_of_a_strangers_run_is_not_run(tmp_path: Path) -> None:
+    from automodel_lite.run.folder import RunFolder
+    from automodel_lite.tools.merge import load_run_config
+
+    raw = OmegaConf.to_yaml(compose_config("smoke", ["dataset=streaming", "~dataset.num_chats", "name=x"]))
+    (tmp_path / "config.yaml").write_text(raw.replace("generator: null", "generator: os:abort"))
+    with pytest.raises(ConfigError, match=r"dataset.generator=os:abort names code"):
+        load_run_config(RunFolder(tmp_path))
+
+
 @pytest.mark.parametrize("grant", ["security:\n  allow_targets: [os]\n", "model:\n  trust_remote_code: true\n"])
 def test_a_preset_cannot_grant_anything(tmp_path: Path, grant: str) -> None:
     (tmp_path / "strange.yaml").write_text(f"defaults:\n  - smoke\n  - _self_\n{grant}")
@@ -95,6 +133,64 @@ def test_secrets_are_found_by_value() -> None:
     assert secrets(environment) == {"hf_abcdef": "HF_TOKEN", "0123456789": "WANDB_API_KEY"}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DB_PWD",
+        "GITHUB_PAT",
+        "AUTH_HEADER",
+        "SLACK_WEBHOOK",
+        "SLACK_WEBHOOK_URL",
+        "GPG_PASSPHRASE",
+        "DB_PASS",
+        "MYSQLPWD",
+        "JWT",
+        "SENTRY_DSN",
+        "SESSION_COOKIE",
+        "AZURE_SAS",
+        "HTTP_AUTHORIZATION",
+        "api_key",
+        "AZURE_CONNECTION_STRING",
+    ],
+)
+def test_names_that_tell_of_a_secret(name: str) -> None:
+    assert secrets({name: "hunter2345"}) == {"hunter2345": name}
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "GIT_AUTHOR_NAME", "XAUTHORITY", "COMPASS"]
+)
+def test_names_that_do_not(name: str) -> None:
+    assert secrets({name: "/home/me/gone"}) == {}
+
+
+def test_the_password_of_an_address_is_a_secret() -> None:
+    assert secrets({"DATABASE_URL": "postgres://me:hunter2@db/x"}) == {"hunter2": "DATABASE_URL"}
+
+
+HARD = "ü\"quo\\te's\nand a line"
+
+
+def test_a_secret_is_found_in_every_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PWD", HARD)
+    in_json = json.dumps({"a": HARD})
+    for text in (HARD, in_json, json.dumps({"a": HARD}, ensure_ascii=False), json.dumps({"b": in_json}), repr(HARD)):
+        assert "DB_PWD" in scrub(text), text
+        assert "quo" not in scrub(text), text
+    assert scrub(" ".join(HARD.split())) == "<DB_PWD>"
+
+
+def test_names_of_the_program_stay_in_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that calls `optimizer` a key must not make a config.yaml that no program can read."""
+    config = check_config(compose_config("smoke", ["tokenize.template_kwargs.a=an assistant"]))
+    for number, value in enumerate(("assistant", "optimizer", "torch.optim", config.optimizer["_target_"], "cosine")):
+        monkeypatch.setenv(f"SORT_KEY_{number}", value)
+    values = plain(config)
+    assert values["tokenize"] == {**asdict(config.tokenize), "template_kwargs": {"a": "an <SORT_KEY_0>"}}
+    assert values["optimizer"] == config.optimizer
+    assert values.keys() == asdict(config).keys()
+
+
 def test_credentials_in_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", "swordfish")
     assert scrub("from https://me:hunter2@host/x with swordfish") == (
@@ -105,6 +201,8 @@ def test_credentials_in_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CANARIES = {
     "HF_TOKEN": "hf_canary_one",
+    "DB_PWD": 'canary"quoted\\and ümlauts\nand lines',
+    "GITHUB_PAT": "ghp_canary_five",
     "WANDB_API_KEY": "canary_two_0123456789",
     "MY_DB_PASSWORD": "canary-three",
     "AWS_SECRET_ACCESS_KEY": "canary/four+5",
@@ -123,6 +221,8 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
     options = [f"cache_dir={tmp_path}/cache", "training.max_steps=2", "training.num_threads=1"]
     options += ["+tokenize.template_kwargs.a=${oc.env:HF_TOKEN}", "+tokenize.template_kwargs.b=${oc.env:WANDB_API_KEY}"]
     options += ["+tokenize.template_kwargs.c=x-${oc.env:AWS_SECRET_ACCESS_KEY}-y", *more]
+    options += ["logger=tensorboard", "samples.max_new_tokens=2", "tokenize.template_kwargs.d=${oc.env:DB_PWD}"]
+    options += ["samples.prompts=['${oc.env:HF_TOKEN}','is ${oc.env:DB_PWD}?','${oc.env:GITHUB_PAT}']"]
     environment = os.environ | CANARIES | {"PYTHONPATH": str(ROOT), "MY_DB_PASSWORD": "canary-three"}
     done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300)
     assert (done.returncode == 0) == (ending == "finishes"), done.stderr
@@ -131,7 +231,9 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
     assert len(written) > 10 or ending != "finishes"
     for place, content in written.items():
         for canary in CANARIES.values():
-            assert canary.encode() not in content, (place, canary)
+            in_json = [json.dumps(canary, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)]
+            for spelling in (canary, *in_json, *(json.dumps(text)[1:-1] for text in in_json)):
+                assert spelling.encode() not in content, (place, spelling)
     if ending == "finishes":
         assert b"<HF_TOKEN>" in (tmp_path / "run" / "config.yaml").read_bytes()
         again = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300)
@@ -140,8 +242,6 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "a/b", ".hidden", "x\0y", ""])
 def test_a_name_cannot_lead_out_of_the_runs_folder(name: str) -> None:
-    from omegaconf import OmegaConf
-
     raw = OmegaConf.merge(compose_config("smoke", []), {"name": name})
     with pytest.raises(ConfigError, match=r"name=.* must be a plain folder name"):
         check_config(raw)  # type: ignore[arg-type]

@@ -21,10 +21,9 @@ from typing import NoReturn
 from automodel_lite.cli.commands import as_typed
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 from automodel_lite.redact import ScrubbedStream, scrub
-from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
+from automodel_lite.run.stopping import INTERRUPTED_EXIT, StoppedEarly
 
 CONFIG_EXIT = 2  # exit code of a mistake that the user can mend
-INTERRUPTED_EXIT = 130
 LAUNCHED_BY_US = "AUTOMODEL_LITE_LAUNCHER"  # set in ranks whose launcher prints the last words itself
 _SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
 _WAIT_FOR_RANK_0_S = 10.0
@@ -50,7 +49,7 @@ def end(work: Callable[[], int]) -> NoReturn:
     except RunStoppedError as error:
         leave(str(error), 1)
     except StoppedEarly as stopped:
-        leave(f"stopped by {stopped} before the first step: nothing to save", PREEMPTED_EXIT)
+        leave(f"stopped by {stopped} before the first step: nothing to save", stopped.exit_code)
     except KeyboardInterrupt:
         leave("interrupted", INTERRUPTED_EXIT)
     except SystemExit as leaving:  # argparse's, Hydra's

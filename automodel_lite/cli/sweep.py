@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,10 +29,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from automodel_lite.cli.overrides import is_sweep, split
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
-from automodel_lite.run.stopping import PREEMPTED_EXIT, SIGNALS, StoppedEarly
+from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
 _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _MAX_TIMEOUTS = 100  # times that a SLURM job which has reached its time limit goes back into the queue
+STOPPED_EXITS = (PREEMPTED_EXIT, INTERRUPTED_EXIT)
 _SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
 
 
@@ -157,17 +159,18 @@ def run_job(
         failure, others = error, []
     if failure is None and (told := next((o["failed"] for o in others if o["failed"]), None)):
         failure = RunStoppedError(told)
-    if failure is None and code not in (0, PREEMPTED_EXIT):
+    if failure is None and code not in (0, *STOPPED_EXITS):
         failure = RunStoppedError(f"exit code {code}")
-    if failure is None and code == PREEMPTED_EXIT:
+    if failure is None and code in STOPPED_EXITS:
         record.state = "preempted"
     else:
         record.state, record.error = ("failed", str(failure)) if failure else ("finished", "")
     if is_first:
         record.write(base)
     if record.state == "preempted":
-        requeue()
-        raise StoppedEarly("a signal")
+        if code == PREEMPTED_EXIT:
+            requeue()
+        raise StoppedEarly(SIGNALS.received or signal.SIGTERM)
     if failure is not None:
         if is_first:
             print(f"\njob {number} failed: {failure}", file=sys.stderr, flush=True)

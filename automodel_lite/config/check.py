@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.config.components import check_origin, locate, own_targets, target_problem
+from automodel_lite.config.components import CodePath, check_origin, code_problem, locate, own_targets, target_problem
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -37,8 +37,9 @@ def check_config(raw: DictConfig) -> Config:
     problems = [*_schema_problems(plain, Config, ""), *_target_problems(plain)]
     problems += [*_unsound_values(plain), *_name_problems(plain)]
     if not any("_target_" in problem for problem in problems):
+        allowed = _lookup(plain, "security.allow_targets") or []
         for key, part in _parts(plain):
-            problems += _part_problems(key, part)
+            problems += _part_problems(key, part, allowed)
     if problems:
         raise ConfigError("\n".join(problems))
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
@@ -145,7 +146,7 @@ def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
                 yield f"{key}.{error}"
 
 
-def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
+def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> Iterator[str]:
     """Arguments that the part's target does not take, or takes as another type."""
     try:
         target = locate(part["_target_"])
@@ -166,8 +167,15 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
             options = [f"{key}.{p}" for p in parameters]
             near = did_you_mean(path, options) or f"; if the preset sets it, ~{path} takes it out."
             yield f"{path}={_show(value)}: unknown key{near}"
+        elif _names_code(hints.get(name)) and value is not None:
+            if problem := code_problem(path, value, allowed):
+                yield problem
         elif name in hints and not (isinstance(value, dict) and "_target_" in value):
             yield from _value_problems(path, value, hints[name])
+
+
+def _names_code(hint: Any) -> bool:
+    return hint is CodePath or CodePath in typing.get_args(hint)
 
 
 def _value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:

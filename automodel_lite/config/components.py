@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NewType
 
 from automodel_lite.errors import ConfigError, did_you_mean
 
@@ -85,11 +85,14 @@ def locate(path: str) -> Callable[..., Any]:
     raise ConfigError(f"_target_={path}: there is no module {parts[0]}.")
 
 
+CodePath = NewType("CodePath", str)
+"""The type of a setting that names a function, `package.module:function`: it needs the same permission as a target."""
 PREFIXES = ("torch.optim",)  # beside what conf/ names
 _PACKAGE = Path(__file__).resolve().parents[1]
 IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
 CONF_DIR = (_PACKAGE if IS_INSTALLED else _PACKAGE.parent) / "conf"
 _PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # no part begins with an underscore
+_CODE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)*:[A-Za-z]\w*")
 _IN_FILE = re.compile(r"_target_:\s*([\w.]+)")
 
 
@@ -119,6 +122,28 @@ def check_origin(path: str, found: Callable[..., Any], allowed: Sequence[str]) -
         raise ConfigError(
             f"_target_={path} is not allowed: it is {origin}, outside of {', '.join((*PREFIXES, *allowed))}."
         )
+
+
+def code_problem(key: str, path: object, allowed: Sequence[str]) -> str | None:
+    """Why the code that a setting names is refused; None when it is allowed, and is what it says it is.
+
+    >>> code_problem("dataset.generator", "os:abort", [])
+    'dataset.generator=os:abort names code: allow it on the command line, security.allow_targets=[os].'
+    """
+    if not isinstance(path, str) or not _CODE.fullmatch(path):
+        return f"{key}={path} must be package.module:function."
+    dotted = path.replace(":", ".")
+    if not _is_below(dotted, allowed):
+        package = path.partition(":")[0].partition(".")[0]
+        return f"{key}={path} names code: allow it on the command line, security.allow_targets=[{package}]."
+    try:
+        found = locate(dotted)
+        if not inspect.isroutine(found) and not inspect.isclass(found):
+            return f"{key}={path} is not a function."
+        check_origin(dotted, found, allowed)
+    except ConfigError as error:
+        return f"{key}={path}: {str(error).removeprefix('_target_=')}"
+    return None
 
 
 def _is_below(path: str, prefixes: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
+from automodel_lite.data.cache import short_hash
 from automodel_lite.data.chat import Sample
 from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.data.documents import Document
@@ -175,7 +176,7 @@ class StreamedPacks:
     def fingerprint(self) -> dict[str, Any]:
         packer = self.packer
         packs = f"{packer.packed_sequence_size} {packer.overlong} {packer.slot_multiple}"
-        return {"tokens": self.documents.identity, "packs": packs}
+        return {"tokens": short_hash(self.documents.identity), "packs": packs}
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
         """The costs of packs are not used: they are not known together.

@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Annotated, Any, Protocol
 
+from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import PathStr, Range
 from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question
 from automodel_lite.data.files import Delimiter, FilesDataset
@@ -121,7 +122,8 @@ class StreamingDataset:
 
     Args:
         path: files or a hub name, as for `FilesDataset`; or
-        generator: `package.module:function`, a function without arguments that yields rows.
+        generator: `package.module:function`, a function without arguments that yields rows; a configuration may name
+            it when the command line allows its package, `security.allow_targets`.
         num_shards: into how many the stream is dealt; a multiple of data-parallel ranks x workers. A run may continue
             on another number of ranks as long as this one stays. Streams that cannot be entered in the middle
             (generators, hub datasets of few files) are read from the start by each shard.
@@ -129,7 +131,7 @@ class StreamingDataset:
     """
 
     path: PathStr | Sequence[PathStr] | None = None
-    generator: str | None = None
+    generator: CodePath | None = None
     name: str | None = None
     split: str = "train"
     format: str | None = None

@@ -1,4 +1,4 @@
-"""Text from a trained model: a run's folder, an exported folder, an adapter or a hub name."""
+"""Text from a trained model: an exported folder, an adapter or a hub name."""
 
 from __future__ import annotations
 
@@ -67,14 +67,15 @@ class _Stream(TextStreamer):
 
 
 def load_generator(source: str, trust_remote_code: bool = False) -> Generator:
-    """Loads from a run's folder (its hf/ or adapter/), a model or adapter folder, or a hub name; on a GPU in bf16.
+    """Loads from a model or adapter folder, or by a hub name; on a GPU in bf16.
 
-    Raises ConfigError for a run that has exported nothing yet, and for a model of code that is not trusted.
+    Raises ConfigError for a model of code that is not trusted.
     """
-    folder = exported_folder(source)
+    if not (Path(source) / "adapter_config.json").is_file():
+        check_source("model", source)
     has_gpu = torch.cuda.is_available()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model: Any = load_model(folder, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    model: Any = load_model(source, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
     return Generator(model.to("cuda" if has_gpu else "cpu"), tokenizer)
 
 
@@ -96,16 +97,3 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
             raise
         raise ConfigError(f"{folder} runs code of its own: read it, and allow it with --trust-remote-code.") from None
     return model.eval()
-
-
-def exported_folder(source: str) -> str:
-    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`; anything else as it is."""
-    folder = Path(source).expanduser()
-    if not (folder / "config.yaml").is_file():
-        if not (folder / "adapter_config.json").is_file():
-            check_source("model", source)
-        return str(folder) if folder.is_dir() else source
-    for exported in (folder / "hf", folder / "adapter"):
-        if exported.is_dir():
-            return str(exported)
-    raise ConfigError(f"{source} has no hf/ or adapter/ yet: python recipes/export_hf.py {source} writes them.")

@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 
-_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "OSError": OSError}
+_ERRORS: dict[str, type[Exception]] = {
+    "ConfigError": ConfigError,
+    "DataError": DataError,
+    "RunStoppedError": RunStoppedError,
+    "OSError": OSError,
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Control:
         return int(total)
 
     def on_first(self, fn: Callable[[], Any]) -> Any:
-        """Calls fn on rank 0 alone: every rank gets its value (JSON), or its error as the same ConfigError, OSError or
+        """Calls fn on rank 0 alone: every rank gets its value (JSON), or its error: the same one of `_ERRORS`, or
         RuntimeError.
         """
         if self.group is None:

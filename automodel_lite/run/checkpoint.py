@@ -9,10 +9,14 @@ A save that fails (no space, a network disk that is gone) costs a warning: it le
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -32,12 +36,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from automodel_lite.config.schema import CheckpointConfig, Config
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.control import Control
+from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
 from automodel_lite.run.checkpoint_folder import Retention
 from automodel_lite.run.folder import RunFolder, config_yaml
-from automodel_lite.run.sharded_files import BrokenCheckpointError, ShardReader, ShardWriter, check_fits
+from automodel_lite.run.sharded_files import BrokenCheckpointError, ShardReader, ShardWriter, check_fits, check_index
 
 JsonState = dict[str, Any]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
@@ -70,13 +75,18 @@ class Checkpointer:
     control: Control
     saver: Control
     say: Callable[[str], None]
+    fence: Callable[[], None] = lambda: None  # raises RunStoppedError when the folder is another job's by now
     newest: Path | None = None  # loaded or written by this process
     failed_step: int | None = None  # of the last save, when it failed
     blocked_s: float = 0.0  # time that saving has taken from the training
     longest_s: float = 0.0  # of a save, from its start to the rename
+    _token: str = field(init=False)  # of this process' temporary folders: a job that was thought dead has others
     _is_owed: bool = False
     _current: _Save | None = None
     _stager: DefaultStager | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._token = self.control.on_first(lambda: uuid.uuid4().hex[:8])
 
     @property
     def folder(self) -> Path:
@@ -119,6 +129,10 @@ class Checkpointer:
         self.blocked_s += time.monotonic() - began
         return self.newest == path
 
+    def holds(self, step: int) -> bool:
+        """Is the newest checkpoint, loaded or written, of this step?"""
+        return self.newest == self.folder / on_disk.name_of(step) and self.newest.is_dir()
+
     def is_busy(self) -> bool:
         """Is this rank still writing?"""
         return self._current is not None and not self._current.is_done
@@ -132,12 +146,17 @@ class Checkpointer:
             current.thread.join()
         took_s = time.monotonic() - current.began
         self.longest_s = max(self.longest_s, took_s)
+        if isinstance(current.error, RunStoppedError):
+            raise current.error
         if current.error is None:
             self.newest, self.failed_step = current.path, None
+            if self.control.is_first and self.run.status.is_file():
+                with suppress(OSError):
+                    self.run.write_status("running", current.step, checkpoint=current.path.name)
             self.say(f"{current.step:7d}  saved {current.path.name} ({_size(current.num_bytes)}, {took_s:.1f} s)")
         else:
             self.failed_step = current.step
-            text = " ".join(_cause(current.error).split())[:300]
+            text = scrub(" ".join(_cause(current.error).split()))[:300]
             self.say(f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; it is tried again")
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -158,29 +177,53 @@ class Checkpointer:
 
     def _write(self, current: _Save, tensors: dict[str, Tensor], state: JsonState) -> None:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all ranks."""
-        temporary = self.folder / f".tmp-{current.path.name}"
-        config = self.config
+        temporary = self.folder / f".tmp-{self._token}-{current.path.name}"
+        tensors_folder = temporary / on_disk.TENSORS
+        writer = ShardWriter(tensors_folder, self.saver.rank, self.config.checksums)
         try:
-            self.saver.on_first(lambda: str(on_disk.begin(self.folder, current.step, current.num_bytes)))
+            self.saver.on_first(lambda: self._begin(current, temporary))
             dcp.save(
                 tensors,
-                storage_writer=ShardWriter(temporary / on_disk.TENSORS, self.saver.rank),
+                storage_writer=writer,
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self.saver.group,
                 no_dist=self.saver.group is None,
             )
-            self.saver.on_first(
-                lambda: on_disk.complete(temporary, current.path, state, config_yaml(self.run_config), config.checksums)
-            )
+            known = writer.checksums if self.config.checksums else None
+            config = config_yaml(self.run_config)
+            check = partial(self._check_last, tensors_folder)
+            self.saver.on_first(lambda: on_disk.complete(temporary, current.path, state, config, known, check))
         except (Exception, CheckpointException) as error:  # whatever it is, the run goes on without this checkpoint
-            current.error = error
-            if self.saver.is_first:
-                on_disk.clean(self.folder)
+            current.error = self._cause_of_failure(error, temporary)
         else:
             if self.saver.is_first:
                 self._delete_old()
         finally:
             current.is_done = True
+
+    def _begin(self, current: _Save, temporary: Path) -> None:
+        self.fence()
+        on_disk.begin(temporary, current.num_bytes)
+
+    def _check_last(self, tensors_folder: Path) -> None:
+        """Before the rename."""
+        check_index(tensors_folder)
+        self.fence()
+
+    def _cause_of_failure(self, error: BaseException, temporary: Path) -> BaseException:
+        """The loss of the folder, on all ranks, where that is why; else nothing is left behind."""
+
+        def clean_up() -> None:
+            self.fence()
+            shutil.rmtree(temporary, ignore_errors=True)
+
+        try:
+            self.saver.on_first(clean_up)
+        except RunStoppedError as lost:
+            return lost
+        except Exception:  # a rank is gone: the training finds out
+            return error
+        return error
 
     def _delete_old(self) -> None:
         try:
@@ -193,7 +236,7 @@ class Checkpointer:
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
         """Restores the newest checkpoint that is complete and loads, and returns its JSON state; None without any.
 
-        Says which it skipped and why. Raises ConfigError when there are complete ones and none loads.
+        Says which it skipped and why. Raises ConfigError when there are some and none loads.
         """
         found: dict[str, list[str]] = self.control.on_first(self._survey)
         for sentence in found["skipped"]:
@@ -208,7 +251,7 @@ class Checkpointer:
                 continue
             self.newest = self.folder / name
             return state
-        if reasons:
+        if reasons := [*reasons, *found["skipped"]]:
             raise ConfigError(
                 f"{self.folder} has no checkpoint that loads (" + "; ".join(reasons) + "): bring one back from a "
                 "backup, move the folder away to start from step 0, or start a new run with name=... ."

@@ -6,19 +6,20 @@ checkpoints/
         state.json       step, position in the data, metrics, what the loggers keep
         config.yaml      the resolved configuration
         COMPLETE.json    size in bytes and CRC-32 of every file: written last
-    .tmp-step_00000200   being written; the next start removes it
+    .tmp-*-step_00000200 being written; the next start removes it
     .old-step_00000000   being deleted; the next start removes it
     unreadable-step_*    did not load, and another one was taken; for a person to look at
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,37 +115,62 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def begin(folder: Path, step: int, num_bytes: int) -> Path:
-    """A fresh temporary folder; raises OSError (no space) when the checkpoint would not fit."""
-    folder.mkdir(parents=True, exist_ok=True)
-    free = durable.free_bytes(folder)
+def begin(temporary: Path, num_bytes: int) -> None:
+    """Makes the temporary folder; raises OSError (no space) when the checkpoint would not fit."""
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    free = durable.free_bytes(temporary.parent)
     needed = int(num_bytes * 1.02) + (1 << 20)
     if free < needed:
         raise OSError(28, f"no space: the checkpoint needs {needed / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free")
-    temporary = folder / f".tmp-{name_of(step)}"
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / TENSORS).mkdir(parents=True)
-    return temporary
 
 
-def complete(temporary: Path, final: Path, state: dict[str, Any], config_yaml: str, checksums: bool) -> None:
-    """Adds the small files and the manifest, syncs everything, and renames the folder to its name."""
+def complete(
+    temporary: Path,
+    final: Path,
+    state: dict[str, Any],
+    config_yaml: str,
+    known: dict[str, str | None] | None,
+    check: Callable[[], None],
+) -> None:
+    """Adds the small files and the manifest, syncs everything, reads it back, and renames the folder to its name.
+
+    known   checksums of the files in tensors/ from those who wrote them; None = no checksums are kept
+    check   raises OSError when the folder must not get its name
+    """
     durable.write_file(temporary / STATE, json.dumps(state, indent=1))
     durable.write_file(temporary / "config.yaml", config_yaml)
     files = {
         path.relative_to(temporary).as_posix(): {
             "bytes": path.stat().st_size,
-            "crc32": durable.checksum(path) if checksums else None,
+            "crc32": None if known is None else known.get(path.name) or durable.checksum(path),
         }
         for path in sorted(temporary.rglob("*"))
         if path.is_file()
     }
-    durable.write_file(temporary / MANIFEST, json.dumps({"version": 1, "files": files}, indent=1))
+    manifest = {"version": 1, "files": files}
+    durable.write_file(temporary / MANIFEST, json.dumps(manifest, indent=1))
     durable.sync(temporary / TENSORS)
     durable.sync(temporary)
+    _check_written(temporary, {MANIFEST: manifest, STATE: state}, config_yaml)
+    check()
     if final.exists():  # incomplete, or it did not load
         set_aside(final)
     durable.rename(temporary, final)
+
+
+def _check_written(temporary: Path, written: dict[str, dict[str, Any]], config_yaml: str) -> None:
+    """Raises OSError unless the manifest, the state and the configuration are read back as they were written."""
+    reason = why_incomplete(temporary)
+    for name, content in written.items() if reason is None else ():
+        read = json.loads((temporary / name).read_text(encoding="utf-8"))
+        if json.dumps(read) != json.dumps(content):  # NaN is not equal to itself
+            reason = f"{name} has another content"
+    if reason is None and (temporary / "config.yaml").read_text(encoding="utf-8") != config_yaml:
+        reason = "config.yaml has another content"
+    if reason:
+        raise OSError(errno.EIO, f"the checkpoint does not read back as it was written: {reason}")
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -10,22 +10,20 @@ import shutil
 import zlib
 from pathlib import Path
 
-from automodel_lite.redact import scrub
-
 _CHUNK_BYTES = 1 << 22
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes and fsyncs a new file; secrets are left out."""
+    """Writes and fsyncs a new file, as it is: whoever has free text in it has scrubbed that."""
     with open(path, "w", encoding="utf-8") as file:
-        file.write(scrub(text))
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_atomically(path: Path, text: str) -> None:
     """The file has the old content or the new, never a part: temporary file, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_file(temporary, text)
         os.replace(temporary, path)

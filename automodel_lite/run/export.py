@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.probe import stream_of, tolerance_std
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import embedding_rows, runs_remote_code
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.run.exported import fresh, replace
 from automodel_lite.thd import ThdBatch
 
 _PROBE_TOKENS = 16
@@ -34,24 +37,41 @@ def export(
     model: ParallelModel,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
+    step: int,
     adapter: Adapter | None = None,
 ) -> Path:
     """`folder`/hf, or `folder`/adapter when only an adapter was trained; every rank calls it. Returns which."""
     if adapter:
-        export_adapter(folder / "adapter", model.loss_model, adapter, tokenizer)
+        export_adapter(folder / "adapter", model.loss_model, adapter, tokenizer, step)
         return folder / "adapter"
-    export_hf(folder / "hf", model.loss_model, tokenizer, dtype, model.logits)
+    export_hf(folder / "hf", model.loss_model, tokenizer, dtype, model.logits, step)
     return folder / "hf"
 
 
-def export_adapter(folder: Path, model: LossModel, adapter: Adapter, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_exportable(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError at the start for what would fail after the training: the small files are written once."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            generation_config(lm.config, lm.generation_config, tokenizer).save_pretrained(folder)
+            lm.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except (ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())[:400]
+            raise ConfigError(
+                f"checkpoint.export_hf=true: the export at the end would fail, {reason} Mend generation_config.json or "
+                "config.json of the model, or set checkpoint.export_hf=false."
+            ) from None
+
+
+def export_adapter(
+    folder: Path, model: LossModel, adapter: Adapter, tokenizer: PreTrainedTokenizerBase, step: int
+) -> None:
     """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0 writes."""
     weights = full_weights(model, only_trained=True)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        temporary = _fresh(folder)
-        adapter.save(temporary, weights)
-        tokenizer.save_pretrained(temporary)
-        _replace(temporary, folder)
+        with _written(folder, step) as temporary:
+            adapter.save(temporary, weights)
+            tokenizer.save_pretrained(temporary)
     if dist.is_initialized():
         dist.barrier()
 
@@ -62,6 +82,7 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     logits: Callable[[ThdBatch], Tensor],
+    step: int,
 ) -> None:
     """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it, rank 0 writes.
 
@@ -73,14 +94,13 @@ def export_hf(
     expected_TV = _logits_of(model, logits, probe)
     weights = full_weights(model)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        temporary = _fresh(folder)
         whole = _rebuild(model.lm, weights, dtype)
         whole.generation_config = generation_config(whole.config, model.lm.generation_config, tokenizer)
-        whole.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        loaded = _compare(temporary, whole, runs_remote_code(model.lm))
-        _compare_logits(loaded, probe, expected_TV, _FP8_STD if has_fp8(model.lm) else 0.0)
-        _replace(temporary, folder)
+        with _written(folder, step) as temporary:
+            whole.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            loaded = _compare(temporary, whole, runs_remote_code(model.lm))
+            _compare_logits(loaded, probe, expected_TV, _FP8_STD if has_fp8(model.lm) else 0.0)
     if dist.is_initialized():
         dist.barrier()
 
@@ -95,13 +115,23 @@ def full_weights(model: LossModel, only_trained: bool = False) -> dict[str, Tens
 def generation_config(
     config: PretrainedConfig, trained: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GenerationConfig:
-    """The model's own generation settings; it stops at the tokenizer's end token as well as at its own."""
+    """The model's own generation settings; it stops at the tokenizer's end token as well as at its own.
+
+    Llama 2 came with a temperature and `do_sample: false`, which transformers refuses to save: it samples then, as its
+    authors meant. A negative pad token (Llama 1) is none.
+    """
     result = GenerationConfig.from_dict(trained.to_dict())
+    if result.pad_token_id is not None and result.pad_token_id < 0:
+        result.pad_token_id = None
     own = trained.eos_token_id if isinstance(trained.eos_token_id, list) else [trained.eos_token_id]
     stops = list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *own] if token is not None))
     result.eos_token_id = stops if len(stops) > 1 else stops[0] if stops else None
     result.bos_token_id = tokenizer.bos_token_id if result.bos_token_id is None else result.bos_token_id
     result.pad_token_id = tokenizer.pad_token_id if result.pad_token_id is None else result.pad_token_id
+    try:
+        result.validate(strict=True)
+    except ValueError:
+        result.do_sample = True
     return result
 
 
@@ -119,16 +149,16 @@ def _rebuild(
     return whole
 
 
-def _fresh(folder: Path) -> Path:
-    """An unused name beside `folder`, to write under."""
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    return temporary
-
-
-def _replace(temporary: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(temporary, folder)
+@contextmanager
+def _written(folder: Path, step: int) -> Iterator[Path]:
+    """A temporary folder that takes the name `folder` when all went well, and is gone when not."""
+    temporary = fresh(folder)
+    try:
+        yield temporary
+        replace(temporary, folder, step)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _compare(folder: Path, expected: nn.Module, trust_remote_code: bool) -> transformers.PreTrainedModel:

@@ -11,36 +11,47 @@ its error in logs/; a rank whose error is a consequence waits for the cause and 
 
     logs/rank_00003.log         its traceback
     logs/failure_rank_00003.json
-
-Writes the stacks of a rank that does not get on to its log, so that a hang has a place.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import math
 import re
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.parallel.control import Control
+from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.thd import ThdBatch
+
+
+@torch.no_grad()
+def are_finite(parameters: Iterable[Tensor], ranks: Control) -> bool:
+    """Are all trained weights finite, on all ranks? Reads them once, which costs less than writing them."""
+    bad = torch.zeros((), dtype=torch.bool)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            bad = bad.to(local.device) | ~torch.isfinite(local).all()
+    return not ranks.max([int(bad)])[0]
 
 
 class StepNumbers:
@@ -155,10 +166,21 @@ def has_failed(folder: Path) -> bool:
     return any(folder.glob("failure_rank_*.json"))
 
 
+Place = tuple[int | None, str | None]
+"""The step that a run has done, and the name of its newest checkpoint."""
+
+
 @contextmanager
-def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callable[[], str]) -> Iterator[None]:
-    """Leaves the error that passes in the run's logs and STATUS.json; replaces a consequence by its cause, as
-    RunStoppedError.
+def recorded(
+    run: RunFolder,
+    rank: int,
+    doing: Callable[[], str],
+    memory: Callable[[], str],
+    holds: Callable[[], bool] = lambda: True,
+    place: Callable[[], Place] = lambda: (None, None),
+) -> Iterator[None]:
+    """Leaves the error that passes in the run's logs and STATUS.json, if the folder is still this run's (`holds`);
+    replaces a consequence by its cause, as RunStoppedError.
     """
     folder = run.logs
     record = folder / f"failure_rank_{rank:05d}.json"
@@ -167,26 +189,31 @@ def recorded(run: RunFolder, rank: int, doing: Callable[[], str], memory: Callab
             old.unlink(missing_ok=True)
     try:
         yield
-    except (ConfigError, DataError):
-        if rank == 0 and run.path.is_dir() and not any(run.path.iterdir()):
-            run.path.rmdir()  # made for the lock alone
-        raise
     except StoppedEarly as stopped:
-        if rank == 0 and run.config.is_file():
-            run.write_status("preempted", None, str(stopped))
+        if rank == 0 and holds():
+            run.end(stopped.state, str(stopped), *place())
         raise
     except Exception as error:
+        is_mistake = isinstance(error, (ConfigError, DataError))
         is_consequence = is_lost_peer(error) and not is_out_of_memory(error)
-        _leave_record(folder, record, rank, error, is_consequence, doing())
-        if not is_consequence:
-            run.try_write_status("failed", None, f"rank {rank}, {doing()}: {type(error).__name__}: {error}"[:1000])
+        if not is_mistake or holds():
+            _leave_record(folder, record, rank, error, is_consequence, doing())
+        cause = _cause_of(folder, rank, doing(), error) if is_consequence else _sentence(error, rank, doing())
+        if holds():
+            run.end("failed", cause, *place())
         if is_out_of_memory(error):
             raise RunStoppedError(out_of_memory(error, rank, doing(), memory())) from error
         if is_consequence:
-            raise RunStoppedError(_cause_of(folder, rank, doing(), error)) from error
+            raise RunStoppedError(cause) from error
         if _LOST_WORKER.match(str(error)):
             raise RunStoppedError(_lost_worker(error, rank, doing())) from error
         raise
+
+
+def _sentence(error: Exception, rank: int, doing: str) -> str:
+    if isinstance(error, (ConfigError, DataError, RunStoppedError)):
+        return str(error) if rank == 0 else f"rank {rank}: {error}"
+    return f"rank {rank}, {doing}: {type(error).__name__}: {error}"
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -228,11 +255,11 @@ def _leave_record(folder: Path, path: Path, rank: int, error: Exception, is_cons
         "host": socket.gethostname(),
         "doing": doing,
         "is_consequence": is_consequence,
-        "error": f"{type(error).__name__}: {error}"[:1000],
+        "error": scrub(f"{type(error).__name__}: {error}")[:1000],
     }
     try:
         with open(log_of(folder, rank), "a") as log:
-            log.write(f"{time.strftime('%F %T')} {doing}\n{traceback.format_exc()}\n")
+            log.write(scrub(f"{time.strftime('%F %T')} {doing}\n{traceback.format_exc()}\n"))
         write_atomically(path, json.dumps(facts))
     except OSError:
         return  # the error itself is on its way to the screen
@@ -260,37 +287,3 @@ def _records(folder: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-
-
-class Watchdog:
-    """`beat` at every step; when the next beat does not come in time, faulthandler writes all threads' stacks to the
-    log, again and again. Its thread needs no Python lock, so a hang inside of a kernel is seen too.
-    """
-
-    def __init__(self, log: Path, after_s: float) -> None:
-        self.doing = "setting up"  # what the rank is at, for error reports
-        self._after_s = after_s
-        self._last = time.monotonic()
-        self._log = log
-        self._file: TextIO | None = None  # opened by the first beat: a run that never starts leaves no file
-
-    def beat(self, doing: str) -> None:
-        """The rank begins something new."""
-        now = time.monotonic()
-        if self._after_s:
-            if self._file is None:
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(self._log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
-            faulthandler.cancel_dump_traceback_later()
-            if now - self._last > self._after_s:
-                self._file.write(f"the stacks above are of: {self.doing}; it took {now - self._last:.0f} s\n")
-            faulthandler.dump_traceback_later(self._after_s, repeat=True, file=self._file)
-        self.doing, self._last = doing, now
-
-    @property
-    def is_in_step(self) -> bool:
-        return self.doing.startswith("in step")
-
-    def stop(self) -> None:
-        if self._after_s:
-            faulthandler.cancel_dump_traceback_later()

@@ -5,7 +5,7 @@ runs/<name>/
     checkpoints/      step_00000100/ ...              hf/               the exported model
     packing.json      what the packs cost and gain    lengths.json      documents by length, and one pack
     run.json          the command, the start block    report.html      the run on one page, live
-    STATUS.json       running, preempted, finished or failed: how the last process of this run ended
+    STATUS.json       running, preempted, interrupted, finished or failed: how the last process of this run ended
     logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
     run.lock          who is at work here
 """
@@ -19,12 +19,16 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub, scrub_tree
@@ -139,18 +143,30 @@ class RunFolder:
         """
         if not self.metrics.is_file():
             return
-        kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
+        kept = [line for line in self.metrics.read_text(errors="replace").splitlines() if _step_of(line) <= step]
         write_atomically(self.metrics, "".join(line + "\n" for line in kept))
 
     def write_status(self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None) -> None:
-        """state   running | preempted (start the same command again) | finished | failed"""
-        facts = {"state": state, "step": step, "reason": reason, "checkpoint": checkpoint}
+        """state   running | preempted, interrupted (start the same command again) | finished | failed"""
+        facts = {"state": state, "step": step, "reason": scrub(reason), "checkpoint": checkpoint}
         write_atomically(self.status, json.dumps(facts) + "\n")
 
-    def try_write_status(self, state: str, step: int | None, reason: str) -> None:
-        """The same for a run that is failing already: a disk that is full must not hide why."""
-        with suppress(OSError):
-            self.write_status(state, step, reason)
+    def end(self, state: str, reason: str, step: int | None = None, checkpoint: str | None = None) -> None:
+        """The same for a run that ends, whichever rank says it: the first cause stays, and a disk that is full must not
+        hide why.
+        """
+        now = self.read_status()
+        if now.get("state") == "running":
+            with suppress(OSError):
+                self.write_status(state, step or now.get("step"), reason[:2000], checkpoint or now.get("checkpoint"))
+
+    def read_status(self) -> dict[str, Any]:
+        """What STATUS.json says; nothing when it is missing or damaged."""
+        try:
+            status = json.loads(self.status.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
 
     def with_saved_layout(self, config: Config) -> Config:
         """The configuration with the values that the run began with where the layout of ranks would decide: the global
@@ -181,21 +197,43 @@ class RunFolder:
     def finished_message(self, config: Config) -> str | None:
         """What to tell someone who starts a run again that has reached its end; None when there is work to do."""
         self.check(config)
-        if not self.status.is_file() or not self.config.is_file():
+        status = self.read_status()
+        if status.get("state") != "finished" or not self.config.is_file():
             return None
-        status = json.loads(self.status.read_text())
-        if status["state"] != "finished" or list(changed_settings(saved_config(self.config), plain(config))):
+        if list(changed_settings(saved_config(self.config), plain(config))):
             return None
         return (
-            f"{self.path} is finished (step {status['step']}): nothing to do. Start another run with name=..., "
+            f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "
             "or go on with more training.max_steps and checkpoint.accept_changes=true."
         )
 
 
 def plain(config: Config) -> dict[str, Any]:
     """The configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
-    values: dict[str, Any] = scrub_tree(asdict(config))
-    return values
+    values = asdict(config)
+    scrubbed: dict[str, Any] = scrub_tree(values, kept=_names_in(values))
+    return scrubbed
+
+
+@lru_cache(maxsize=1)
+def _choices() -> frozenset[str]:
+    """Every value that a rule of the schema lists."""
+    return frozenset(
+        choice
+        for part in [Config, *(hint for hint in get_type_hints(Config).values() if is_dataclass(hint))]
+        for hint in get_type_hints(part, include_extras=True).values()
+        for rule in get_args(hint)[1:]
+        if isinstance(rule, OneOf)
+        for choice in rule.choices
+    )
+
+
+def _names_in(values: Any) -> set[str]:
+    """Values that name something of the program: a run whose `optimizer._target_` was scrubbed could not be read."""
+    names = set(_choices())
+    for child in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
+        names |= _names_in(child)
+    return names | ({values["_target_"]} if isinstance(values, dict) and "_target_" in values else set())
 
 
 def config_yaml(config: Config) -> str:
@@ -210,9 +248,18 @@ def config_yaml_values(config: Config) -> dict[str, Any]:
 
 
 def saved_config(path: Path) -> dict[str, Any]:
-    """A run's config.yaml as nested dicts."""
-    saved = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(saved, dict)
+    """A run's config.yaml as nested dicts; raises ConfigError when it is damaged."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        saved, reason = None, " ".join(str(error).split())[:200]
+    else:
+        reason = "it holds no settings"
+    if not isinstance(saved, dict):
+        raise ConfigError(
+            f"{path} cannot be read ({reason}): bring it back, for instance from the newest checkpoint's folder, or "
+            "start a new run with name=... ."
+        )
     return {str(key): value for key, value in saved.items()}
 
 
@@ -230,11 +277,11 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
 
 
 def _step_of(line: str) -> float:
+    """Infinite, so that it is dropped, for a line that is none of ours."""
     try:
-        step: int = json.loads(line)["step"]
-    except (ValueError, KeyError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return float("inf")
-    return step
 
 
 def _show(value: Any) -> str:

@@ -1,27 +1,35 @@
-"""One job at a time in a run's folder.
+"""One job at a time in a run's folder, and a job that lost the folder stops.
 
 The lock is a file with the host, process and job of its holder, and a counter that the holder raises every few seconds.
-It works on network file systems, where flock does not: a file that is made exclusively, and a pulse that one can watch.
-A lock is left behind by a killed job. It is taken over when its process is gone from this host, when it is an earlier
-run of this very SLURM job, or when its pulse has stopped; no clock of another host is read.
+It works on network file systems, where flock does not: a file that is linked into place whole, and a pulse that one can
+watch. A lock is left behind by a killed job. It is taken over when its process is gone from this host, when it is an
+earlier run of this very SLURM job, or when its pulse has stopped; no clock of another host is read.
+
+    run.lock            the holder
+    run.lock.<token>    who succeeds the holder with this token: linked, so one alone; it becomes run.lock
+
+A job may be stopped for longer than that (a laptop that sleeps, a disk that hangs) and go on. Every save compares the
+token in the lock with its own (`check_held`), so of two jobs that both think they hold the folder one writes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from automodel_lite.errors import ConfigError
-from automodel_lite.run.durable import write_atomically
+from automodel_lite.errors import ConfigError, RunStoppedError
 
 PULSE_S = 5.0
 _WATCH_PULSES = 4  # so many without a change, and the holder is taken for dead
+_PULSE_DIGITS = 12
+_TORN_S = 0.5  # a lock that cannot be read yet may be one that is being written, where files cannot be linked
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Holder:
     pid: int
     started: str  # of the process, in ticks since the boot: process numbers are used again
     job: str  # of SLURM, with the number of its restart; "" outside
-    pulse: int = 0
+    pulse: str = "0" * _PULSE_DIGITS  # the last field, of one width: it is written over in place
 
 
 class RunLock:
@@ -42,9 +50,12 @@ class RunLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_held = False
+        self.token: str | None = None  # of the holder of this run, once it is held: by rank 0, for all
+        self.is_lost = False  # noticed by the pulse
+        self._is_holder = self._has_made_folder = False
         self._stop = threading.Event()
         self._mine = _this_process()
+        self._file: int | None = None  # descriptor of the lock's own file, wherever its name has gone
 
     def __enter__(self) -> RunLock:
         return self
@@ -58,74 +69,172 @@ class RunLock:
         Returns the dead holder of a lock that may be taken over. Makes nothing: a run that is refused for another
         reason leaves no folder.
         """
-        holder = _read(self.path)
+        holder = self._holder()
         if holder is not None and not _is_gone(holder, self._mine) and self._has_pulse(holder, pulse_s):
-            job = f", SLURM job {holder.job.split('.')[0]}" if holder.job else ""
             raise ConfigError(
-                f"output_dir={self.path.parent} is in use by process {holder.pid} on {holder.host}{job}: wait for "
+                f"output_dir={self.path.parent} is in use by {_describe(holder)}: wait for "
                 f"it, stop it, or start another run with name=... ; if it is surely dead, delete {self.path}."
             )
         return holder
 
-    def acquire(self, pulse_s: float = PULSE_S) -> None:
-        """Takes the lock; raises ConfigError when another live job holds it, or the folder cannot be written."""
+    def acquire(self, pulse_s: float = PULSE_S) -> str:
+        """Takes the lock and returns its token; raises ConfigError when another live job holds it, or the folder cannot
+        be written.
+        """
         try:
+            self._has_made_folder = not self.path.parent.exists()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            while not self._create():
-                self._remove(self.check(pulse_s))
+            while True:
+                dead = self.check(pulse_s)
+                if self._create(self.path) if dead is None else self._succeed(dead):
+                    break
         except OSError as error:
             raise ConfigError(f"output_dir={self.path.parent} cannot be written: {error.strerror}.") from None
-        self._is_held = True
+        self.token, self._is_holder = self._mine.token, True
         threading.Thread(target=self._beat, args=(pulse_s,), daemon=True).start()
+        return self.token
+
+    def is_held(self) -> bool:
+        """Is the lock still this run's? Any rank may ask, once it knows the token."""
+        holder = self._holder()
+        return holder is not None and holder.token == self.token
+
+    def check_held(self) -> None:
+        """The fence before everything that is written: raises RunStoppedError when the lock is another job's."""
+        if self.is_held():
+            return
+        folder, holder = self.path.parent, self._holder()
+        if not folder.is_dir():
+            raise RunStoppedError(
+                f"output_dir={folder} is gone: it was removed or renamed while the run went on, and nothing more can "
+                "be saved in it. Bring it back under its name and start the same command again: it goes on from the "
+                "newest checkpoint."
+            )
+        raise RunStoppedError(
+            f"output_dir={folder} is no longer this run's: {self.path.name} "
+            f"{f'names {_describe(holder)}' if holder else 'was deleted'}. This job was stopped, or cut off from its "
+            "disk, for so long that it was taken for dead; it leaves, and writes nothing more."
+        )
 
     def release(self) -> None:
+        """Gives the lock back, if it is still ours."""
         self._stop.set()
-        if self._is_held:
-            self._remove(self._mine)
-            self._is_held = False
-
-    def _create(self) -> bool:
+        if not self._is_holder:
+            return
+        self._is_holder = False
+        claim = self._claim(self._mine)
+        self._mine = replace(self._mine, token=uuid.uuid4().hex)  # we succeed ourselves, so that nobody else does
         try:
-            with open(self.path, "x", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(self._mine)))
-                return True
-        except FileExistsError:
+            if self._create(claim):
+                current = _read(self.path)
+                if current is not None and current.token == self.token:
+                    self.path.unlink(missing_ok=True)
+                claim.unlink(missing_ok=True)
+            if self._has_made_folder:
+                self.path.parent.rmdir()  # it was made for the lock alone, unless something is in it
+        except OSError:
+            return  # the folder is gone or cannot be written: a dead process holds no lock
+
+    def _holder(self) -> Holder | None:
+        """The last in the chain of successors; None without a lock."""
+        holder = _read(self.path)
+        while holder is not None and (successor := _read(self._claim(holder))):
+            holder = successor
+        return holder
+
+    def _claim(self, holder: Holder) -> Path:
+        return self.path.with_name(f"{self.path.name}.{holder.token}")
+
+    def _succeed(self, dead: Holder) -> bool:
+        """Takes the place of a dead holder. Of all who try one can link the claim; who comes late, when the claim is
+        gone because its work is done, finds another holder in the lock.
+        """
+        claim = self._claim(dead)
+        if not self._create(claim):
             return False
-
-    def _remove(self, holder: Holder | None) -> None:
-        """Removes the lock if it is still this holder's: renamed first, so that of two that try one succeeds."""
-        grave = self.path.with_name(f"{self.path.name}.{self._mine.token}")
+        chain = self._chain()
+        if [holder.token for holder in chain[-2:]] != [dead.token, self._mine.token]:
+            claim.unlink(missing_ok=True)
+            return False
+        moved = self.path.with_name(f"{self.path.name}.{self._mine.token}.new")
         try:
-            os.rename(self.path, grave)
-        except FileNotFoundError:
-            return
-        found = _read(grave)
-        if found is not None and holder is not None and found.token != holder.token:
-            os.rename(grave, self.path)  # somebody else's, made since we looked
-            return
-        grave.unlink(missing_ok=True)
+            os.link(claim, moved)
+        except OSError:  # no links on this file system
+            moved.write_text(claim.read_text())
+        os.replace(moved, self.path)
+        for holder in chain[:-1]:
+            self._claim(holder).unlink(missing_ok=True)
+        return True
+
+    def _chain(self) -> list[Holder]:
+        chain, holder = [], _read(self.path)
+        while holder is not None:
+            chain.append(holder)
+            holder = _read(self._claim(holder))
+        return chain
+
+    def _create(self, path: Path) -> bool:
+        """A lock file under this name, whole from its first moment; False when there is one already."""
+        aside = self.path.with_name(f"{self.path.name}.{self._mine.token}.new")
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.write(descriptor, json.dumps(asdict(self._mine)).encode())
+        os.fsync(descriptor)
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            os.close(descriptor)
+            return False
+        except OSError:  # a file system without links: exclusive, but seen before it is whole
+            os.close(descriptor)
+            descriptor = _create_exclusively(path, self._mine)
+            if descriptor < 0:
+                return False
+        finally:
+            os.unlink(aside)
+        if self._file is not None:
+            os.close(self._file)
+        self._file = descriptor
+        return True
 
     def _has_pulse(self, holder: Holder, pulse_s: float) -> bool:
         for _ in range(_WATCH_PULSES):
             if _same_host(holder, self._mine):
                 return True  # its process is alive: nothing to watch for
             time.sleep(pulse_s)
-            now = _read(self.path)
+            now = self._holder()
             if now is None or now != holder:
                 return now is not None
         return False
 
     def _beat(self, pulse_s: float) -> None:
+        """Writes the pulse into the lock's own file: when another job's has taken its name, nobody reads ours."""
         pulse = 0
         while not self._stop.wait(pulse_s):
-            now = _read(self.path)
-            if now is not None and now.token != self._mine.token:
-                return  # taken over: this process was thought dead
             pulse += 1
+            text = json.dumps(asdict(replace(self._mine, pulse=f"{pulse:0{_PULSE_DIGITS}d}"))).encode()
             try:
-                write_atomically(self.path, json.dumps(asdict(self._mine) | {"pulse": pulse}))
-            except OSError:
+                assert self._file is not None
+                os.pwrite(self._file, text, 0)
+                os.fsync(self._file)
+                self.is_lost = not self.is_held()
+            except (OSError, ConfigError):
                 continue  # a disk that is full or away: the next pulse may get through
+
+
+def _create_exclusively(path: Path, mine: Holder) -> int:
+    """The descriptor of a new file, or -1 when there is one."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return -1
+    os.write(descriptor, json.dumps(asdict(mine)).encode())
+    os.fsync(descriptor)
+    return descriptor
+
+
+def _describe(holder: Holder) -> str:
+    job = f", SLURM job {holder.job.split('.')[0]}" if holder.job else ""
+    return f"process {holder.pid} on {holder.host}{job}"
 
 
 def _this_process() -> Holder:
@@ -136,6 +245,8 @@ def _this_process() -> Holder:
 
 
 def _is_gone(holder: Holder, mine: Holder) -> bool:
+    if holder.pid == 0:
+        return True  # torn
     if _same_host(holder, mine):
         return _start_ticks(holder.pid) != holder.started
     same_job = bool(holder.job) and holder.job.split(".")[0] == mine.job.split(".")[0]
@@ -147,8 +258,9 @@ def _same_host(one: Holder, other: Holder) -> bool:
 
 
 def _boot_id() -> str:
+    """Also of the container, whose process numbers are its own."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
@@ -163,8 +275,19 @@ def _start_ticks(pid: int) -> str | None:
 
 
 def _read(path: Path) -> Holder | None:
-    """None for no lock, or one that was torn by a crash."""
-    try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+    """None for no lock; a lock that was torn by a crash, and stays torn, has a holder without a process."""
+    for wait_s in (0.0, _TORN_S):
+        time.sleep(wait_s)
+        try:
+            text = path.read_bytes().decode(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror}): it says which job is at work there."
+            ) from None
+        try:
+            return Holder(**json.loads(text))
+        except (ValueError, TypeError):
+            continue
+    return Holder(f"torn-{hashlib.sha256(text.encode()).hexdigest()[:12]}", "", "", 0, "", "")

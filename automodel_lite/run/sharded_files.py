@@ -10,7 +10,9 @@ A chunk is a box of a global tensor; a reader on any number of ranks takes the p
 
 from __future__ import annotations
 
+import errno
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,23 @@ class BrokenCheckpointError(Exception):
     """A checkpoint that cannot be loaded, and why."""
 
 
-class ShardWriter(StorageWriter):
-    """Writes this rank's chunks into one safetensors file; the coordinator writes the index."""
+@dataclass(frozen=True)
+class _Written:
+    """What a rank tells the coordinator of its file."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder = folder
+    file: str
+    crc32: str | None
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's chunks into one safetensors file and reads them back; the coordinator writes the index.
+
+    checksums   of the files that were written, on the coordinator
+    """
+
+    def __init__(self, folder: Path, rank: int, with_checksum: bool = True) -> None:
+        self.folder, self.with_checksum = folder, with_checksum
+        self.checksums: dict[str, str | None] = {}
         self.file = f"rank_{rank:05d}.safetensors"
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -68,24 +82,28 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Tensor] = {}
-        results = []
+        sizes = []
         for item in plan.items:
             assert item.type != WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
             tensor = _own_storage(planner.resolve_data(item))
             tensors[_key(item)] = tensor
-            results.append(WriteResult(item.index, tensor.nbytes, storage_data=self.file))
+            sizes.append((item.index, tensor.nbytes))
         path = self.folder / self.file
         try:
             save_file(tensors, path)
         except SafetensorError as error:
             raise OSError(f"{path.name} could not be written: {error}") from None
         durable.sync(path)
+        _check_written(path, tensors)
+        crc32 = durable.checksum(path) if self.with_checksum else None
+        written = _Written(self.file, crc32)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([WriteResult(index, num_bytes, storage_data=written) for index, num_bytes in sizes])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        file_of = {result.index: result.storage_data for written in results for result in written}
+        written = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        self.checksums = {one.file: one.crc32 for one in written.values()}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
@@ -96,7 +114,7 @@ class ShardWriter(StorageWriter):
                     {
                         "offset": list(chunk.offsets),
                         "shape": list(chunk.sizes),
-                        "file": file_of[MetadataIndex(name, chunk.offsets)],
+                        "file": written[MetadataIndex(name, chunk.offsets)].file,
                     }
                     for chunk in tensor.chunks
                 ],
@@ -173,6 +191,37 @@ def check_fits(metadata: Metadata, state: dict[str, Tensor]) -> None:
     for name, want in wanted.items():
         if saved[name] != want:
             raise BrokenCheckpointError(f"{name} is {_describe(*saved[name])}, the run's is {_describe(*want)}")
+
+
+def check_index(folder: Path) -> None:
+    """Raises OSError unless the index can be read and names exactly the chunks that the files hold, in their shapes."""
+    try:
+        metadata = ShardReader(folder).read_metadata()
+        chunks: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+        for index, file in metadata.storage_data.items():
+            tensor = metadata.state_dict_metadata[index.fqn]
+            assert isinstance(tensor, TensorStorageMetadata)
+            shapes = [tuple(chunk.sizes) for chunk in tensor.chunks if chunk.offsets == index.offset]
+            chunks.setdefault(file, set()).add((_chunk_key(index.fqn, index.offset), shapes[0]))
+        for name, wanted in chunks.items():
+            with safe_open(folder / name, framework="pt") as file:
+                held = {(key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118
+            if held != wanted:
+                raise BrokenCheckpointError(f"{name} holds other tensors than the index names")
+    except (BrokenCheckpointError, SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise OSError(errno.EIO, f"{INDEX} cannot be read back: {error}") from None
+
+
+def _check_written(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises OSError unless the file holds these tensors, byte by byte (NaN is equal to itself)."""
+    with safe_open(path, framework="pt") as file:
+        for name, tensor in tensors.items():
+            if not torch.equal(_bytes(file.get_tensor(name)), _bytes(tensor)):
+                raise OSError(errno.EIO, f"{path.name} does not read back as it was written ({name})")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def plain_name(name: str) -> str:

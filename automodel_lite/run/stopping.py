@@ -1,7 +1,8 @@
 """Leaving before the last step: because of a signal, or because the job's time is nearly over.
 
-TERM and USR1 are what schedulers send. Before the first step there is nothing to save: the process leaves at once.
-From then on a signal is a wish; the ranks agree on it at the edge of a step, save, and leave with code 75.
+TERM and USR1 are what schedulers send, INT is Ctrl-C. Before the first step there is nothing to save: the process
+leaves at once. From then on a signal is a wish; the ranks agree on it at the edge of a step, save, and leave with code
+75, after Ctrl-C with 130. A second Ctrl-C leaves at once, without a save.
 
 A rank whose peers are gone never reaches that edge: it waits in a collective, where no Python handler runs. A thread
 notices, and ends it.
@@ -10,6 +11,7 @@ notices, and ends it.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -23,15 +25,22 @@ from automodel_lite.config.rules import seconds_of
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
-_STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+INTERRUPTED_EXIT = 130  # as a shell reports Ctrl-C
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
 _UNTIL_KILLED_S = 300.0
 _GIVE_UP_S = 10.0
 _LOOK_EVERY_S = 0.5
+_SECOND_AFTER_S = 1.0  # torchrun hands Ctrl-C on to ranks that the terminal has told already: that is not a second one
 _TIME_IS_UP = 1  # number of a signal that nobody sends us
 
 
 class StoppedEarly(BaseException):
     """A signal before the first step. Not an Exception: nothing on the way may take it for an error of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(reason_of(number))
+        self.state, self.exit_code = ending_of(reason_of(number))
 
 
 class StopSignals:
@@ -44,8 +53,8 @@ class StopSignals:
         self._watching: int | None = None  # where the thread of `watch` is told of signals
 
     def install(self) -> None:
-        """From now on TERM and USR1 are handled here."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        """From now on TERM, USR1 and INT are handled here."""
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
     def renew(self) -> Callable[[], None]:
@@ -56,7 +65,7 @@ class StopSignals:
         self._is_deferred = False
         self._stop_watching()
         if self.received:
-            raise StoppedEarly(reason_of(self.received))
+            raise StoppedEarly(self.received)
         self.install()
         if "SUBMITIT_EXECUTOR" not in os.environ:
             return lambda: None
@@ -73,13 +82,20 @@ class StopSignals:
         """Signals no longer end the process: somebody looks at `received` at the edge of every step."""
         self._is_deferred = True
         if self.received:
-            raise StoppedEarly(reason_of(self.received))
+            raise StoppedEarly(self.received)
 
     def watch(
-        self, in_step: Callable[[], bool], are_peers_lost: Callable[[], bool], step_s: Callable[[], float]
+        self,
+        in_step: Callable[[], bool],
+        are_peers_lost: Callable[[], bool],
+        step_s: Callable[[], float],
+        last_words: Callable[[str, str], None],
     ) -> None:
-        """Starts the thread that ends this process when it was told to stop and hangs: at once when another rank has
-        failed, else when its step (`in_step`) goes on for 10 s or three of the longest steps (`step_s`) more.
+        """Starts the thread that ends this process, wherever it is, at a second Ctrl-C; and when it was told to stop
+        and hangs: at once when another rank has failed, else when its step (`in_step`) goes on for 10 s or three of
+        the longest steps (`step_s`) more.
+
+        last_words   is called with the state and the reason before the process ends
         """
         self._stop_watching()
         ours, theirs = os.pipe()
@@ -87,19 +103,31 @@ class StopSignals:
         os.set_blocking(theirs, False)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
 
+        def leave(state: str, reason: str, code: int) -> None:
+            last_words(state, reason)
+            print(reason, file=sys.stderr, flush=True)
+            os._exit(code)
+
         def wait() -> None:
-            while (told := os.read(ours, 1)) and told[0] not in _STOPPING:
-                pass
-            os.close(ours)
-            if not told:  # the job is over
-                return
-            waited_s = 0.0
-            while not self.edge_reached.wait(_LOOK_EVERY_S):
+            told, interrupted_at, waited_s = False, None, 0.0
+            while True:
+                is_waiting = told and not self.edge_reached.is_set()
+                ready, _, _ = select.select([ours], [], [], _LOOK_EVERY_S if is_waiting else None)
+                numbers = os.read(ours, 64) if ready else b""
+                if ready and not numbers:  # the job is over
+                    os.close(ours)
+                    return
+                for number in numbers:
+                    told |= number in _STOPPING
+                    if number == signal.SIGINT:
+                        interrupted_at = interrupted_at or time.monotonic()
+                        if time.monotonic() - interrupted_at > _SECOND_AFTER_S:
+                            leave("interrupted", "a second Ctrl-C: left without a save", INTERRUPTED_EXIT)
+                if ready or not is_waiting:
+                    continue
                 waited_s = waited_s + _LOOK_EVERY_S if in_step() else 0.0
                 if are_peers_lost() or waited_s > max(_GIVE_UP_S, 3 * step_s()):
-                    print("told to stop, but the other ranks are gone: leaving without a save", file=sys.stderr)
-                    sys.stderr.flush()
-                    os._exit(1)
+                    leave("failed", "told to stop, but the other ranks are gone: leaving without a save", 1)
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -112,7 +140,7 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         if not self._is_deferred:
-            raise StoppedEarly(reason_of(number))
+            raise StoppedEarly(number)
 
 
 SIGNALS = StopSignals()
@@ -121,6 +149,11 @@ SIGNALS = StopSignals()
 def reason_of(number: int) -> str:
     """`SIGTERM`, or `the time is up`."""
     return "the time is nearly up" if number == _TIME_IS_UP else signal.Signals(number).name
+
+
+def ending_of(reason: str) -> tuple[str, int]:
+    """The state in STATUS.json and the exit code of a run that was stopped for this reason."""
+    return ("interrupted", INTERRUPTED_EXIT) if reason == "SIGINT" else ("preempted", PREEMPTED_EXIT)
 
 
 @dataclass(frozen=True)
@@ -172,6 +205,8 @@ class StepEdge:
     deadline: Deadline
     saves: Saves
     signals: StopSignals
+    fence: Callable[[], None] = lambda: None  # raises RunStoppedError when the run's folder is another job's
+    is_lost: Callable[[], bool] = lambda: False  # has this rank noticed that it is?
     stop_reason: str | None = None
     longest_s: float = 0.0  # between two messages
     _last: float | None = None
@@ -184,7 +219,10 @@ class StepEdge:
         wish = self.signals.received
         if not wish and self.deadline.is_near(2 * self.longest_s + 2 * self.saves.longest_s):
             wish = _TIME_IS_UP
-        number, any_busy = self.ranks.max([wish, int(self.saves.is_busy())])
+        mine = [wish, int(self.saves.is_busy()), int(self.is_lost())]
+        number, any_busy, any_lost = self.ranks.max(mine)
+        if any_lost:
+            self.fence()
         if number and self.stop_reason is None:
             self.stop_reason = reason_of(number)
             self.signals.edge_reached.set()

@@ -12,6 +12,7 @@ from datetime import timedelta
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 from automodel_lite.progress import print_above_bars
+from automodel_lite.redact import scrub
 from automodel_lite.telemetry.metrics import StepMetrics
 
 _HEADER = "   step      loss        lr  grad norm  tokens/s   fill   memory      ETA"
@@ -35,7 +36,7 @@ class Console:
 
     def say(self, topic: str, text: str) -> None:
         """A line of the start block: `packing    exact_fill: 61 packs ...`, wrapped at words on a terminal."""
-        for number, line in enumerate(text.splitlines() or [""]):
+        for number, line in enumerate(scrub(text).splitlines() or [""]):
             self.print(wrapped(f"{topic if number == 0 else '':<10} {line}", indent=11))
 
     def print(self, text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
-from automodel_lite.redact import scrub
+from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.folder import RunFolder, config_yaml_values
 
 
@@ -26,7 +26,7 @@ class JsonlLogger:
 
     def log(self, row: dict[str, Any]) -> None:
         if self._file:
-            self._file.write(scrub(json.dumps({key: _json_value(value) for key, value in row.items()})) + "\n")
+            self._file.write(json.dumps({key: _json_value(value) for key, value in row.items()}) + "\n")
 
     def close(self) -> None:
         if self._file:
@@ -69,7 +69,7 @@ class Tracker(Protocol):
 
 
 class MetricsLog:
-    """metrics.jsonl and all trackers, as one. Silent on every rank but the first."""
+    """metrics.jsonl and all trackers, as one. Silent on every rank but the first. No secret gets past here."""
 
     def __init__(self, jsonl: JsonlLogger, trackers: dict[str, Tracker], say: Callable[[str], None]) -> None:
         self.jsonl = jsonl
@@ -77,16 +77,19 @@ class MetricsLog:
         self.say = say
 
     def log(self, row: Row) -> None:
+        row = scrub_tree(row)
         self.jsonl.log(row)
         self._each(lambda tracker: tracker.log(row))
 
     def text(self, step: int, name: str, value: str) -> None:
+        name, value = scrub(name), scrub(value)
         self.jsonl.log({"step": step, f"text/{name}": value})
         self._each(lambda tracker: tracker.text(step, name, value))
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: tracker -> its state."""
-        return {name: tracker.state() for name, tracker in self.trackers.items()}
+        state: dict[str, Any] = scrub_tree({name: tracker.state() for name, tracker in self.trackers.items()})
+        return state
 
     def close(self) -> None:
         self.jsonl.close()
@@ -111,7 +114,7 @@ def open_metrics(
     jsonl = JsonlLogger(folder.metrics, is_silent=not is_first)
     trackers: dict[str, Tracker] = {}
     for name, node in config.logger.items() if is_first else ():
-        info = RunInfo(config.name, folder.path, config_yaml_values(config), step, state.get(name, {}))
+        info = RunInfo(scrub(config.name), folder.path, config_yaml_values(config), step, state.get(name, {}))
         try:
             trackers[name] = build(node, run=info)
         except ConfigError:
@@ -127,4 +130,4 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    return scrub(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]

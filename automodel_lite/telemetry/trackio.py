@@ -8,6 +8,7 @@ from typing import Any
 
 import trackio
 
+from automodel_lite.redact import scrub
 from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
 
 
@@ -22,7 +23,7 @@ class TrackioTracker:
         name = run.state.get("name", run.name)
         with redirect_stdout(StringIO()):  # eight lines of advice
             self.run = trackio.init(
-                project=project,
+                project=scrub(project),
                 name=name,
                 space_id=space_id,
                 config=run.config,

@@ -11,6 +11,7 @@ from typing import Any
 import wandb
 
 from automodel_lite.config.rules import Positive
+from automodel_lite.redact import scrub_tree
 from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
 
 _HOST = "api.wandb.ai"
@@ -53,10 +54,7 @@ class WandbTracker:
             finish_timeout_raises=False,
         )
         arguments: dict[str, Any] = {
-            "project": project,
-            "entity": entity,
-            "group": group,
-            "tags": tags,
+            **scrub_tree({"project": project, "entity": entity, "group": group, "tags": tags}),
             "name": run.name,
             "id": run_id,
             "resume": "allow",

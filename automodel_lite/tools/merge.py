@@ -19,7 +19,7 @@ from automodel_lite.models.adapter import Peft
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.run.checkpoint import load_weights
-from automodel_lite.run.checkpoint_folder import survey
+from automodel_lite.run.checkpoint_folder import broken_files, survey
 from automodel_lite.run.folder import RunFolder
 
 
@@ -50,6 +50,7 @@ def load_trained(
     folder = RunFolder(run)
     config = load_run_config(folder, allow_targets, trust_remote_code)
     checkpoint = find_checkpoint(folder, checkpoint_name)
+    check_unharmed(checkpoint)
     tokenizer = _tokenizer(folder, config)
     source: CausalLM = build(config.model)
     lm = source.build(tokenizer)
@@ -95,6 +96,22 @@ def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
     if name not in by_name:
         raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
     return by_name[name]
+
+
+def check_unharmed(checkpoint: Path) -> None:
+    """Raises ConfigError when a file of the checkpoint has other bytes than were written."""
+    try:
+        broken = broken_files(checkpoint, 0, 1)
+    except OSError as error:
+        broken = [f"{error.filename} ({error.strerror})"]
+    if not broken:
+        return
+    others = [path.name for path in survey(checkpoint.parent)[0] if path != checkpoint]
+    cure = f"choose --checkpoint {others[0]}" if others else "bring it back from a backup"
+    raise ConfigError(
+        f"{checkpoint}: {broken[0]} has another checksum than when it was written, so its weights are not the trained "
+        f"ones: {cure}."
+    )
 
 
 def _tokenizer(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:

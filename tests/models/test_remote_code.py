@@ -8,6 +8,7 @@ import pytest
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
+from automodel_lite.run.exported import exported_folder
 from recipes import export_hf
 from tests.run.small_run import train
 
@@ -53,7 +54,7 @@ def test_a_trusted_one_goes_the_whole_way(model_folder: Path, tmp_path: Path) ->
     assert code == 0
     assert "exactly right" in screen
     assert (run / "hf" / "modeling_mine.py").read_text() == CODE
-    generator = load_generator(str(run), trust_remote_code=True)
+    generator = load_generator(exported_folder(str(run)), trust_remote_code=True)
     assert type(generator.model).__name__ == "MineForCausalLM"
     with pytest.raises(ConfigError, match=r"config.yaml runs code of its model's repository: when you trust this run"):
         export_hf.main([str(run), "--to", str(tmp_path / "again")])

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from automodel_lite.config.schema import CheckpointConfig, Config
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.control import Control
-from automodel_lite.run import checkpoint_folder, durable
+from automodel_lite.run import checkpoint_folder, durable, sharded_files
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.checkpoint_folder import Retention
 from automodel_lite.run.folder import RunFolder
@@ -187,6 +187,82 @@ def test_no_save_begins_without_space(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "value", ["weight", "model.0.", "float32", '"step": 2', "rank_00000", "tensors", "state.json", "config"]
+)
+def test_names_in_a_checkpoint_are_nobodys_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """`SORT_KEY=weight` in the environment once made a checkpoint that did not load."""
+    monkeypatch.setenv("SORT_KEY", value)
+    trained = Trained(2)
+    saves = checkpointer(tmp_path)
+    assert saves.save(2, trained.model, trained.optimizer, {"step": 2})
+    fresh = Trained()
+    assert checkpointer(tmp_path).load_newest(fresh.model, fresh.optimizer) == {"step": 2}
+    assert same(fresh.values(), trained.values())
+
+
+def test_bytes_of_a_shard_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TOKENS_PER_STEP=<the size of a file>` once made a run start from step 0."""
+    trained = Trained(2)
+    checkpointer(tmp_path / "a").save(2, trained.model, trained.optimizer, {"step": 2})
+    manifest = json.loads((tmp_path / "a/checkpoints/step_00000002/COMPLETE.json").read_text())
+    for number, (name, entry) in enumerate(manifest["files"].items()):
+        monkeypatch.setenv(f"TOKENS_{number}", f" {entry['bytes']}}}")
+        monkeypatch.setenv(f"KEY_{number}", entry["crc32"])
+        monkeypatch.setenv(f"NAME_KEY_{number}", name)
+    assert checkpointer(tmp_path / "b").save(2, trained.model, trained.optimizer, {"step": 2})
+    again = json.loads((tmp_path / "b/checkpoints/step_00000002/COMPLETE.json").read_text())
+    assert again["files"]["tensors/rank_00000.safetensors"] == manifest["files"]["tensors/rank_00000.safetensors"]
+    assert checkpointer(tmp_path / "b").load_newest(trained.model, trained.optimizer) == {"step": 2}
+
+
+def _lose_a_byte(text: str) -> str:
+    return text[:-2] + text[-1]
+
+
+@pytest.mark.parametrize(
+    ("what", "harm"),
+    [
+        ("index.json", lambda text: text.replace("model.0.weight", "model.0.wait")),
+        ("index.json", lambda text: text.replace("[7, 5]", "[5, 7]")),
+        ("index.json", _lose_a_byte),
+        ("state.json", lambda text: text.replace("2", "3", 1)),
+        ("config.yaml", _lose_a_byte),
+        ("COMPLETE.json", lambda text: text[:-3]),
+        ("COMPLETE.json", lambda text: text.replace('"crc32": "', '"crc32": "0', 1)),
+    ],
+)
+def test_a_checkpoint_that_does_not_read_back_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, harm: Callable[[str], str]
+) -> None:
+    real = durable.write_file
+
+    def write_file(path: Path, text: str) -> None:
+        real(path, harm(text) if path.name == what else text)
+
+    monkeypatch.setattr(durable, "write_file", write_file)
+    trained, said = Trained(2), list[str]()
+    assert not checkpointer(tmp_path, said).save(2, trained.model, trained.optimizer, {"step": 2})
+    assert "WARNING: step 2 is not saved: " in said[0]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_weights_that_do_not_read_back_get_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sharded_files.save_file
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        real(tensors, path)
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(sharded_files, "save_file", save_file)
+    trained, said = Trained(2), list[str]()
+    assert not checkpointer(tmp_path, said).save(2, trained.model, trained.optimizer, {"step": 2})
+    assert "rank_00000.safetensors does not read back as it was written" in said[0]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------- damage, fallback
 def _write_manifest(path: Path) -> None:
     files = json.loads((path / "COMPLETE.json").read_text())
@@ -274,9 +350,53 @@ def test_a_linked_folder_is_no_checkpoint(tmp_path: Path) -> None:
     checkpointer(tmp_path / "a").save(1, trained.model, trained.optimizer, {"step": 1})
     (tmp_path / "b/checkpoints").mkdir(parents=True)
     (tmp_path / "b/checkpoints/step_00000001").symlink_to(tmp_path / "a/checkpoints/step_00000001")
-    words: list[str] = []
-    assert checkpointer(tmp_path / "b", words).load_newest(trained.model, trained.optimizer) is None
-    assert words == ["step_00000001 is skipped: it is a link"]
+    with pytest.raises(ConfigError, match=r"no checkpoint that loads \(step_00000001 is skipped: it is a link\)"):
+        checkpointer(tmp_path / "b").load_newest(trained.model, trained.optimizer)
+
+
+@pytest.mark.parametrize("damage", [_lose_the_manifest, _cut, _lead_out])
+def test_damaged_manifests_alone_mean_stop_and_not_step_0(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    trained = Trained(1)
+    saves = checkpointer(tmp_path)
+    for step in (1, 2):
+        saves.save(step, trained.model, trained.optimizer, {"step": step})
+        damage(tmp_path / f"checkpoints/step_0000000{step}")
+    with pytest.raises(ConfigError, match=r"no checkpoint that loads .*step_00000002.*step_00000001.*: bring one back"):
+        checkpointer(tmp_path).load_newest(trained.model, trained.optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------------ the fence
+class _Lost:
+    """A folder that is another job's from the n-th look on."""
+
+    def __init__(self, at: int) -> None:
+        self.count, self.at = 0, at
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count >= self.at:
+            raise RunStoppedError("the folder is another job's")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_job_that_lost_its_folder_saves_nothing_and_stops(tmp_path: Path, mode: str, at: int) -> None:
+    """Before anything is written, and again before the rename; what the other job is writing stays."""
+    theirs = tmp_path / "checkpoints/.tmp-theirs-step_00000002"
+    theirs.mkdir(parents=True)
+    trained = Trained(2)
+    saves = checkpointer(tmp_path, mode=mode)
+    saves.fence = _Lost(at)
+
+    def save() -> None:
+        saves.save(2, trained.model, trained.optimizer, {"step": 2})
+        saves.finish()
+
+    with pytest.raises(RunStoppedError, match="another job's"):
+        save()
+    assert saves.newest is None
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
+    assert theirs.is_dir()
 
 
 # -------------------------------------------------------------------------------------------------------- retention

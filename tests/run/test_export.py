@@ -1,17 +1,22 @@
 """What is exported is the trained model: weights, dtypes, ties and logits; what is not is refused."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.loss import LossModel
 from automodel_lite.run import export
+from automodel_lite.run.exported import exported_folder
 from automodel_lite.tools.merge import load_trained
+from recipes import export_hf
 from tests.recipes.runs import train
 
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
@@ -63,7 +68,7 @@ def test_a_setting_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(LlamaConfig, "to_dict", lossy)
     with pytest.raises(RuntimeError, match="answers otherwise than the trained one"):
-        export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits)
+        export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3)
     assert not (tmp_path / "hf").exists()
 
 
@@ -81,6 +86,92 @@ def test_a_weight_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(export, "_compare", damaged)
     with pytest.raises(RuntimeError, match=r"the exported weight .* differs"):
-        export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits)
+        export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3)
     assert isinstance(trained.model, LossModel)
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path):
+    run = tmp_path / "run"
+    train("smoke", run, *FEW, "checkpoint.export_hf=false", "checkpoint.every_steps=1")
+    with open(run / "checkpoints/step_00000003/tensors/rank_00000.safetensors", "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(bytes([file.read(1)[0] ^ 0x40]))
+    with pytest.raises(ConfigError, match=r"rank_00000.safetensors has another checksum .*--checkpoint step_00000002"):
+        export_hf.main([str(run)])
+    assert not (run / "hf").exists()
+    assert export_hf.main([str(run), "--checkpoint", "step_00000002"]) == 0
+
+
+LLAMA_2 = {"temperature": 0.9, "top_p": 0.6, "do_sample": False, "pad_token_id": -1}
+
+
+def test_generation_settings_that_transformers_does_not_save(tmp_path: Path):
+    """Llama 2's own are mended; what cannot be is found before the training."""
+    train("smoke", tmp_path / "base", *FEW)
+    settings = tmp_path / "base/hf/generation_config.json"
+    settings.write_text(json.dumps(LLAMA_2))
+    tune = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf"]
+    train("smoke", tmp_path / "tuned", *FEW, *tune)
+    exported = GenerationConfig.from_pretrained(tmp_path / "tuned/hf")
+    assert (exported.temperature, exported.top_p, exported.do_sample) == (0.9, 0.6, True)
+    settings.write_text(json.dumps({"output_scores": True}))
+    with pytest.raises(ConfigError, match=r"the export at the end would fail, .*output_scores.*generation_config.json"):
+        train("smoke", tmp_path / "again", *FEW, *tune)
+    assert not (tmp_path / "again/metrics.jsonl").exists()
+
+
+def test_an_export_that_fails_leaves_a_run_that_is_exported_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", lambda *args, **more: _no_space())
+        with pytest.raises(
+            RunStoppedError, match=r"the export failed \(.*No space left.*\): .*step_00000003.*export_hf.py"
+        ):
+            train("smoke", run, *FEW)
+    assert not [path for path in run.iterdir() if path.name.startswith(".tmp")]
+    assert json.loads((run / "STATUS.json").read_text())["state"] == "failed"
+    assert export_hf.main([str(run)]) == 0
+    shutil.rmtree(run / "hf")
+    train("smoke", run, *FEW)  # the same command exports it too
+    assert (run / "hf/model.safetensors").is_file()
+
+
+def _no_space() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_run_that_was_trained_further_does_not_answer_with_its_old_export(tmp_path: Path):
+    train("smoke", tmp_path / "base", *FEW)
+    run = tmp_path / "run"
+    lora = [*FEW, "model=pretrained", f"model.pretrained={tmp_path}/base/hf", "peft=lora", "peft.r=2"]
+    train("smoke", run, *lora)
+    assert export_hf.main([str(run)]) == 0  # the merged model
+    assert exported_folder(str(run)) == str(run / "hf")
+    more = ["checkpoint.accept_changes=true", "training.max_steps=6"]
+    train("smoke", run, *lora, *more, "checkpoint.export_hf=false")
+    with pytest.raises(ConfigError, match=r"hf is of step 3, and .* was trained further since: .*export_hf.py"):
+        exported_folder(str(run))
+    (run / "STATUS.json").unlink()
+    train("smoke", run, *lora, *more)
+    assert exported_folder(str(run)) == str(run / "adapter")
+    assert export_hf.main([str(run)]) == 0
+    assert exported_folder(str(run)) == str(run / "hf")
+
+
+def test_an_export_deletes_nobodys_own_files(tmp_path: Path):
+    run = tmp_path / "run"
+    train("smoke", run, *FEW)
+    (run / "hf/notes").mkdir()
+    (run / "hf/notes/mine.txt").write_text("mine")
+    (run / "hf/model.gguf").write_text("mine")
+    (run / "hf/model-00001-of-00002.safetensors").write_text("of an export before")
+    mark = run / "hf/automodel_lite.json"
+    ours = json.loads(mark.read_text())
+    mark.write_text(json.dumps(ours | {"files": [*ours["files"], "model-00001-of-00002.safetensors"]}))
+    assert export_hf.main([str(run)]) == 0
+    assert (run / "hf/notes/mine.txt").read_text() == (run / "hf/model.gguf").read_text() == "mine"
+    assert not (run / "hf/model-00001-of-00002.safetensors").exists()
+    mark.unlink()
+    assert export_hf.main([str(run)]) == 0
+    assert (run / "hf/notes/mine.txt").read_text() == (run / "hf/model.gguf").read_text() == "mine"

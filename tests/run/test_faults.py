@@ -18,10 +18,10 @@ import torch
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run import checkpoint_folder
-from automodel_lite.run.failures import Watchdog
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import Deadline, deadline_of, seconds_of
+from automodel_lite.run.watchdog import Watchdog
 from tests.ranks import run_ranks
 from tests.run.disk_faults import Faults
 from tests.run.small_run import QUICK, config_of, losses, train
@@ -266,6 +266,92 @@ def test_a_torn_lock_is_taken_over(tmp_path: Path) -> None:
     RunLock(tmp_path / "run.lock").acquire(60)
 
 
+def _race(path: Path, start: Any, results: Any, rounds: int) -> None:
+    """Tries to get each lock at the same moment as the others; writes down whether it did."""
+    for number in range(rounds):
+        lock = RunLock(path.with_name(f"lock{number}"))
+        start.wait()
+        try:
+            lock.acquire(1000)
+            got = 1
+        except ConfigError:
+            got = 0
+        with results.get_lock():
+            results[number] += got
+        start.wait()
+
+
+def race(folder: Path, rounds: int, contenders: int, dead: bool) -> tuple[int, int]:
+    """(locks that two got, locks that nobody got) of so many tries, over locks of dead holders or over none."""
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(contenders), context.Array("i", rounds)
+    for number in range(rounds if dead else 0):
+        mine = vars(_this_process())
+        (folder / f"lock{number}").write_text(json.dumps({**mine, "token": f"dead{number}", "started": "1"}))
+    processes = [
+        context.Process(target=_race, args=(folder / "lock", start, results, rounds)) for _ in range(contenders)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(600)
+        assert process.exitcode == 0
+    got = list(results)
+    return sum(count > 1 for count in got), sum(count == 0 for count in got)
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["fresh", "taken-over"])
+def test_of_all_who_try_at_once_one_gets_the_lock(tmp_path: Path, dead: bool) -> None:
+    assert race(tmp_path / "locks", 150, 4, dead) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [False, True], ids=["fresh", "taken-over"])
+def test_no_double_holder_in_10000_tries(tmp_path: Path, dead: bool) -> None:
+    assert race(tmp_path / "locks", 5000, 4, dead) == (0, 0)
+
+
+def test_a_job_that_was_stopped_for_long_finds_the_lock_lost(tmp_path: Path) -> None:
+    """Its pulse goes into its own file, which is nobody's lock any more; nothing of the new holder's is touched."""
+    path = tmp_path / "run.lock"
+    old = RunLock(path)
+    old.acquire(0.05)
+    mine = json.loads(path.read_text())
+    _foreign(tmp_path / "new", token="theirs")
+    os.replace(tmp_path / "new", path)
+    time.sleep(0.3)
+    assert json.loads(path.read_text())["token"] == "theirs"
+    assert old.is_lost
+    with pytest.raises(RunStoppedError, match=r"is no longer this run's: run.lock names process .* on elsewhere"):
+        old.check_held()
+    old.release()
+    assert json.loads(path.read_text())["token"] == "theirs"
+    path.write_text(json.dumps(mine))
+    old.check_held()
+    path.unlink()
+    with pytest.raises(RunStoppedError, match=r"run.lock was deleted"):
+        old.check_held()
+
+
+def test_a_lock_that_is_given_back_is_gone(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "run.lock")
+    lock.acquire(0.05)
+    time.sleep(0.2)
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    own = tmp_path / "own"
+    own.mkdir()
+    lock = RunLock(own / "run.lock")
+    lock.acquire()
+    lock.release()
+    assert own.is_dir()  # the user's own empty folder
+    made = RunLock(tmp_path / "made/run.lock")
+    made.acquire()
+    made.release()
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_second_run_in_the_same_folder(tmp_path: Path, holder: Any) -> None:
     """The recipe itself, in a folder whose lock is held."""
     with pytest.raises(ConfigError, match=r"is in use by process"):
@@ -301,9 +387,10 @@ def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest
 
 # ------------------------------------------------------------------------------------------------------------ watchdog
 def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> None:
-    watchdog = Watchdog(tmp_path / "logs" / "rank_00000.log", after_s=0.2)
+    watchdog = Watchdog(tmp_path / "logs" / "rank_00000.log", after_s=0.5)
+    watchdog.start(0, "token")
     watchdog.beat("in step 1")
-    time.sleep(0.6)
+    time.sleep(1.5)
     watchdog.beat("in step 2")
     watchdog.stop()
     text = (tmp_path / "logs" / "rank_00000.log").read_text()
