@@ -74,7 +74,7 @@ class Verification:
         self.mesh: Mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         self.dtype = choose_precision(config.training.precision, self.mesh.device)
-        self.strategy = choose_strategy(config.mesh.strategy, shape, self.mesh.device)
+        self.strategy = choose_strategy(config.mesh.strategy, shape, self.mesh.device.type == "cuda")
         self.source, self.part = first_layers(self.source, self.sample.tokenizer, self.mesh.device)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
         model_config = self.source.config(self.sample.tokenizer)

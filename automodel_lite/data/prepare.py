@@ -31,6 +31,7 @@ from automodel_lite.data.tokenize import Job, TokenizedData, tokenize_documents,
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
 from automodel_lite.flops import CostModel
+from automodel_lite.models.adapter import is_quantized
 from automodel_lite.parallel.mesh import Mesh, mesh_shape
 
 
@@ -60,7 +61,7 @@ def fp8_problems(config: Config) -> list[str]:
     problems = []
     if find_spec("torchao") is None:
         problems.append(missing_package("training.fp8", "torchao"))
-    if str(config.peft.get("_target_")).endswith(".QLora"):
+    if is_quantized(config.peft):
         problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
     if config.packed_sequence["strategy"] == "none":
         problems.append(f"training.fp8={fp8} takes multiples of 16 tokens, which padded rows are not: pack them.")

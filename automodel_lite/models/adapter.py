@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +38,11 @@ class Peft(Protocol):
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> Adapter:
         """Puts adapters into the model, in place, and freezes the rest. `base` is where its weights came from."""
+
+
+def is_quantized(peft: Mapping[str, Any]) -> bool:
+    """Does this config node hold the frozen weights in 4 bits?"""
+    return str(peft.get("_target_")).endswith(".QLora")
 
 
 def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:

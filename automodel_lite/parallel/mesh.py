@@ -129,8 +129,10 @@ class Rendezvous:
         return self
 
     def open_group(self, backend: str, timeout: timedelta) -> None:
-        """The default process group, over all ranks."""
-        if self._of_job is None:
+        """The default process group, over all ranks; without a launcher this process alone."""
+        if "RANK" not in os.environ:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        elif self._of_job is None:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout, store=self._of_job, rank=rank(), world_size=world_size())
@@ -158,7 +160,11 @@ def use_threads(num_threads: int) -> None:
 
 
 def init_mesh(config: MeshConfig) -> Mesh:
-    """Starts the process group (gloo on CPU, nccl on GPU) when a launcher set RANK, and lays the mesh over it."""
+    """Starts the process group (gloo on CPU, nccl on GPU), and lays the mesh over it.
+
+    Without a launcher one process is a group of one rank on a GPU, and where a strategy is asked for: its numbers are
+    then those of many ranks.
+    """
     shape = mesh_shape(config, world_size())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of them
@@ -166,7 +172,9 @@ def init_mesh(config: MeshConfig) -> Mesh:
     device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
+    is_alone = "RANK" not in os.environ
+    is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and device.type == "cuda")
+    if is_alone and not is_grouped:
         return Mesh(shape, device, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():

@@ -21,10 +21,14 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.thd import ThdBatch
 
 
-def choose_strategy(strategy: str, shape: MeshShape, device: torch.device) -> str:
-    """auto -> fsdp with several processes or on a GPU, else none; raises ConfigError for what cannot work."""
+def choose_strategy(strategy: str, shape: MeshShape, is_gpu: bool, is_quantized: bool = False) -> str:
+    """auto -> fsdp with several processes or on a GPU, else none; raises ConfigError for what cannot work.
+
+    On one GPU, too: the numbers are those of many, and experts compute in bf16, where autocast leaves them in fp32.
+    Quantized weights cannot be sharded: on one process auto leaves them alone.
+    """
     if strategy == "auto":
-        return "fsdp" if shape.world_size > 1 else "none"
+        return "fsdp" if shape.world_size > 1 or (is_gpu and not is_quantized) else "none"
     if strategy == "none" and shape.world_size > 1:
         raise ConfigError(
             f"mesh.strategy=none with {shape.world_size} processes would train as many models: use fsdp or ddp."
@@ -56,7 +60,8 @@ class ParallelModel:
     autocasts: bool
 
     def __call__(self, batch: ThdBatch) -> Tensor:
-        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts):
+        # weights are cast once per use; a cache of the casts is 13 GiB of an 8B model, which recomputation never reads
+        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts, cache_enabled=False):
             loss: Tensor = self.module(batch)
             return loss
 
@@ -98,7 +103,8 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
         return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False)
     model.to(mesh.device)
     if strategy == "ddp":
-        return ParallelModel(DistributedDataParallel(model), model, mesh.shape.world_size, compute_dtype, autocasts)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype, autocasts)
     return ParallelModel(model, model, 1, compute_dtype, autocasts)
 
 

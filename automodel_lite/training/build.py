@@ -18,7 +18,7 @@ from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.garbage import returning_blocks
-from automodel_lite.models.adapter import Adapter, Peft, cast_frozen
+from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, is_quantized
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, Loss, LossModel
@@ -57,7 +57,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     Raises ConfigError when the model, the kernel and the device do not fit together.
     """
     check_layers(config.training.compile, config.training.activation_checkpointing)
-    strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device)
+    strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device.type == "cuda", is_quantized(config.peft))
     dtype = choose_precision(config.training.precision, mesh.device)
     model_config = source.config(tokenizer)
     kernel, reason = choose_attention(config, model_config, mesh.device, dtype)

@@ -15,7 +15,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import prepare_data
 from automodel_lite.data.source import batch_shape
-from automodel_lite.models.adapter import Peft
+from automodel_lite.models.adapter import Peft, is_quantized
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
@@ -35,7 +35,7 @@ def dry_run(config: Config) -> int:
     data = prepare_data(config, batch_shape(config.training, shape.dp))
     plan = data.plan(config.training)
     model_config = source.config(data.tokenizer)
-    strategy = choose_strategy(config.mesh.strategy, shape, device)
+    strategy = choose_strategy(config.mesh.strategy, shape, device.type == "cuda", is_quantized(config.peft))
     dtype = choose_precision(config.training.precision, device)
     _, attention = choose_attention(config, model_config, device, dtype)
     adapter = _adapter_weights(config, source, model_config, device, strategy)
