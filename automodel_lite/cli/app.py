@@ -67,7 +67,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
     if line.launch:
         from automodel_lite.cli.launcher import launch  # imports torch
 
-        return launch(main, line, list(argv))
+        return launch(main, line.launch, list(argv))
     beside = CONF_DIR.parent / "recipes"
     sources = Sources.of(line.config_dir, line.config_path, beside).with_searchpath(line.preset, line.overrides)
     job = Job(main, sources, line.preset or "", line.overrides)

@@ -72,7 +72,7 @@ def leave(message: str, code: int) -> NoReturn:
     is_mistake = code == CONFIG_EXIT
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends the ranks that wait
     if rank == 0 or not is_mistake:
-        if not (is_mistake and LAUNCHED_BY_US in os.environ):
+        if LAUNCHED_BY_US not in os.environ or not error_file or message.startswith("Traceback "):
             prefix = "" if rank == 0 else f"[rank {rank}] "
             print(f"\n{prefix}{message}", file=sys.stderr, flush=True)
         if error_file:

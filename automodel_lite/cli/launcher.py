@@ -1,0 +1,161 @@
+"""Several ranks from one command: `automodel-lite train --nproc 8 --config-name ...`, by torch's elastic launcher.
+
+The same as `torchrun --nproc-per-node 8 -m automodel_lite train ...`, but for the end: the launcher's own summary is
+left out, the last words are the sentence of the rank that failed first, and its exit code is the command's. Signals go
+on to the ranks: 75 when they have saved and left, 130 when they were interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from torch.cuda import device_count
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from automodel_lite.cli.ending import CONFIG_EXIT, INTERRUPTED_EXIT, LAUNCHED_BY_US
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
+
+FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
+_RANK = "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SHUTDOWN_S = 240  # that ranks get to save after another one has left
+
+
+def launch(main: str, given: Mapping[str, Any], argv: list[str]) -> int:
+    """Starts the ranks of this machine and waits for them; the exit code.
+
+    main    "recipes.train_ft:main"
+    given   nproc, nnodes, rdzv, rdzv_id, max_restarts
+    Raises ConfigError; RunStoppedError with the words of the rank that failed first.
+    """
+    config = _config(given)
+    os.environ[LAUNCHED_BY_US] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    try:
+        with _forwarding():
+            elastic_launch(config, sys.executable)("-c", _RANK, main, *without_flags(argv))
+    except ChildFailedError as error:
+        return _last_words(error)
+    return 0
+
+
+def without_flags(argv: list[str]) -> list[str]:
+    """The command line of a rank: the same without what is the launcher's."""
+    kept, words = [], iter(argv)
+    for word in words:
+        if word.partition("=")[0] not in FLAGS:
+            kept.append(word)
+        elif "=" not in word:
+            next(words, None)
+    return kept
+
+
+def _config(given: Mapping[str, Any]) -> LaunchConfig:
+    """Raises ConfigError for numbers that cannot be."""
+    if "RANK" in os.environ:
+        raise ConfigError("--nproc starts ranks, and this is one already: leave it out under torchrun or srun.")
+    nproc, nnodes, rdzv = _processes(str(given.get("nproc", "auto"))), given.get("nnodes", 1), given.get("rdzv")
+    if nnodes < 1:
+        raise ConfigError(f"--nnodes {nnodes} must be at least 1.")
+    if nnodes > 1 and not rdzv:
+        raise ConfigError(
+            f"--nnodes {nnodes} needs --rdzv HOST:PORT, the same on all machines: one of them and a port."
+        )
+    if given.get("max_restarts", 0) < 0:
+        raise ConfigError(f"--max-restarts {given['max_restarts']} must be at least 0.")
+    return LaunchConfig(
+        min_nodes=nnodes,
+        max_nodes=nnodes,
+        nproc_per_node=nproc,
+        run_id=given.get("rdzv_id", "automodel-lite" if rdzv else f"alone-{os.getpid()}"),
+        rdzv_backend="c10d",
+        rdzv_endpoint=rdzv or "localhost:0",
+        max_restarts=given.get("max_restarts", 0),
+        signals_to_handle="SIGQUIT",  # the others are forwarded here
+        shutdown_timeout=_SHUTDOWN_S,
+    )
+
+
+def _processes(text: str) -> int:
+    """`8`, `gpu` (one for each) or `auto` (the GPUs, or one process without any)."""
+    if text in ("gpu", "auto"):
+        if not device_count() and text == "gpu":
+            raise ConfigError("--nproc gpu: this machine has no GPU: give a number of processes.")
+        return device_count() or 1
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--nproc {text} must be a number of processes, gpu or auto.")
+    return int(text)
+
+
+@contextmanager
+def _forwarding() -> Iterator[None]:
+    """Signals go on to the ranks, which save and leave; before there are any, they end this process."""
+    before = {number: signal.signal(number, _forward) for number in _FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _forward(number: int, frame: FrameType | None) -> None:
+    tasks = Path("/proc/self/task").glob("*/children")
+    ranks = [int(pid) for children in tasks for pid in children.read_text().split()]
+    if not ranks and number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if not ranks:
+        raise StoppedEarly(signal.Signals(number).name)
+    for pid in ranks:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _last_words(error: ChildFailedError) -> int:
+    """The exit code of a run that was stopped; raises what the rank that failed first has said."""
+    failures = sorted(error.failures.items(), key=_order)
+    rank, first = failures[0]
+    text = _message(first)
+    if first.exitcode in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
+        if text:
+            print(f"\n{text}", file=sys.stderr)
+        return first.exitcode
+    _raise(rank, first, text)
+
+
+def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, int, int]:
+    """The first one first; ranks that the launcher itself has ended last."""
+    rank, failure = item
+    return failure.exitcode == -signal.SIGTERM, failure.timestamp, rank
+
+
+def _raise(rank: int, failure: ProcessFailure, text: str) -> NoReturn:
+    if failure.exitcode == CONFIG_EXIT and text:
+        raise ConfigError(text) if rank == 0 else DataError(f"[rank {rank}] {text}")
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = ": the kernel does so when memory runs out" if name == "SIGKILL" else ""
+        raise RunStoppedError(f"rank {rank} was ended by {name}{hint}.")
+    if text.startswith("Traceback "):
+        raise RunStoppedError(f"rank {rank} failed, its traceback is above: {text.splitlines()[-1]}")
+    raise RunStoppedError(text or f"rank {rank} ended with exit code {failure.exitcode}.")
+
+
+def _message(failure: ProcessFailure) -> str:
+    """What the rank has written into its error file."""
+    return "" if failure.error_file == "<N/A>" else str(failure.message)
