@@ -21,9 +21,9 @@ from torch.cuda import device_count
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from automodel_lite.cli.ending import CONFIG_EXIT, INTERRUPTED_EXIT, LAUNCHED_BY_US
+from automodel_lite.cli.ending import CONFIG_EXIT, LAUNCHED_BY_US
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
-from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
+from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
 
 FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
 _RANK = "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
@@ -118,7 +118,7 @@ def _forward(number: int, frame: FrameType | None) -> None:
     if not ranks and number == signal.SIGINT:
         raise KeyboardInterrupt
     if not ranks:
-        raise StoppedEarly(signal.Signals(number).name)
+        raise StoppedEarly(number)
     for pid in ranks:
         try:
             os.kill(pid, number)
@@ -138,10 +138,11 @@ def _last_words(error: ChildFailedError) -> int:
     _raise(rank, first, text)
 
 
-def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, int, int]:
-    """The first one first; ranks that the launcher itself has ended last."""
+def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
+    """The first one first; then ranks that left because another was gone, and those that the launcher has ended."""
     rank, failure = item
-    return failure.exitcode == -signal.SIGTERM, failure.timestamp, rank
+    has_no_reason = failure.exitcode > 0 and not _message(failure)
+    return failure.exitcode == -signal.SIGTERM, has_no_reason, failure.timestamp, rank
 
 
 def _raise(rank: int, failure: ProcessFailure, text: str) -> NoReturn:
