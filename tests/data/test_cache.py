@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from automodel_lite.data.cache import build_once
+from automodel_lite.data import cache
+from automodel_lite.data.cache import CacheEntry, build_once, content_sum, find_damage
 from automodel_lite.data.documents import DocumentList
 from automodel_lite.data.tokenize import tokenize_documents
 from automodel_lite.data.toy_chat import ToyChat
-from automodel_lite.errors import DataError
+from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 
 
@@ -113,5 +117,134 @@ def test_two_jobs_tokenise_the_same_rows_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot be made .*set AUTOMODEL_LITE_CACHE"):
+    with pytest.raises(ValueError, match=r"cache_dir=.*file cannot be written .*AUTOMODEL_LITE_CACHE"):
         build_once(tmp_path / "file", "things", "a", {}, lambda folder: None)
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+def make_entry(cache: Path, built: list[int]) -> CacheEntry:
+    def build(folder: Path) -> None:
+        built.append(len(built))
+        np.save(folder / "ids.npy", np.arange(3_000_000))
+        (folder / "small").write_text("x")
+
+    return build_once(cache, "things", "a", {"size": "1"}, build)
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a-bit": (lambda folder: _flip(folder / "ids.npy", 17_000_001), "ids.npy has another content than was written"),
+    "the-last-bit": (lambda folder: _flip(folder / "ids.npy", -1), "ids.npy has another content"),
+    "the-header": (lambda folder: _flip(folder / "ids.npy", 3), "ids.npy has another content"),
+    "a-small-file": (lambda folder: (folder / "small").write_text("y"), "small has another content"),
+    "truncated": (lambda folder: os.truncate(folder / "ids.npy", 100), "ids.npy has 100 bytes instead of 24,000,128"),
+    "longer": (lambda folder: (folder / "small").write_text("xx"), "small has 2 bytes instead of 1"),
+    "a-file-gone": (lambda folder: (folder / "small").unlink(), "small is missing"),
+    "key-gone": (lambda folder: (folder / "key.json").unlink(), "key.json is missing"),
+    "key-torn": (lambda folder: os.truncate(folder / "key.json", 30), "key.json is not whole"),
+    "key-of-others": (lambda folder: (folder / "key.json").write_text("5"), "key.json is not whole"),
+    "a-folder": (lambda folder: ((folder / "small").unlink(), (folder / "small").mkdir()), "small"),
+}
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_made_again_and_it_is_said(
+    tmp_path: Path, damage: str, ranks: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    built: list[int] = []
+    entry = make_entry(tmp_path, built)
+    harm, said = DAMAGES[damage]
+    harm(entry.folder)
+    again = make_entry(tmp_path, built)
+    assert (again.folder, again.hit, len(built)) == (entry.folder, False, 2)
+    assert said in again.note
+    assert f"WARNING: {entry.folder} was damaged ({said}" in capfd.readouterr().err
+    assert find_damage(entry.folder) is None
+    assert np.load(again.folder / "ids.npy")[-1] == 2_999_999
+    assert make_entry(tmp_path, built).note == "hit"
+    assert len(list((tmp_path / "things").glob(".*"))) == 0
+
+
+def test_a_damaged_entry_that_cannot_be_replaced_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = make_entry(tmp_path, [])
+    (entry.folder / "small").unlink()
+
+    def refuse(*names: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(ConfigError, match=rf"{entry.folder} is damaged \(small is missing\) .*remove this folder"):
+        make_entry(tmp_path, [])
+
+
+def test_the_ranks_of_a_host_read_an_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_entry(tmp_path / "cache", [])
+    reads: list[Path] = []
+    real = cache.content_sum
+
+    def counted(path: Path) -> str:
+        reads.append(path)
+        return real(path)
+
+    monkeypatch.setattr(cache, "content_sum", counted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for _ in range(3):
+        assert make_entry(tmp_path / "cache", []).hit
+    assert len(reads) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert make_entry(tmp_path / "cache", []).hit
+    assert len(reads) == 4
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match=r"cache_dir=.* cannot be written \(No space left on device\): make room"):
+        build_once(tmp_path, "things", "a", {}, build)
+    assert not list((tmp_path / "things").glob(".a*"))
+
+
+def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
+    """They once did, in silence: ids, labels and offsets of the rows, and the tokenizer with its template."""
+    documents = ToyChat(num_chats=100)
+
+    def rows() -> tuple[str, int]:
+        data = tokenize_documents(documents, byte_tokenizer(MARKED), cache_dir=tmp_path)
+        return data.fingerprint, int(data.train.input_ids.astype(np.int64).sum() + data.train.offsets.sum())
+
+    want = rows()
+    for name in ("input_ids.npy", "labels.npy", "offsets.npy", "counts.json", "content.sha256"):
+        for path in tmp_path.glob(f"tokens/*train*/{name}"):
+            _flip(path, path.stat().st_size // 2)
+        assert rows() == want
+
+
+@pytest.mark.slow
+def test_checksums_are_compared_at_nearly_the_speed_of_reading(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(1 << 28))
+    buffer = bytearray(1 << 22)
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    def read() -> None:
+        with open(path, "rb") as file:
+            while file.readinto(buffer):
+                pass
+
+    reading = min(seconds(read) for _ in range(5))
+    assert min(seconds(lambda: content_sum(path)) for _ in range(5)) < 2 * reading
