@@ -74,6 +74,7 @@ from automodel_lite.training.start_lines import (
     position_line,
     version_line,
 )
+from automodel_lite.training.trial import try_settings
 
 
 def main(config: Config) -> int:
@@ -117,6 +118,7 @@ class TrainFinetuneRecipe:
         self.lock.check()
         batches = check_sizes(config, world_size())
         self.source: CausalLM = build(config.model)
+        try_settings(config, self.source)
         self.data = prepare_data(config, batches)
         self.show(data_lines(self.data))
         self.plan = self.data.plan(config.training)

@@ -49,6 +49,7 @@ from automodel_lite.tools.verify import (
     take_gradients,
 )
 from automodel_lite.training.build import assemble, check_cp, check_model, choose_attention
+from automodel_lite.training.trial import try_settings
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""
@@ -70,6 +71,7 @@ class Verification:
         self.console = Console(is_silent=rank() != 0)
         shape = mesh_shape(config.mesh, world_size())
         self.source: CausalLM = build(config.model)
+        try_settings(config, self.source)
         self.sample: Sample = draw_sample(config, shape)
         self.mesh: Mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)

@@ -67,13 +67,13 @@ def leave(message: str, code: int) -> NoReturn:
     torchrun prints a summary after every failure; the text it quotes as the root cause is read from the file named by
     TORCHELASTIC_ERROR_FILE. The other ranks wait so that rank 0 is seen to fail first.
     """
-    message, rank = as_typed(message).rstrip(), int(os.environ.get("RANK", "0"))
+    message, rank = as_typed(message).rstrip(), os.environ.get("RANK", "0")
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_mistake = code == CONFIG_EXIT
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends the ranks that wait
-    if rank == 0 or not is_mistake:
+    if not rank.isdigit() or int(rank) == 0 or not is_mistake:
         if LAUNCHED_BY_US not in os.environ or not error_file or message.startswith("Traceback "):
-            prefix = "" if rank == 0 else f"[rank {rank}] "
+            prefix = "" if rank == "0" else f"[rank {rank}] "
             print(f"\n{prefix}{message}", file=sys.stderr, flush=True)
         if error_file:
             Path(error_file).write_text(json.dumps({"message": scrub(message), "timestamp": int(time.time())}))

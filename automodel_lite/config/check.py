@@ -20,6 +20,7 @@ from automodel_lite.config.schema import Config, Part
 from automodel_lite.errors import ConfigError, did_you_mean
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
+NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
 LISTS = (list, tuple, Sequence)
 GROUPS = (dict, Mapping)
 
@@ -34,8 +35,9 @@ def check_config(raw: DictConfig) -> Config:
     if problems:
         raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
-    problems = [*_schema_problems(plain, Config, ""), *_target_problems(plain)]
-    problems += [*_unsound_values(plain), *_name_problems(plain)]
+    problems = sorted(_schema_problems(plain, Config, ""), key=lambda line: ": unknown key" not in line)  # typos first
+    problems += _target_problems(plain)
+    problems += [*_unsound_values(plain), *_name_problems(plain), *_missing_parts(plain)]
     if not any("_target_" in problem for problem in problems):
         allowed = _lookup(plain, "security.allow_targets") or []
         for key, part in _parts(plain):
@@ -56,7 +58,8 @@ def with_defaults(raw: DictConfig) -> DictConfig:
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key; not those that point to one."""
-    named: list[str] = []
+    named = [] if "name" in raw else ["name"]
+    yield from (f"{key} has no value: set {key}=..." for key in named)
 
     def walk(node: Any, literal: Any, prefix: str) -> Iterator[str]:
         for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
@@ -103,14 +106,15 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
 def _unsound_values(node: Any, path: str = "") -> Iterator[str]:
     """Values that no key can take: numbers that are not finite or too large for a machine word, zero bytes in a text.
 
-    `model.config` is left to the model: some families have an infinite limit in it.
+    An infinite number may stand in `model.config`: some families have a limit that is none.
     """
-    if isinstance(node, (dict, list)) and path != "model.config":
+    if isinstance(node, (dict, list)):
         items = node.items() if isinstance(node, dict) else enumerate(node)
         for key, value in items:
             yield from _unsound_values(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, float) and not math.isfinite(node):
-        yield f"{path}={node} must be a finite number."
+        if math.isnan(node) or not path.startswith("model.config."):
+            yield f"{path}={node} must be a finite number."
     elif isinstance(node, int) and abs(node) >= 2**63:
         yield f"{path}={node} must be below 2**63."
     elif isinstance(node, str) and "\0" in node:
@@ -126,6 +130,14 @@ def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
         yield f"name={name!r} must be a plain folder name (letters, digits, _-.=+@): set output_dir=... for a path."
     elif len(name.encode()) > MAX_NAME_BYTES:
         yield f"name={name[:20]}... must have at most {MAX_NAME_BYTES} bytes, and has {len(name.encode())}."
+
+
+def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
+    """Groups that a run cannot be without and that name no code: `~optimizer`."""
+    for group in NEEDED:
+        part = plain.get(group)
+        if not isinstance(part, dict) or "_target_" not in part:
+            yield f"{group} has no _target_: choose an option of the group, {group}=... ."
 
 
 def _target_problems(plain: dict[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import PathStr
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.models.sharded import CannotReadSlicesError, Spread, draw_shards, load_shards
@@ -60,18 +65,30 @@ class CausalLM:
 
     def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         """The model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return self.described({"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}})
+
+    def described(self, defaults: dict[str, Any]) -> PretrainedConfig:
+        """The loaded config with the overrides; of a model from scratch, the overrides over `defaults`.
+
+        Raises ConfigError for a setting that the model does not have, or not with this value.
+        """
         if self.pretrained:
             config = _load_config(self.pretrained, self.source)
             _check_settings(self.overrides, config)
-            for key, value in self.overrides.items():
-                setattr(config, key, value)
+            _described(self.overrides, partial(_set_all, config, self.overrides))
+            check_described(config, self.overrides)
             return config
-        special = ("bos_token_id", "eos_token_id", "pad_token_id")
-        settings = {"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}, **self.overrides}
-        _check_settings(settings, transformers.AutoConfig.for_model(settings["model_type"]))
-        return transformers.AutoConfig.for_model(
-            **settings
-        )  # in one call: other values follow from these, such as head_dim
+        settings = {**defaults, **self.overrides}
+        kind = settings.pop("model_type")
+        if kind not in CONFIG_MAPPING:
+            near = did_you_mean(str(kind), CONFIG_MAPPING) or ", such as llama, qwen3 or gemma3_text."
+            raise ConfigError(f"model.config.model_type={kind}: transformers has no such model{near}")
+        _check_settings(settings, _described({}, lambda: transformers.AutoConfig.for_model(kind)))
+        # in one call: other values follow from these, such as head_dim
+        made: PretrainedConfig = _described(self.overrides, lambda: transformers.AutoConfig.for_model(kind, **settings))
+        check_described(made, self.overrides)
+        return made
 
     def build(
         self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
@@ -151,6 +168,50 @@ def check_source(key: str, source: str) -> None:
         raise ConfigError(f"{key}={source}: the folder has no config.json.")
 
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+    """Raises ConfigError for sizes that no model can have; libraries meet them late, or never."""
+    text = config.get_text_config()
+    sizes = {key: config_value(text, key, None) for key in SIZES}
+    for key, value in sizes.items():
+        if isinstance(value, int) and value < 1:
+            raise cannot_work(f"{key}={value} must be at least 1.", overrides)
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise cannot_work(
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides
+        )
+
+
+def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+    for key, value in overrides.items():
+        setattr(config, key, value)
+
+
+def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
+    """The sentence for settings that a model's own code refuses."""
+    settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
+    text = f"{reason} is not known." if isinstance(reason, KeyError) else " ".join(str(reason).split())[:300]
+    return ConfigError(f"a model of these settings cannot work: {text or type(reason).__name__} ({settings})")
+
+
+def _described(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # checks of the model's own config class
+        raise cannot_work(error, overrides) from error
+
+
 def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
     known = config.to_dict()
     for key, value in settings.items():
@@ -213,4 +274,23 @@ def _load(
             f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
             f"than the config says, {first} first; they would train from random values."
         )
+    _check_finite(model, source)
     return model
+
+
+def _check_finite(model: transformers.PreTrainedModel, source: str) -> None:
+    """Raises ConfigError when a loaded weight is infinite or not a number: every loss would be."""
+    damaged = [name for name, value in model.named_parameters() if not _is_finite(value)]
+    if damaged:
+        raise ConfigError(
+            f"model.pretrained={source}: {len(damaged)} weights hold values that are not finite (inf or NaN), "
+            f"{damaged[0]} first: the file is damaged, or of a training that diverged; fetch it again."
+        )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Of a sharded weight: this rank's part. Looks at the extremes, which takes no more memory."""
+    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    if not local.is_floating_point() or not local.numel():
+        return True
+    return all(bool(value.isfinite()) for value in local.detach().aminmax())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -36,12 +37,23 @@ class MeshShape:
 
 def world_size() -> int:
     """Processes of this job, as torchrun or srun started them; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _launched("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """This process' number in the job."""
-    return int(os.environ.get("RANK", "0"))
+    return _launched("RANK", 0)
+
+
+def _launched(name: str, default: int) -> int:
+    """A number that the launcher sets; raises ConfigError."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch(r"\d{1,9}", text, flags=re.ASCII) or (name.endswith("SIZE") and int(text) == 0):
+        raise ConfigError(
+            f"the environment has {name}={text}, which must be a whole number{' over 0' if default else ''}: torchrun "
+            f"and srun set it; without them, unset {name}."
+        )
+    return int(text)
 
 
 def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
@@ -93,7 +105,7 @@ class Mesh:
 
     @property
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return _launched("LOCAL_RANK", 0)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks; value is left as it is."""
@@ -155,7 +167,7 @@ _FOREVER = timedelta(days=30)
 
 def use_threads(num_threads: int) -> None:
     """CPU threads of this process; 0 = the cores divided by the processes on this host."""
-    share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    share = max(1, len(os.sched_getaffinity(0)) // _launched("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(num_threads or share)
 
 
@@ -166,7 +178,7 @@ def init_mesh(config: MeshConfig) -> Mesh:
     then those of many ranks.
     """
     shape = mesh_shape(config, world_size())
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _launched("LOCAL_RANK", 0)
     # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of them
     index = local_rank % max(torch.cuda.device_count(), 1)
     device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")

@@ -24,6 +24,7 @@ from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import choose_attention
 from automodel_lite.training.memory import estimate_memory, out_of_memory_text
 from automodel_lite.training.start_lines import count, data_lines, packing_text, steps_text, warmup_steps
+from automodel_lite.training.trial import try_settings
 
 
 def dry_run(config: Config) -> int:
@@ -32,6 +33,7 @@ def dry_run(config: Config) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = planned_shape(config)
     source: CausalLM = build(config.model)
+    try_settings(config, source)
     data = prepare_data(config, batch_shape(config.training, shape.dp))
     plan = data.plan(config.training)
     model_config = source.config(data.tokenizer)

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from automodel_lite.config.rules import Positive
 from automodel_lite.data.packing.exact_fill import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.histogram import assign, best_fit, fewest_bins
 from automodel_lite.data.packing.order import seeded_order
@@ -65,7 +66,7 @@ class ExactFill(_WholeDocuments):
     lookahead   documents that the tail is searched in
     """
 
-    lookahead: int = LOOKAHEAD
+    lookahead: Positive = LOOKAHEAD
     name = "exact_fill"
 
     def __post_init__(self) -> None:

@@ -1,0 +1,163 @@
+"""What would fail late is refused at the start: models that cannot be built or run, optimizers that refuse a value."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import build
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel import mesh
+from automodel_lite.training import trial
+from automodel_lite.training.trial import try_settings
+from tests.attention.families import FAMILIES
+from tests.data.templates import MARKED, byte_tokenizer
+from tests.run.small_run import train
+
+
+def tried(*overrides: str) -> str:
+    config = check_config(compose_config("smoke", list(overrides)))
+    try:
+        try_settings(config, build(config.model))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+MODELS = {
+    "model.config.hidden_size=33": "The hidden size (33) is not a multiple of the number of attention heads (4)",
+    "model.config.num_attention_heads=3": "The hidden size (32) is not a multiple of the number of attention heads (3)",
+    "model.config.num_key_value_heads=3": "num_attention_heads=4 must be a multiple of num_key_value_heads=3.",
+    "model.config.num_hidden_layers=0": "num_hidden_layers=0 must be at least 1.",
+    "model.config.max_position_embeddings=0": "max_position_embeddings=0 must be at least 1.",
+    "model.config.hidden_act=swish_": "'swish_' is not known.",
+    "model.config.hidden_size=many": "Field 'hidden_size' expected int, got str (value: 'many')",
+    "model.config.head_dim=7": "RoPE requires an even rotary dimension",
+}
+
+
+@pytest.mark.parametrize("override", MODELS)
+def test_a_model_that_cannot_work(override: str) -> None:
+    message = tried(override)
+    assert message.startswith("a model of these settings cannot work: ")
+    assert MODELS[override] in message
+    assert override in message
+
+
+def test_a_model_type_that_does_not_exist() -> None:
+    assert tried("model.config.model_type=lama") == (
+        "model.config.model_type=lama: transformers has no such model; did you mean llama?"
+    )
+
+
+def test_all_at_once_and_the_right_ones_pass() -> None:
+    assert tried() == ""
+    assert tried("model.config.hidden_size=64", "lr_scheduler=wsd", "training.max_steps=1") == ""
+    both = tried("model.config.num_hidden_layers=0", "~optimizer.lr")
+    assert both.splitlines()[1] == "automodel_lite.training.optimizers.adamw: missing a required argument: 'lr'."
+
+
+def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin has shapes: what does not fit is found without weights; what the meta device cannot do is left alone."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    source = CausalLM(
+        config={"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    )
+
+    def wrong(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ torch.zeros(7, 7, device=hidden.device)
+
+    def unknown(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * hidden.sum().item()
+
+    assert transformers.models.llama.modeling_llama.LlamaMLP is LlamaMLP
+    monkeypatch.setattr(LlamaMLP, "forward", wrong)
+    with pytest.raises(ConfigError, match=r"a model of these settings cannot work: .*7"):
+        trial.try_model(source)
+    monkeypatch.setattr(LlamaMLP, "forward", unknown)
+    trial.try_model(source)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_is_refused(family: str) -> None:
+    config = FAMILIES[family]()
+    known = type(config)().to_dict()
+    settings = {key: value for key, value in config.to_diff_dict().items() if key in known}
+    trial.try_model(CausalLM(config={**settings, "model_type": config.model_type}))
+
+
+class Picky(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+    def __init__(self, model: torch.nn.Module, lr: float) -> None:
+        if lr > 1:
+            raise AssertionError("lr is too high")
+        super().__init__(model.parameters(), lr=lr)
+
+
+def test_an_optimizer_of_your_own_that_refuses_a_value() -> None:
+    own = ["security.allow_targets=[tests]", "~optimizer", "optimizer._target_=tests.training.test_trial.Picky"]
+    assert tried(*own, "optimizer.lr=0.1") == ""
+    assert tried(*own, "optimizer.lr=2") == "optimizer or lr_scheduler: lr is too high"
+
+
+def test_a_mistake_costs_no_tokenising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.train_ft.prepare_data", lambda *_: pytest.fail("the data were read"))
+    with pytest.raises(ConfigError, match="cannot work"):
+        train(tmp_path / "run", "model.config.hidden_size=33")
+
+
+# --------------------------------------------------------------------------------------------------------------- weights
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_weights_that_are_not_finite_are_named_as_such(tmp_path: Path, value: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = CausalLM(
+        config={
+            "model_type": "llama",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": 300,
+        }
+    )
+    config = source.described({})
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load: Callable[[], object] = lambda: CausalLM(str(tmp_path)).build(byte_tokenizer(MARKED))  # noqa: E731
+    load()
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = value
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"1 weights hold values that are not finite \(inf or NaN\), model.norm.weight first"
+    ):
+        load()
+
+
+# -------------------------------------------------------------------------------------------------------------- launcher
+@pytest.mark.parametrize(
+    ("name", "text"), [("RANK", "abc"), ("RANK", "-1"), ("RANK", ""), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two")]
+)
+def test_an_environment_that_no_launcher_sets(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"the environment has {name}={text}, which must be a whole number"):
+        mesh.rank() if name == "RANK" else mesh.world_size()
+
+
+def test_the_trial_is_quick() -> None:
+    tried()
+    start = time.process_time()
+    tried()
+    assert time.process_time() - start < 5
