@@ -25,6 +25,7 @@ PACKABLE_LAYERS = frozenset(
 )
 """Kinds of layers that keep documents apart here. What a name does not tell, the probe does."""
 
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 UNPACKED = "take another model, docs/models.md lists the families that can be packed"
 
 
@@ -76,12 +77,12 @@ def attention_spec(
     Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.
     """
     config = model_config.get_text_config()
-    dropout = config_value(config, "attention_dropout", 0.0)
-    if dropout:
-        raise ConfigError(
-            f"model_type={config.model_type} has attention_dropout={dropout}, which packed kernels do not do: set "
-            "model.config.attention_dropout=0."
-        )
+    for key in ATTENTION_DROPOUTS:
+        if dropout := config_value(config, key, 0.0):
+            raise ConfigError(
+                f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not do: set "
+                f"model.config.{key}=0."
+            )
     if not has_attention(config):
         return AttentionSpec(config.model_type, torch.device(device), dtype, 0, 0, 0, 0)
     num_heads = config.num_attention_heads

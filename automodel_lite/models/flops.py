@@ -12,35 +12,80 @@ Recomputation (activation checkpointing) and padding are not useful work and are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-import transformers
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from automodel_lite.attention.spec import config_value, layer_window
+from automodel_lite.attention.spec import config_value
 from automodel_lite.flops import CostModel
-from automodel_lite.models.layers import decoder_layers
+from automodel_lite.models.layers import decoder_layers, text_decoder
+from automodel_lite.models.source import describe
+
+_ATTENTION_WORDS = ("attention", "hybrid")  # in the names of layer types whose layers attend; linear attention does not
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Attention of one decoder layer; `num_heads` is 0 in a layer without (state space, convolution, linear)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    window: int | None = None  # keys that a query sees; None = all
+
+
+def layer_shapes(model_config: PretrainedConfig) -> list[LayerShape]:
+    """Of each layer; families name their sizes in several ways and may give each layer its own."""
+    text = model_config.get_text_config()
+    return [_layer_shape(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
+
+
+def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
+    config = text.per_layer_config[layer]
+    kinds = config_value(config, "layer_types")
+    kind = "full_attention" if kinds is None else kinds[layer % len(kinds)]
+    is_sliding = "sliding" in kind or "chunked" in kind
+
+    def value(key: str, default: Any) -> Any:
+        found = config_value(config, key, default)
+        if is_sliding:
+            found = config_value(config, f"swa_{key}", found)
+        return found[layer] if isinstance(found, list | tuple) else found
+
+    num_heads = value("num_attention_heads", 0)
+    if not num_heads or kind == "linear_attention" or not any(word in kind for word in _ATTENTION_WORDS):
+        return LayerShape(0, 0, 0, 0)
+    head_dim = value("head_dim", config.hidden_size // num_heads)
+    value_head_dim = value("v_head_dim", head_dim)
+    if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    window = None
+    if is_sliding or (kinds is None and config_value(config, "use_sliding_window", True)):
+        window = value("sliding_window", value("attention_chunk_size", None))
+    num_kv_heads = 1 if value("multi_query", False) else value("num_key_value_heads", num_heads)
+    return LayerShape(num_heads, num_kv_heads, head_dim, value_head_dim, window)
 
 
 def cost_model(model_config: PretrainedConfig) -> CostModel:
-    """FLOPs a token and a visible pair; mixture-of-experts layers count the experts that a token visits."""
-    config = model_config.get_text_config()
-    num_heads = config.num_attention_heads
-    wide = config_value(config, "intermediate_size", None) or config_value(config, "n_inner", None)
-    windows = [layer_window(config, layer) for layer in range(config.num_hidden_layers)]
-    narrow = [window for window in windows if window is not None]
-    return CostModel.of_decoder(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=config_value(config, "num_key_value_heads", num_heads),
-        head_dim=config_value(config, "head_dim", config.hidden_size // num_heads),
-        intermediate_size=config_value(config, "moe_intermediate_size", wide or 4 * config.hidden_size),
-        vocab_size=config.vocab_size,
-        experts_per_token=config_value(config, "num_experts_per_tok", 1),
-        window=min(narrow, default=None),
-        window_frac=len(narrow) / len(windows),
+    """FLOPs of a token and of a visible pair; mixture-of-experts layers count the experts that a token visits."""
+    return cost_of(model_size(model_config), layer_shapes(model_config))
+
+
+def cost_of(size: ModelSize, layers: Sequence[LayerShape]) -> CostModel:
+    """As `cost_model`, of a model that is counted already."""
+    per_layer = [6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers]
+    narrow = [(layer.window, cost) for layer, cost in zip(layers, per_layer) if layer.window is not None]
+    per_pair = sum(per_layer)
+    return CostModel(
+        per_token=6.0 * (size.layer_weights + size.head_weights),
+        per_pair=per_pair,
+        window=min((window for window, _ in narrow), default=None),
+        window_frac=sum(cost for _, cost in narrow) / per_pair if per_pair else 0.0,
     )
 
 
@@ -49,10 +94,12 @@ class ModelSize:
     """Counted on the meta device: no memory, and before quantization and adapters."""
 
     parameters: int
-    layer_weights: float  # in matrices of the layers, those that one token visits
+    layer_weights: float  # in matrices of the language model's layers, those that one token visits
+    num_layers: int
     largest_layer: int  # parameters
-    embedding: int  # parameters outside of the layers, tied ones once
+    embedding: int  # parameters of the language model outside of its layers, tied ones once
     head_weights: int
+    towers: int  # parameters of a composite that text does not meet: vision, audio, their projections
 
 
 @dataclass(frozen=True)
@@ -72,30 +119,48 @@ class StepFlops:
 
 def model_size(config: PretrainedConfig) -> ModelSize:
     """Of a model config, mixture-of-experts layers by the experts that a token visits."""
-    with torch.device("meta"):
-        lm: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
-    layers = decoder_layers(lm)
-    matrices = [(name, p) for layer in layers for name, p in layer.named_parameters() if p.ndim > 1]
-    visited = sum(_visited(lm.config, name) * p.numel() for name, p in matrices)
+    return size_of(describe(config))
+
+
+def size_of(lm: PreTrainedModel) -> ModelSize:
+    """Of a whole model without adapters, on any device."""
+    decoder, layers, head = text_decoder(lm), decoder_layers(lm), lm.get_output_embeddings()
+    text = lm.config.get_text_config()
+    visited = sum(_visited_weights(layer, text) for layer in layers)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     total = sum(p.numel() for p in lm.parameters())
-    head = lm.get_output_embeddings().weight.numel()
-    return ModelSize(total, visited, max(sizes), total - sum(sizes), head)
+    of_text = sum(p.numel() for p in {*decoder.parameters(), *head.parameters()})
+    return ModelSize(
+        parameters=total,
+        layer_weights=visited,
+        num_layers=len(layers),
+        largest_layer=max(sizes),
+        embedding=of_text - sum(sizes),
+        head_weights=head.weight.numel(),
+        towers=total - of_text,
+    )
 
 
 def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None) -> StepFlops:
     """num_adapter_weights: trained weights beside a frozen model; None when the model itself is trained."""
     if num_adapter_weights is None:
-        return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost_model(config))
+        return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost_of(size, layer_shapes(config)))
     per_token = 4.0 * size.layer_weights + 6.0 * num_adapter_weights
-    return StepFlops(per_token, 4.0 * size.head_weights, cost_model(config))
+    return StepFlops(per_token, 4.0 * size.head_weights, cost_of(size, layer_shapes(config)))
 
 
-def _visited(config: PretrainedConfig, name: str) -> float:
-    """The part of a layer's weight that works on one token."""
-    if ".experts." not in f".{name}.":
-        return 1.0
-    text = config.get_text_config()
-    experts = config_value(text, "num_local_experts", None) or config_value(text, "num_experts", None)
-    experts = experts or config_value(text, "n_routed_experts", None)
-    return config_value(text, "num_experts_per_tok", 1) / experts if experts else 1.0
+def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:
+    """In a layer's matrices, those that work on one token: of routed experts, as many as are chosen."""
+    chosen = next((value for key in _CHOSEN_EXPERTS if (value := config_value(text, key)) is not None), 1)
+    total = 0.0
+    for name, weight in layer.named_parameters():
+        if weight.ndim < 2:
+            continue
+        parent, is_expert, _ = f".{name}".partition(".experts.")
+        if not is_expert:
+            total += weight.numel()
+            continue
+        experts = layer.get_submodule(f"{parent}.experts".lstrip("."))
+        num_experts = len(experts) if isinstance(experts, nn.ModuleList) else weight.shape[0]
+        total += weight.numel() * min(chosen / num_experts, 1.0)
+    return total

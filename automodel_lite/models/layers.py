@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -91,9 +92,35 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def text_decoder(lm: nn.Module) -> nn.Module:
+    """The module of a causal LM that turns token ids into hidden states: of a composite (vision-language) model its
+    language model alone, without the towers of the other senses.
+    """
+    assert isinstance(lm, transformers.PreTrainedModel)
+    found = lm.get_decoder()
+    if not _layer_lists(found):  # ModernBERT's `decoder` is its output head
+        found = lm.base_model
+    return found.model if found is lm else found  # Llama4ForCausalLM takes itself for its base
+
+
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
-    """The transformer's layers: the outermost ModuleList. Raises ValueError without one."""
-    for module in lm.modules():
-        if isinstance(module, nn.ModuleList) and len(module):
-            return list(module)
-    raise ValueError(f"{type(lm).__name__} has no list of layers to shard.")
+    """The language model's layers, in the order of the forward: of its outermost lists the one as long as the config
+    says, else the first, and those of the same kind beside it. Raises ValueError without one.
+    """
+    decoder = text_decoder(lm)
+    lists = _layer_lists(decoder)
+    if not lists:
+        raise ValueError(f"{type(lm).__name__} has no list of layers.")
+    config: Any = decoder.config
+    expected = getattr(config.get_text_config(), "num_hidden_layers", None)
+    chosen = next((layers for layers in lists if len(layers) == expected), lists[0])
+    alike = [layers for layers in lists if type(layers[0]) is type(chosen[0])]
+    return [layer for layers in alike for layer in layers]
+
+
+def _layer_lists(module: nn.Module) -> list[nn.ModuleList]:
+    """The outermost lists of modules with parameters."""
+    if isinstance(module, nn.ModuleList):
+        has_parameters = next(module.parameters(), None) is not None
+        return [module] if has_parameters else []
+    return [found for child in module.children() for found in _layer_lists(child)]

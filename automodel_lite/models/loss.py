@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 from automodel_lite.config.rules import Positive
+from automodel_lite.models.layers import text_decoder
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
 LEAST_CHUNK_TOKENS = 512
@@ -182,7 +183,7 @@ class LossModel(nn.Module):
     def forward(self, batch: ThdBatch) -> Tensor:
         labels_R = batch.labels.index_select(0, batch.label_rows)
         if self.loss.includes_head:
-            hidden_TC = self.lm.base_model(**batch.model_inputs()).last_hidden_state[0]
+            hidden_TC = text_decoder(self.lm)(**batch.model_inputs()).last_hidden_state[0]
             hidden_RC = hidden_TC.index_select(0, batch.label_rows)
             loss = self.loss
             return self.in_head(hidden_RC, lambda hidden, weight: loss(hidden, weight, labels_R, self.softcap))
@@ -201,16 +202,22 @@ class LossModel(nn.Module):
 
     @torch.no_grad()
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
-        """Logits [T, V], and are they `softcap(hidden @ weight.T)`? Granite, Cohere and heads with a bias or an adapter
-        are not.
+        """Logits [T, V], and are they `softcap(hidden @ weight.T)`? Granite, Cohere, MiniCPM and heads with a bias or
+        an adapter are not.
         """
         inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
         head = self.lm.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        hooks = [
+            head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
+            text_decoder(self.lm).register_forward_hook(lambda *call: outputs.append(call[2].last_hidden_state)),
+        ]
         logits_TV: Tensor = self.lm(**batch.model_inputs()).logits[0]
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         names = [name for name, _ in head.named_parameters()]  # a fresh adapter adds no value yet, but its name
-        return logits_TV, names == ["weight"] and self._is_product(inputs[0][0], logits_TV.float())
+        is_plain = names == ["weight"] and torch.equal(inputs[0], outputs[0])  # MiniCPM scales in between
+        return logits_TV, is_plain and self._is_product(inputs[0][0], logits_TV.float())
 
     def _is_product(self, hidden_TC: Tensor, want_TV: Tensor) -> bool:
         got_TV = self.in_head(hidden_TC, lambda hidden, weight: hidden.float() @ weight.t().float())

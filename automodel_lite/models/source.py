@@ -6,6 +6,7 @@ first use: 2 CPU-s that a mistake in the settings or the data does not wait for.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable
@@ -101,7 +102,7 @@ class CausalLM:
         config = self._checked_config(tokenizer)
         if self.pretrained:
             return _load(self.pretrained, config, {**self.source, **(load_arguments or {})}).train()
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        return model_class(config).from_config(config, dtype=torch.float32).train()
 
     def build_sharded(
         self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
@@ -111,7 +112,7 @@ class CausalLM:
         """
         config = self._checked_config(tokenizer)
         if not self.pretrained:
-            make = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+            make = partial(model_class(config).from_config, config, dtype=torch.float32)
             return draw_shards(make, spread, device).train()
         try:
             return _load(self.pretrained, config, self.source, spread).train()
@@ -143,8 +144,54 @@ def check_pinned(revision: str | None) -> None:
 
 
 def runs_remote_code(model: transformers.PreTrainedModel) -> bool:
-    """Is its class from the model's repository? transformers puts such code into a package of its own."""
-    return type(model).__module__.startswith("transformers_modules.")
+    """Is its class from the model's repository?"""
+    return is_remote_code(type(model))
+
+
+def is_composite(config: PretrainedConfig) -> bool:
+    """Has the model towers of other senses (vision, audio) beside its language model?"""
+    return config.get_text_config() is not config
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The Auto class under which the whole model is loaded: a composite's own class keeps its towers, where
+    AutoModelForCausalLM would leave them out, or does not know it.
+    """
+    for_text = transformers.AutoModelForCausalLM
+    if not is_composite(config) and type(config) in for_text._model_mapping:
+        return for_text
+    for auto in (transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    return for_text
+
+
+def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    """The model of a config on the meta device: shapes without memory. A config of remote code was trusted already."""
+    own = copy.deepcopy(config)  # from_config writes the dtype into it
+    with torch.device("meta"):
+        model: transformers.PreTrainedModel = model_class(own).from_config(
+            own, dtype=dtype, trust_remote_code=is_remote_code(type(own))
+        )
+    return model
+
+
+def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each weight in a checkpoint of `dtype`: some families keep some weights in fp32 (the biases by which
+    routers choose, decays of state spaces), and `from_pretrained` gives them fp32 whatever it reads.
+    """
+    plan = model._get_dtype_plan(dtype)
+    pattern = re.compile("|".join(key.replace("*", ".*") for key in plan)) if plan else None
+    return {
+        name: torch.float32 if pattern and pattern.search(name) else dtype
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
+    }
+
+
+def is_remote_code(kind: type) -> bool:
+    """Is the class from a model's repository? transformers puts such code into a package of its own."""
+    return kind.__module__.startswith("transformers_modules.")
 
 
 def embedding_rows(model: transformers.PreTrainedModel) -> int:
@@ -247,7 +294,7 @@ def _load(
     transformers_logging.set_verbosity_error()
     try:
         read: Any = partial(
-            transformers.AutoModelForCausalLM.from_pretrained,
+            model_class(config).from_pretrained,
             source,
             config=config,
             dtype=torch.float32,

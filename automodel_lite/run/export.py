@@ -21,7 +21,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8
 from automodel_lite.models.loss import LossModel
-from automodel_lite.models.source import embedding_rows, runs_remote_code
+from automodel_lite.models.source import describe, embedding_rows, model_class, runs_remote_code, stored_dtypes
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.run.exported import fresh, replace
 from automodel_lite.thd import ThdBatch
@@ -138,12 +138,14 @@ def generation_config(
 def _rebuild(
     lm: transformers.PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
-    """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised."""
-    with torch.device("meta"):
-        whole = transformers.AutoModelForCausalLM.from_config(
-            lm.config, attn_implementation="eager", dtype=dtype, trust_remote_code=runs_remote_code(lm)
-        )
-    cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised.
+
+    Weights that the family keeps in fp32 (routers' biases, state space decays) stay so.
+    """
+    whole = describe(lm.config, dtype)
+    whole.set_attn_implementation("eager")
+    dtypes = stored_dtypes(whole, dtype)
+    cast = {name: value.to(dtypes[name]) if value.is_floating_point() else value for name, value in weights.items()}
     whole.load_state_dict(cast, strict=True, assign=True)
     whole.tie_weights()
     return whole
@@ -161,9 +163,11 @@ def _written(folder: Path, step: int) -> Iterator[Path]:
         raise
 
 
-def _compare(folder: Path, expected: nn.Module, trust_remote_code: bool) -> transformers.PreTrainedModel:
+def _compare(
+    folder: Path, expected: transformers.PreTrainedModel, trust_remote_code: bool
+) -> transformers.PreTrainedModel:
     """The model as it is read back."""
-    read: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    read: Any = model_class(expected.config).from_pretrained(
         folder, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code
     )
     loaded, report = read

@@ -8,7 +8,6 @@ written to the run's folder. One process answers for any mesh: set mesh.dp_shard
 from __future__ import annotations
 
 import torch
-import transformers
 from transformers import PretrainedConfig
 
 from automodel_lite.config.components import build
@@ -17,7 +16,7 @@ from automodel_lite.data.prepare import prepare_data
 from automodel_lite.data.source import batch_shape
 from automodel_lite.models.adapter import Peft, is_quantized
 from automodel_lite.models.flops import cost_model, model_size
-from automodel_lite.models.source import CausalLM
+from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.telemetry.console import Console
@@ -79,7 +78,7 @@ def _adapter_weights(
         return None
     peft: Peft = build(config.peft)
     peft.check(device, strategy, source.pretrained)
+    lm = describe(model_config)
     with torch.device("meta"):
-        lm = transformers.AutoModelForCausalLM.from_config(model_config)
         peft.adapt(lm, str(source.pretrained))
     return sum(p.numel() for p in lm.parameters() if p.requires_grad)

@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.spec import config_value
 from automodel_lite.config.schema import Config
 from automodel_lite.data.source import batch_shape
-from automodel_lite.models.flops import ModelSize
+from automodel_lite.models.flops import ModelSize, layer_shapes
 from automodel_lite.models.loss import chunk_rows
 from automodel_lite.parallel.mesh import MeshShape
 
@@ -83,7 +82,7 @@ def estimate_memory(
         gradients=gradients * (2 if strategy == "ddp" else 1),
         optimizer=_optimizer_bytes(config) * trained.weights / shards,
         working_copy=_working_copy(strategy, size, adapter, compute),
-        activations=_activations(config, shape, model, tokens, compute),
+        activations=_activations(config, shape, model, size, tokens, compute),
         logits=_logits(config, model, size, tokens / shape.cp, compute, adapter is not None),
     )
 
@@ -95,25 +94,28 @@ def _working_copy(strategy: str, size: ModelSize, adapter: int | None, compute: 
     return float(compute * size.parameters) if compute < _MASTER and adapter is None else 0.0
 
 
-def _activations(config: Config, shape: MeshShape, model: PretrainedConfig, tokens: int, compute: int) -> float:
+def _activations(
+    config: Config, shape: MeshShape, model: PretrainedConfig, size: ModelSize, tokens: int, compute: int
+) -> float:
     text = model.get_text_config()
-    local = tokens / shape.cp
-    heads = text.num_attention_heads
-    head_dim = config_value(text, "head_dim", text.hidden_size // heads)
-    kv = 2 * config_value(text, "num_key_value_heads", heads) * head_dim
-    inner = config_value(text, "moe_intermediate_size", config_value(text, "intermediate_size", 4 * text.hidden_size))
-    inner *= config_value(text, "num_experts_per_tok", 1)
-    norms = 2 * (_MASTER + 2 * compute) * text.hidden_size  # each: its input in fp32, the normed, the scaled
-    layer = local * (norms + compute * (2 * heads * head_dim + kv + 4 * inner))
+    local, hidden = tokens / shape.cp, text.hidden_size
+    shapes = layer_shapes(model)
+    num_layers = size.num_layers
+    attended = sum(layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes) / num_layers
+    kv = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes) / num_layers
+    attention_weights = hidden * (attended + kv)
+    inner = max(size.layer_weights / num_layers - attention_weights, 0) / (3 * hidden)  # width of a gated MLP
+    norms = 2 * (_MASTER + 2 * compute) * hidden  # each: its input in fp32, the normed, the scaled
+    layer = local * (norms + compute * (attended + kv + 4 * inner))
     if shape.cp > 1:
         layer += tokens * compute * kv  # gathered keys and values
     how = config.training.activation_checkpointing
-    num_recomputed = 0 if how == "none" else -(-text.num_hidden_layers // config.training.recompute_every_layers)
-    kept = compute * text.hidden_size  # the layer's input; selective: the results of matrix products and attention too
+    num_recomputed = 0 if how == "none" else -(-num_layers // config.training.recompute_every_layers)
+    kept = compute * hidden  # the layer's input; selective: the results of matrix products and attention too
     if how == "selective":
-        kept += compute * (2 * heads * head_dim + kv + 2 * inner + 2 * text.hidden_size)
+        kept += compute * (attended + kv + 2 * inner + 2 * hidden)
     at_work = layer if num_recomputed else 0.0
-    return (text.num_hidden_layers - num_recomputed) * layer + at_work + num_recomputed * local * kept
+    return (num_layers - num_recomputed) * layer + at_work + num_recomputed * local * kept
 
 
 def _logits(

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.spec import config_value
 from automodel_lite.config.schema import Config
-from automodel_lite.models.flops import model_size, step_flops
+from automodel_lite.models.flops import layer_shapes, model_size, step_flops
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.memory import estimate_memory
 
@@ -91,7 +90,7 @@ def estimate(
     replicas = 2 * _FP32 * size.parameters / shards * (shape.dp_replicate - 1) / shape.dp_replicate  # HSDP's all-reduce
     exchange = _exchange_bytes(model, tokens, shape.cp) * (3 if recomputed > 1 else 2)
     traffic_s = (gather + reduce) / hardware.bandwidth(shards) + replicas / hardware.bandwidth(gpus)
-    num_layers = model.get_text_config().num_hidden_layers
+    num_layers = size.num_layers
     exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange / hardware.bandwidth(shape.cp)
     one_step = replace(config, training=replace(config.training, global_batch_size=None))
     strategy = "fsdp" if gpus > 1 else "none"
@@ -112,8 +111,5 @@ def estimate(
 
 def _exchange_bytes(model: PretrainedConfig, tokens: float, cp: int) -> float:
     """Keys and values that a rank receives in one pass over the layers; they meet nothing that would hide them."""
-    text = model.get_text_config()
-    heads = text.num_attention_heads
-    head_dim = config_value(text, "head_dim", text.hidden_size // heads)
-    kv_width = 2 * config_value(text, "num_key_value_heads", heads) * head_dim
-    return float(text.num_hidden_layers * tokens * kv_width * _BF16 * (cp - 1) / cp)
+    kv_width = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in layer_shapes(model))
+    return float(tokens * kv_width * _BF16 * (cp - 1) / cp)

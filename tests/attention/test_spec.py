@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma2Config, LlamaConfig
+from transformers import AutoConfig, Gemma2Config
 
 from automodel_lite.attention.auto import auto_attention
 from automodel_lite.attention.flex import FlexAttention
@@ -54,9 +54,19 @@ def test_a_model_without_attention_needs_no_kernel() -> None:
     assert (kernel.name, why) == ("thd_reference", "none: the model has no attention layers")
 
 
-def test_attention_dropout_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"set model\.config\.attention_dropout=0"):
-        attention_spec(LlamaConfig(attention_dropout=0.1), "cpu", torch.float32)
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "attention_dropout"),
+        ("gpt2", "attn_pdrop"),
+        ("gpt_bigcode", "attn_pdrop"),
+        ("biogpt", "attention_probs_dropout_prob"),
+    ],
+)
+def test_attention_dropout_is_refused_under_the_familys_own_key(family: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"set model\.config\.{key}=0\."):
+        attention_spec(AutoConfig.for_model(family, **{key: 0.1}), "cpu", torch.float32)
+    attention_spec(AutoConfig.for_model(family, **{key: 0.0}), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize(

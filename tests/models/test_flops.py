@@ -4,7 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
-from automodel_lite.models.flops import model_size, step_flops
+from automodel_lite.models.flops import cost_model, model_size, step_flops
 from automodel_lite.models.lora import Lora
 
 TOKENS = 48
@@ -72,3 +72,30 @@ def test_sizes_of_known_models(config: dict, billions: float, visited: float):
     size = model_size(known)
     assert size.parameters / 1e9 == pytest.approx(billions, abs=0.01)
     assert size.layer_weights / 1e9 == pytest.approx(visited, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "per_pair"),
+    [
+        pytest.param({"model_type": "gemma3"}, 2.02, 26 * 12 * 8 * 256, id="the layers of Gemma 3's language model"),
+        pytest.param({"model_type": "gemma4_text"}, 2.44, 12 * 8 * (25 * 256 + 5 * 512), id="two head dims in Gemma 4"),
+        pytest.param({"model_type": "gemma3n_text"}, 3.90, 35 * 12 * 8 * 256, id="a list of MLP widths in Gemma 3n"),
+        pytest.param(
+            {"model_type": "deepseek_v3"}, 35.70, 61 * 6 * 128 * (192 + 128), id="wide keys, 8 of 256 experts"
+        ),
+        pytest.param({"model_type": "qwen3_5"}, 6.92, 8 * 12 * 16 * 256, id="one layer of four attends"),
+        pytest.param({"model_type": "mamba"}, 0.12, 0, id="no layer attends"),
+    ],
+)
+def test_costs_of_layers_that_differ(config: dict, billions: float, per_pair: float):
+    known: PreTrainedConfig = AutoConfig.for_model(**config)
+    assert model_size(known).layer_weights / 1e9 == pytest.approx(billions, abs=0.01)
+    assert cost_model(known).per_pair == per_pair
+
+
+def test_towers_of_a_composite_are_counted_apart():
+    size = model_size(AutoConfig.for_model("gemma3"))
+    of_text = model_size(AutoConfig.for_model("gemma3").get_text_config())
+    assert size.towers > 0.05e9
+    assert (size.layer_weights, size.num_layers) == (of_text.layer_weights, 26)
+    assert size.parameters - size.towers == of_text.parameters

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
+from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.source import describe
 from automodel_lite.thd import ThdBatch, to_thd
 
 NUM_TOKENS = 48
@@ -132,3 +133,24 @@ class MemoryOfResults(torch.utils._python_dispatch.TorchDispatchMode):
 def test_compiling_and_selective_recomputing_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="recompute_every_layers=2"):
         check_layers(is_compiled=True, how="selective")
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [
+        ("gemma3", "Gemma3DecoderLayer"),
+        ("qwen2_5_vl", "Qwen2_5_VLDecoderLayer"),
+        ("gpt2", "GPT2Block"),
+        ("llama4_text", "Llama4TextDecoderLayer"),
+        ("modernbert-decoder", "ModernBertDecoderLayer"),
+    ],
+)
+def test_layers_are_those_of_the_language_model(family: str, layer: str) -> None:
+    config = AutoConfig.for_model(family)
+    layers = decoder_layers(describe(config))
+    assert {type(found).__name__ for found in layers} == {layer}
+    assert len(layers) == config.get_text_config().num_hidden_layers
+
+
+def test_a_model_of_two_stacks_has_the_layers_of_both() -> None:
+    assert len(decoder_layers(describe(AutoConfig.for_model("hrm_text")))) == 16 + 16

@@ -175,3 +175,27 @@ def test_an_export_deletes_nobodys_own_files(tmp_path: Path):
     mark.unlink()
     assert export_hf.main([str(run)]) == 0
     assert (run / "hf/notes/mine.txt").read_text() == (run / "hf/model.gguf").read_text() == "mine"
+
+
+EXPERTS = [
+    "~model.config",
+    "model.config.model_type=glm4_moe",
+    "model.config.hidden_size=32",
+]
+EXPERTS += [f"model.config.{key}=2" for key in ("num_hidden_layers", "num_key_value_heads", "num_experts_per_tok")]
+EXPERTS += [f"model.config.{key}=4" for key in ("num_attention_heads", "n_routed_experts")]
+EXPERTS += ["model.config.intermediate_size=64", "model.config.moe_intermediate_size=16"]
+
+
+def test_weights_that_a_family_keeps_in_fp32_survive_a_bf16_export(tmp_path: Path):
+    """The bias by which the router of GLM 4.5, DeepSeek V3 and a dozen others chooses experts."""
+    train("smoke", tmp_path / "run", *FEW, *EXPERTS)
+    trained = load_trained(tmp_path / "run")
+    bias = trained.model.lm.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.data.copy_(torch.tensor([1.001, -2.003, 3.007, 0.1]))
+    export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, torch.bfloat16, trained.model.logits)
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    kept = {name: value for name, value in weights.items() if value.dtype == torch.float32}
+    assert list(kept) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(*kept.values(), bias)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
