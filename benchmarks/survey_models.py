@@ -1,277 +1,405 @@
-"""Which Hugging Face families are exact on packed documents, and which are refused, and why.
+"""Which model families train here end to end, exactly, and which are refused, and why: docs/models.md.
 
-    python benchmarks/survey_models.py                       print the table
-    python benchmarks/survey_models.py --write docs/models.md  and write it
-    python benchmarks/survey_models.py --families llama qwen3
+    python benchmarks/survey_models.py                          print a line a family
+    python benchmarks/survey_models.py --write docs/models.md   and write the page (some 15 minutes on two cores)
+    python benchmarks/survey_models.py --families llama qwen3_5 mistral3
 
-Each family gets a tiny random model (fp32, CPU). Truth is one forward and backward per document through the family's
-own eager attention; against it stands one packed forward and backward on the reference kernel, and transformers' own
-packed path (sdpa and position_ids) as it comes. Nothing is downloaded. Takes about two minutes.
+Every decoder-only causal LM of the installed transformers, and the composites (vision, audio) that text is trained on,
+as a tiny random bf16 checkpoint that is then *run*: by the recipe, in fp32 on CPU, on one process, on two (mesh.cp=2,
+sharded), and with LoRA. Truth is the family's own code on one document at a time. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
+import os
+import resource
+import signal
 import sys
+import tempfile
+import time
+import traceback
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from safetensors import safe_open
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import recipes.train_ft as train_ft
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.attention.spec import attention_spec
-from automodel_lite.errors import ConfigError
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.flops import cost_model
+from automodel_lite.models.lora import load_adapted
+from automodel_lite.models.source import model_class
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model
 
-FAMILIES = """
-    apertus arcee bitnet cohere cohere2 deepseek_v2 deepseek_v3 doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon
-    falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_neo gpt_neox gpt_oss gptj
-    granite granitemoe granitemoehybrid helium hunyuan_v1_dense hunyuan_v1_moe jamba lfm2 llama llama4_text mamba mamba2
-    minimax ministral mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
-    qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 stablelm starcoder2 vaultgemma xglm
-"""
 LENGTHS = [23, 5, 14]
-WINDOW = 8
+PACK = 48
 EXACT = 1e-5
 """Largest difference of logits and gradients, relative to the largest logit and gradient, in fp32."""
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "query_pre_attn_scalar": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts": 2,
-    "num_local_experts": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 16,
-    "moe_num_experts": 2,
-    "shared_expert_intermediate_size": 16,
-    "intermediate_size_mlp": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_positions": 128,
-    "n_embd": 32,
-    "n_head": 4,
-    "n_layer": 2,
-    "rotary_dim": 4,
-    "num_heads": 4,
-    "num_layers": 2,
-    "ffn_dim": 32,
-    "word_embed_proj_dim": 32,
-    "d_model": 32,
-    "attention_heads": 4,
-    "mamba_d_ssm": 32,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "lru_width": 32,
-    "attention_dropout": 0.0,
-}
-WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
-SPECIAL: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_key_value_heads": 4},
-    "deepseek_v3": {"num_key_value_heads": 4},
-    "dots1": {"num_key_value_heads": 4, "n_shared_experts": 1},
-    "ernie4_5_moe": {"moe_k": 1, "num_experts_per_tok": 1},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["linear_attention", "full_attention"]},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "mamba": {"num_heads": None, "state_size": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
-    "mixtral": {"sliding_window": WINDOW},
-    "phi3": {"sliding_window": WINDOW},
-    "phimoe": {"sliding_window": WINDOW},
-    "qwen2": WINDOWED,
-    "qwen2_moe": WINDOWED,
-    "qwen3": WINDOWED,
-    "qwen3_moe": WINDOWED,
-    "starcoder2": {"sliding_window": WINDOW},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
-}
+SAME_STEP = 1e-5
+"""Relative difference of a step's loss and gradient norm."""
+MOST_USED = """
+    qwen3_5 qwen3_5_moe nemotron_h deepseek_v3 gemma4 qwen2_5_vl qwen3_vl mistral3 kimi_k25 qwen3 llama olmo3 phi3 qwen2
+    glm4 cohere2 smollm3 granite exaone4 seed_oss apertus arcee gpt_oss glm4_moe glm4_moe_lite mimo_v2_flash
+    ernie4_5_moe kimi_linear bailing_hybrid granitemoehybrid falcon_h1 lfm2 qwen3_next qwen3_moe minimax_m2 mixtral
+    olmoe gemma3 gemma3n llama4
+"""
+"""The forty that are fine-tuned most in 2026, by commits that name them in eleven public code bases."""
+BYTES = 8 << 30
+SECONDS = 240
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
-    """What came out for one family."""
+    """What came out for one family. Each step: a number below its limit, `refused: sentence`, or what went wrong."""
 
     family: str
-    verdict: str  # exact | refused | WRONG | not tried
-    detail: str
-    native: str  # transformers' own packed path
+    native: str = ""
+    refused: str = ""
+    steps: dict[str, str] = field(default_factory=dict)  # name -> "exact, 3e-07" | "refused: ..." | "WRONG ..." | ...
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        words = list(self.steps.values())
+        if any(word.startswith("WRONG") for word in words):
+            return "WRONG"
+        if any(word.startswith("BROKEN") for word in words):
+            return "BROKEN"
+        if self.refused or not words:
+            return "refused" if self.refused else "not tried"
+        return "exact" if all(not word.startswith("refused") for word in words) else "in part"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--families", nargs="*", default=FAMILIES.split())
+    parser.add_argument("--families", nargs="*", default=[*decoder_families(), *COMPOSITES])
     parser.add_argument("--write", type=Path, help="a Markdown file to write")
+    parser.add_argument("--json", type=Path, help="findings, one JSON object a line")
+    parser.add_argument("--jobs", type=int, default=2, help="families at a time")
     arguments = parser.parse_args()
+    quiet()
+    findings = survey(arguments.families, arguments.jobs, show)
+    if arguments.json:
+        arguments.json.write_text("".join(json.dumps(asdict(finding)) + "\n" for finding in findings))
+    if arguments.write:
+        from benchmarks.models_page import markdown
+
+        arguments.write.write_text(markdown(findings))
+    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in sorted({f.verdict for f in findings})}
+    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
+    return int(any(finding.verdict in ("WRONG", "BROKEN") for finding in findings))
+
+
+def quiet() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    findings = []
-    for family in arguments.families:
-        findings.append(survey(family))
-        print("{0.family:18s} {0.verdict:10s} native: {0.native:24s} {0.detail}".format(findings[-1]), flush=True)
-    if arguments.write:
-        arguments.write.write_text(markdown(findings))
-    return int(any(finding.verdict == "WRONG" for finding in findings))
 
 
-def survey(family: str) -> Finding:
-    """Builds the family's tiny model and compares packed against separate."""
+def show(finding: Finding) -> None:
+    detail = finding.refused or ", ".join(f"{name}: {word}" for name, word in finding.steps.items())
+    print(f"{finding.family:22s} {finding.verdict:9s} {finding.seconds:4.0f} s  {detail}", flush=True)
+
+
+def survey(families: list[str], jobs: int, tell: Callable[[Finding], None]) -> list[Finding]:
+    """Each family in processes of its own, forked from this one: a crash, or a model too large, is that family's."""
+
+    def one(family: str) -> Finding:
+        finding = in_processes(family)
+        tell(finding)
+        return finding
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, families))
+
+
+def in_processes(family: str) -> Finding:
+    start = time.time()
+    with tempfile.TemporaryDirectory(prefix=f"survey_{family}_") as name:
+        folder = Path(name)
+        finding = read(family, forked(lambda: alone(family, folder), folder / "finding.json"), folder)
+        if not finding.refused and "step" in finding.steps:
+            ranks = [forked(lambda rank=rank: two_ranks(rank, folder), folder / f"rank{rank}") for rank in (0, 1)]
+            words = [wait(pid, folder / f"rank{rank}") for rank, pid in enumerate(ranks)]
+            finding.steps["cp 2"] = against_truth(words[0], folder) if words[0].startswith("{") else words[0]
+    finding.seconds = time.time() - start
+    return finding
+
+
+def read(family: str, pid: int, folder: Path) -> Finding:
+    text = wait(pid, folder / "finding.json")
+    return Finding(**json.loads(text)) if text.startswith("{") else Finding(family, steps={"start": text})
+
+
+def forked(work: Callable[[], str], result: Path) -> int:
+    """The process that runs `work` and writes what it returns."""
+    pid = os.fork()
+    if pid:
+        return pid
     try:
-        model = tiny_model(family)
-    except Exception as error:  # families that need other packages or settings
-        return Finding(family, "not tried", first_line(error), "")
-    features = documents()
-    batch = to_thd(packed_sequence_thd_collater([pack_features_for_thd(features)]))
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        signal.alarm(SECONDS)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            result.write_text(work())
+    finally:
+        os._exit(0)
+    raise AssertionError
+
+
+def wait(pid: int, result: Path) -> str:
+    status = os.waitpid(pid, 0)[1]
+    return result.read_text() if result.is_file() else f"BROKEN: its process ended with {status} and no word"
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+def alone(family: str, folder: Path) -> str:
+    """The steps of one process -> the finding as JSON."""
+    finding = Finding(family)
     try:
-        want = separate(model, features)
+        save(tiny_model(family), folder / "model")
+        model, truth = load(folder), None
+        truth = separate(model)
     except Exception as error:
-        return Finding(family, "not tried", first_line(error), "")
-    native = native_packing(model, batch, want)
+        finding.steps["start"] = f"not tried: {first_line(error)}"
+        finding.steps.clear()
+        finding.native = first_line(error)
+        return json.dumps(asdict(finding))
+    (folder / "truth.json").write_text(json.dumps(step_of(truth)))
+    finding.native = native_packing(folder, truth)
     try:
         attention_spec(model.config, "cpu", torch.float32)
         install(model, ReferenceAttention())
         check_packing_isolation(model)
-        difference = largest_difference(packed(model, batch), want)
     except ConfigError as error:
-        return Finding(family, "refused", str(error), native)
+        finding.refused = str(error)
+        return json.dumps(asdict(finding))
     except Exception as error:
-        return Finding(family, "WRONG", f"{type(error).__name__}: {first_line(error)}", native)
-    return Finding(family, "exact" if difference < EXACT else "WRONG", f"{difference:.0e}", native)
+        finding.steps["packed"] = broken(error)
+        return json.dumps(asdict(finding))
+    for name, step in {
+        "costs": lambda: positive(cost_model(model.config).per_token),
+        "packed": lambda: relative(largest_difference(packed(model), truth)),
+        "step": lambda: against_truth(run(folder, "full"), folder),
+        "export": lambda: same_keys(folder),
+        "LoRA": lambda: against_truth(run(folder, "lora", "peft=lora"), folder, with_norm=False),
+        "adapter": lambda: adapter_answers(folder),
+    }.items():
+        try:
+            finding.steps[name] = step()
+        except ConfigError as error:
+            finding.steps[name] = f"refused: {error}"
+        except Exception as error:
+            finding.steps[name] = broken(error)
+    return json.dumps(asdict(finding))
 
 
-def tiny_model(family: str) -> PreTrainedModel:
-    """Random weights large enough that every layer matters."""
-    torch.manual_seed(0)
-    known = AutoConfig.for_model(family).to_dict()
-    settings = {key: value for key, value in SMALL.items() if key in known}
-    if known.get("sliding_window", 0) is None:
-        del settings["sliding_window"]
-    config = AutoConfig.for_model(family, **settings | SPECIAL.get(family, {}))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.2)
-    return model
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """A bf16 checkpoint with a tokenizer, and documents of token ids beside it."""
+    model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[arg-type]
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, VOCAB)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+    rows = "".join(json.dumps(row) + "\n" for row in documents())
+    (folder.parent / "documents.jsonl").write_text(rows)
+
+
+def load(folder: Path, attention: str = "eager") -> PreTrainedModel:
+    """By transformers alone, in fp32."""
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    model: PreTrainedModel = model_class(config).from_pretrained(
+        folder / "model", dtype=torch.float32, attn_implementation=attention
+    )
+    return model.eval()
 
 
 def documents() -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in LENGTHS]
+    rows = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
     return [{"input_ids": ids, "labels": [*ids[1:], IGNORE_INDEX]} for ids in rows]
 
 
-Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+def batch() -> ThdBatch:
+    return to_thd(packed_sequence_thd_collater([pack_features_for_thd(documents())]))
 
 
-def separate(model: PreTrainedModel, features: list[dict[str, list[int]]]) -> Result:
+Result = tuple[Tensor, dict[str, Tensor], float]
+"""Logits [T, V], gradients by name, the summed loss."""
+
+
+def separate(model: PreTrainedModel) -> Result:
     """One forward per document, gradients summed."""
-    logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in features]
-    return backward(model, torch.cat(logits), torch.tensor([x for row in features for x in row["labels"]]))
+    rows = documents()
+    logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
+    return backward(model, torch.cat(logits), torch.tensor([label for row in rows for label in row["labels"]]))
 
 
-def packed(model: PreTrainedModel, batch: ThdBatch) -> Result:
-    return backward(model, model(**batch.model_inputs()).logits[0], batch.labels)
+def packed(model: PreTrainedModel) -> Result:
+    return backward(model, model(**batch().model_inputs()).logits[0], batch().labels)
 
 
-def backward(model: PreTrainedModel, logits: torch.Tensor, labels: torch.Tensor) -> Result:
-    F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORE_INDEX).backward()
+def backward(model: PreTrainedModel, logits: Tensor, labels: Tensor) -> Result:
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return logits.detach(), grads
+    return logits.detach(), grads, loss.item()
 
 
 def largest_difference(got: Result, want: Result) -> float:
     """Relative, the larger one of logits and gradients."""
+    if missing := want[1].keys() ^ got[1].keys():
+        raise RuntimeError(f"gradients of {sorted(missing)[:3]} are there on one side only")
     largest_grad = max(grad.abs().max() for grad in want[1].values())
     of_grads = max(((got[1][name] - grad).abs().max() / largest_grad for name, grad in want[1].items()))
     return float(max((got[0] - want[0]).abs().max() / want[0].abs().max(), of_grads))
 
 
-def native_packing(model: PreTrainedModel, batch: ThdBatch, want: Result) -> str:
+def step_of(result: Result) -> dict[str, float]:
+    """What the first step of a run must print."""
+    num_labels = sum(LENGTHS) - len(LENGTHS)
+    norm = torch.stack([grad.double().norm() for grad in result[1].values()]).norm().item()
+    return {"loss": result[2] / num_labels, "grad_norm": norm / num_labels}
+
+
+def native_packing(folder: Path, truth: Result) -> str:
     """transformers' own attention on the same stream: sdpa where the family has it, told by position_ids alone."""
     words = []
     for implementation in ("sdpa", "eager"):
         try:
-            model.set_attn_implementation(implementation)
-            inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], "use_cache": False}
-            difference = largest_difference(backward(model, model(**inputs).logits[0], batch.labels), want)
-            words.append(
-                f"{implementation} exact" if difference < EXACT else f"{implementation} off by {difference:.0e}"
-            )
+            model, stream = load(folder, implementation), batch()
+            inputs = {"input_ids": stream.input_ids[None], "position_ids": stream.position_ids[None]}
+            got = backward(model, model(**inputs, use_cache=False).logits[0], stream.labels)
+            words.append(f"{implementation} {relative(largest_difference(got, truth)).replace('WRONG by', 'off by')}")
         except Exception:
             words.append(f"{implementation} fails")
     return ", ".join(words)
 
 
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
-
-
-def markdown(findings: Iterable[Finding]) -> str:
-    findings = list(findings)
-    counts = {
-        verdict: [f for f in findings if f.verdict == verdict] for verdict in ("exact", "refused", "WRONG", "not tried")
-    }
-    lines = [
-        "# Model families on packed sequences",
-        "",
-        "Written by `python benchmarks/survey_models.py --write docs/models.md`: do not edit, run it again.",
-        "",
-        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, fp32 on CPU, tiny random "
-        f"models. Documents of {LENGTHS} tokens, one forward and backward each through the family's eager attention, "
-        "against one packed forward and backward on the reference kernel. The number is the largest difference of "
-        "logits and gradients, relative to the largest logit and gradient; exact means below 1e-5.",
-        "",
-        f"**{len(counts['exact'])} exact, {len(counts['refused'])} refused at start-up, {len(counts['WRONG'])} "
-        "wrong.** A refusal is a sentence before training starts, never a quiet leak.",
-        "",
-        "| family | packed here | transformers' own packing (position_ids, use_cache=False) |",
-        "|---|---|---|",
-        *(f"| {f.family} | exact, {f.detail} | {f.native} |" for f in counts["exact"]),
-        "",
-        "## Refused",
-        "",
-        "| family | what the user reads | transformers' own packing |",
-        "|---|---|---|",
-        *(f"| {f.family} | {f.detail} | {f.native} |" for f in counts["refused"]),
+# ---------------------------------------------------------------------------------------------------- whole runs
+def run(folder: Path, name: str, *overrides: str) -> str:
+    """Two steps of the recipe, in this process, and its export -> the first step's row of metrics.jsonl."""
+    settings = [
+        f"name={name}",
+        f"output_dir={folder / name}",
+        f"cache_dir={folder / name}_cache",
+        f"model.pretrained={folder / 'model'}",
+        f"dataset.path={folder / 'documents.jsonl'}",
+        f"packed_sequence.packed_sequence_size={PACK}",
+        "dataset.labels=aligned",
+        "tokenize.train_on=all",
+        "training.max_steps=2",
+        "training.num_epochs=null",
+        "training.global_batch_size=1",
+        "training.log_every_steps=1",
+        "training.max_grad_norm=1e9",
+        "training.num_threads=1",
+        "lr_scheduler=constant",
+        "lr_scheduler.warmup_steps=0",
+        "optimizer.lr=1e-3",
+        "report=false",
+        *overrides,
     ]
-    for verdict, title in (("WRONG", "Wrong"), ("not tried", "Not tried")):
-        if counts[verdict]:
-            lines += ["", f"## {title}", "", *(f"- {f.family}: {f.detail}" for f in counts[verdict])]
-    return "\n".join(lines) + "\n"
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_ft.main(check_config(compose_config("finetune", settings)))
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    if len(steps) != 2 or not steps[1]["loss"] < 1e6:
+        raise RuntimeError(f"the run's steps are {steps}")
+    return json.dumps(steps[0])
+
+
+def two_ranks(rank: int, folder: Path) -> str:
+    """The recipe with mesh.cp=2, the model sharded over both ranks -> the first step's row, or what went wrong."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+        return run(folder, "two", "mesh.cp=2")
+    except ConfigError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return broken(error)
+
+
+def against_truth(row: str, folder: Path, with_norm: bool = True) -> str:
+    """The first step's loss and gradient norm against those of the documents one by one."""
+    got, want = json.loads(row), json.loads((folder / "truth.json").read_text())
+    keys = ("loss", "grad_norm") if with_norm else ("loss",)
+    return relative(max(abs(got[key] - want[key]) / abs(want[key]) for key in keys), SAME_STEP)
+
+
+def same_keys(folder: Path) -> str:
+    """The export has the checkpoint's keys and dtypes, and loads completely under the same class."""
+    want, got = (weights_of(folder / name) for name in ("model", "full/hf"))
+    if want != got:
+        return f"WRONG: {sorted(map(str, want.items() ^ got.items()))[:3]}"
+    config = transformers.AutoConfig.from_pretrained(folder / "full/hf")
+    model, report = model_class(config).from_pretrained(folder / "full/hf", output_loading_info=True)
+    wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
+    return f"WRONG: {wrong[:3]}" if wrong else "exact"
+
+
+def weights_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """key -> dtype and shape, of all files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                found[key] = (part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+def adapter_answers(folder: Path) -> str:
+    """The saved adapter loads, and the router is not in it."""
+    model = load_adapted(str(folder / "lora/adapter"), torch.float32)
+    names = [name for name, _ in model.named_parameters() if "lora_" in name]
+    if not names:
+        return "WRONG: nothing is adapted"
+    routers = [name for name in names if name.split(".lora_")[0].rsplit(".", 1)[-1] in ("gate", "router", "classifier")]
+    return f"WRONG: {routers[:2]}" if routers else "exact"
+
+
+def positive(number: float) -> str:
+    return "exact" if 0 < number < float("inf") else f"WRONG: {number}"
+
+
+def relative(difference: float, limit: float = EXACT) -> str:
+    return f"exact, {difference:.0e}" if difference < limit else f"WRONG by {difference:.0e}"
+
+
+def broken(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"BROKEN: {first_line(error)} ({Path(where.filename).name}:{where.lineno})"
+
+
+def first_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:240]
 
 
 if __name__ == "__main__":

@@ -100,7 +100,10 @@ def text_decoder(lm: nn.Module) -> nn.Module:
     found = lm.get_decoder()
     if not _layer_lists(found):  # ModernBERT's `decoder` is its output head
         found = lm.base_model
-    return found.model if found is lm else found  # Llama4ForCausalLM takes itself for its base
+    if found is lm:  # Llama4ForCausalLM takes itself for its base
+        return found.model
+    has_head = isinstance(found, transformers.PreTrainedModel) and found.get_output_embeddings() is not None
+    return text_decoder(found) if has_head else found  # a causal LM with its head, inside a composite
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.lora_targets import lora_targets
+from automodel_lite.models.source import model_class
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
 
@@ -30,7 +32,8 @@ _PREFIX = "base_model.model."  # peft's names of the weights of the model that i
 class Lora:
     """The config node `peft`.
 
-    target_modules    "all-linear" (every linear layer but the output head), or names such as [q_proj, v_proj]
+    target_modules    "all-linear" (attention, dense MLPs, shared experts), or names such as [q_proj, v_proj]
+    experts           the routed experts of a mixture too; the router is never adapted
     modules_to_save   modules trained whole and saved with the adapter, such as [embed_tokens, lm_head]
     """
 
@@ -38,6 +41,7 @@ class Lora:
     alpha: Positive = 32
     dropout: Annotated[float, Range(0, below=1)] = 0.0
     target_modules: str | list[str] = "all-linear"
+    experts: bool = False
     modules_to_save: list[str] | None = None
     use_dora: bool = False
     use_rslora: bool = False
@@ -55,12 +59,19 @@ class Lora:
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         """Puts adapters into `model`, in place; raises ConfigError when no layer has a name of target_modules."""
+        targets = lora_targets(model, self.target_modules, self.experts)
+        if targets.parameters and (self.dropout or self.use_dora):
+            raise ConfigError(
+                f"peft adapts {targets.parameters[0]} of this mixture of experts as a weight, without peft.dropout and "
+                "peft.use_dora: set peft.dropout=0 and peft=lora, or name other layers in peft.target_modules."
+            )
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=self.r,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=self.target_modules,
+            target_modules=targets.modules,
+            target_parameters=targets.parameters or None,
             modules_to_save=self.modules_to_save,
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
@@ -84,7 +95,8 @@ class Lora:
             raise ConfigError(f"peft.modules_to_save={self.modules_to_save}: the model has no module {missing[0]}.")
 
     def _describe(self, model: transformers.PreTrainedModel) -> str:
-        names = {name.split(".lora_A")[0].split(".")[-1] for name, _ in model.named_parameters() if ".lora_A" in name}
+        adapted = [name.split(".lora_A")[0].split(".") for name, _ in model.named_parameters() if ".lora_A" in name]
+        names = {"experts" if {"experts", "base_layer"} & {*name} else name[-1] for name in adapted}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = f", whole {', '.join(self.modules_to_save)}" if self.modules_to_save else ""
         kind = "dora" if self.use_dora else "lora"
@@ -189,7 +201,10 @@ def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = Fals
     Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 starts DoRA's magnitudes anew.
     """
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    model: transformers.PreTrainedModel = model_class(config).from_pretrained(
+        base, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     peft.PeftModel.from_pretrained(model, folder)  # puts the adapter's layers into `model`
     return model
 

@@ -1,0 +1,329 @@
+"""A tiny random model of any family that transformers ships: a config by overriding sizes, key by key.
+
+Families name their sizes in many ways; one table of names serves them all, and what a family needs besides stands in
+SPECIAL. The layers are chosen so that every kind that the family has occurs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from automodel_lite.models.source import model_class
+
+VOCAB = 64
+WINDOW = 8
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "query_pre_attn_scalar": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "top_k_experts": 2,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 16,
+    "moe_ffn_hidden_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "share_expert_dim": 16,
+    "intermediate_size_mlp": 32,
+    "dense_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "zero_expert_num": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    # latent attention
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 64,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    # other kinds of heads
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "swa_v_head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    # older names
+    "n_positions": 128,
+    "n_ctx": 128,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_heads": 4,
+    "n_layers": 2,
+    "n_inner": 64,
+    "dff": 64,
+    "rotary_dim": 4,
+    "num_heads": 4,
+    "num_layers": 2,
+    "ffn_dim": 32,
+    "ffn_size": 32,
+    "word_embed_proj_dim": 32,
+    "d_model": 32,
+    "d_ff": 32,
+    "d_kv": 8,
+    "dim_head": 8,
+    "dim_ff": 32,
+    "attention_heads": 4,
+    "max_seq_len": 128,
+    "max_window_layers": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 8,
+    # state spaces, delta rules, convolutions
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "time_step_rank": 4,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "conv_dim": 32,
+    "conv_dim_out": 32,
+    "lru_width": 32,
+    # dropout: what is compared must not be random
+    "attention_dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "activation_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+}
+"""Sizes of everything, by the name that a family may give it."""
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
+SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
+CONV_THEN_FULL = {"layer_types": ["conv", "full_attention"]}
+ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
+ZAMBA |= {"n_mamba_heads": 8, "mamba_headdim": 8}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "bailing_hybrid": {"mlp_layer_types": ["dense", "sparse"]},
+    "cohere_compass_text": {
+        **SLIDING_THEN_FULL,
+        "rope_parameters": {"sliding_attention": {**ROPE, "mrope_section": [2, 1, 1]}, "full_attention": None},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    },
+    "dots1": SLIDING_THEN_FULL,
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_text": {"use_cache": True},
+    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "granitemoehybrid": LINEAR_THEN_FULL,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "kimi_linear": {"q_lora_rank": None, "mlp_layer_types": ["dense", "sparse"]},
+    "laguna": SLIDING_THEN_FULL,
+    "lfm2": CONV_THEN_FULL,
+    "lfm2_moe": CONV_THEN_FULL,
+    "mamba": {"num_heads": None},
+    "mamba2": {"num_heads": 8},
+    "mellum": SLIDING_THEN_FULL,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "mixtral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
+    "phimoe": {"sliding_window": WINDOW},
+    "qwen2": WINDOWED,
+    "qwen2_moe": WINDOWED,
+    "qwen3": WINDOWED,
+    "qwen3_moe": WINDOWED,
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "ple_layer_ids": None,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
+    "smollm3": {"use_sliding_window": False},
+    "starcoder2": {"sliding_window": WINDOW},
+    "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "glm4v_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
+    "step3p5": {"sliding_window": WINDOW},
+    "zamba": ZAMBA,
+    "zamba2": ZAMBA,
+    "zaya": {
+        "num_experts_per_tok": 1,
+        "sliding_window": WINDOW,
+        "router_hidden_size": 16,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+    },
+}
+COMPOSITE_KEYS = ("text_config", "vision_config", "audio_config")
+
+
+def decoder_families() -> list[str]:
+    """Every decoder-only causal LM of this transformers: no encoder-decoders, no encoders turned into decoders, and
+    of composites the text half.
+    """
+    names = []
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        kind = transformers.CONFIG_MAPPING[name]
+        if (
+            name in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+            or name in NO_DECODERS
+            or kind.sub_configs.keys() & {*COMPOSITE_KEYS}
+        ):
+            continue
+        if getattr(kind, "is_encoder_decoder", False):
+            continue
+        names.append(name)
+    return names
+
+
+COMPOSITES = """
+    qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 gemma3n gemma4 gemma4_unified mistral3
+    mistral_large4 kimi_k25 step3p7 muse_glimmer muse_spark llama4 glm4v glm4v_moe glm46v cohere2_vision internvl
+    llava llava_onevision lfm2_vl exaone4_5 ernie4_5_vl_moe hyperclovax_vision_v2 smolvlm voxtral qwen2_audio
+    minimax_m3_vl nemotron_h_omni granite_docling aria paligemma
+""".split()
+"""Composites whose text half is fine-tuned on text."""
+TOWERS: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "projection_dim": 32,
+    "projector_hidden_size": 32,
+    "text_hidden_size": 32,
+    "vision_output_dim": 32,
+    "output_dim": 32,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "num_mel_bins": 8,
+}
+"""Sizes of vision and audio towers, whose other names are those of SMALL."""
+TOWERS_OF: dict[str, dict[str, Any]] = {
+    "gemma4_vision": {"position_embedding_size": 16, "pooling_kernel_size": 1},
+}
+NO_DECODERS = {"git", "trocr", "moshi", "musicgen", "musicgen_melody", "bert-generation", "xlnet", "blt"}
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """Of a decoder or a composite."""
+    kind, special = transformers.CONFIG_MAPPING[family], SPECIAL.get(family, {})
+    if not kind.sub_configs.keys() & {*COMPOSITE_KEYS}:
+        return kind(**_small(kind, special))
+    default = kind()
+    parts = {}
+    for key in kind.sub_configs:
+        part = getattr(default, key)
+        if part is None and key == "vision_config":
+            part = kind.sub_configs[key]()
+        if part is None:
+            continue
+        is_text = key == "text_config"
+        own = SPECIAL.get(part.model_type, {}) if is_text else TOWERS_OF.get(part.model_type, {})
+        sizes = _small(type(part), {**own, **special.get(key, {})}, SMALL if is_text else SMALL | TOWERS)
+        parts[key] = {"model_type": part.model_type, **sizes}
+    return kind(**parts, **{key: value for key, value in special.items() if key not in parts})
+
+
+def _small(
+    kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[str, Any] = SMALL
+) -> dict[str, Any]:
+    known = kind().to_dict()
+    settings = {key: value for key, value in sizes.items() if key in known or _is_settable(kind, key)}
+    if "kv_lora_rank" in known:
+        settings["num_key_value_heads"] = SMALL["num_attention_heads"]  # latent attention has as many keys as queries
+    if known.get("sliding_window", 0) is None:
+        del settings["sliding_window"]
+    kinds = list(dict.fromkeys(known.get("layer_types") or []))
+    if len(kinds) > 1 and "layer_types" not in special:
+        settings["layer_types"] = kinds
+        settings["num_hidden_layers"] = len(kinds)
+    return settings | special
+
+
+def _is_settable(kind: type[PretrainedConfig], key: str) -> bool:
+    found = getattr(kind, key, None)
+    return found is not None and (not isinstance(found, property) or found.fset is not None)
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """In eval mode, with eager attention."""
+    return random_model(tiny_config(family))
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Random weights, the same on every call, large enough that every layer matters."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = model_class(config).from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.2)
+            elif "sink" in name:
+                weight.normal_()
+    return model

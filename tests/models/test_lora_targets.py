@@ -1,0 +1,96 @@
+"""Which layers adapters go beside, in mixtures of experts, state spaces and composites."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.lora import Lora, load_adapted
+from automodel_lite.models.lora_targets import lora_targets
+from benchmarks.tiny_models import tiny_model
+
+IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
+ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
+MLP = ["down_proj", "gate_proj", "up_proj"]
+LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+JETMOE = [f"{block}.{name}_linear.weight" for block in ("experts", "mlp") for name in ("input", "output")]
+FUSED = ["experts.down_proj", "experts.gate_up_proj"]
+
+
+def weights(*blocks: str) -> list[str]:
+    return sorted(f"{block}.{name}.weight" for block in blocks for name in MLP)
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "parameters", "experts"),
+    [
+        pytest.param("qwen3_moe", ATTENTION, [], FUSED, id="qwen3_moe: every MLP is routed"),
+        pytest.param("qwen2_moe", ATTENTION, weights("shared_expert"), FUSED, id="qwen2_moe: shared experts too"),
+        pytest.param("deepseek_v3", LATENT, weights("mlp", "shared_experts"), FUSED, id="deepseek_v3: dense ones too"),
+        pytest.param("gpt_oss", ATTENTION, [], FUSED, id="gpt_oss"),
+        pytest.param("jetmoe", ["kv_proj"], [], JETMOE, id="jetmoe: experts of attention too"),
+        pytest.param("falcon_h1", sorted([*ATTENTION, *MLP, "in_proj"]), [], [], id="falcon_h1: past no kernel"),
+        pytest.param("llama", sorted(ATTENTION + MLP), [], [], id="llama"),
+    ],
+)
+def test_targets(family: str, modules: list[str], parameters: list[str], experts: list[str]) -> None:
+    model = tiny_model(family)
+    default, more = (lora_targets(model, "all-linear", experts=asked) for asked in (False, True))
+    assert (default.modules, default.parameters) == (modules, parameters)
+    assert (more.modules, sorted(more.parameters)) == (modules, sorted(parameters + experts))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "longcat_flash", "granitemoe", "dbrx"])
+def test_no_router_is_adapted_nor_any_expert_unasked(family: str) -> None:
+    model = tiny_model(family)
+    Lora(r=2).adapt(model, "base")
+    adapted = {name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
+    assert adapted
+    assert not [name for name in adapted if "router" in name or name.endswith(".gate") or ".experts" in name]
+    if family in ("glm4_moe", "deepseek_v3"):
+        assert "model.layers.1.mlp.shared_experts.gate_proj" in adapted
+
+
+def test_named_layers_are_those_of_the_language_model() -> None:
+    assert lora_targets(tiny_model("llama"), ["q_proj", "lm_head"], experts=False).modules == ["lm_head", "q_proj"]
+    with pytest.raises(ConfigError, match=r"peft\.target_modules=\['gate'\]: no layer .* named gate"):
+        lora_targets(tiny_model("glm4_moe"), ["gate"], experts=False)
+
+
+def trained_a_little(model: PreTrainedModel) -> None:
+    """A fresh adapter adds nothing: B is zero."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_adapted_experts_learn_are_saved_and_merged(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    model = tiny_model(family)
+    before = model(IDS, use_cache=False).logits
+    adapter = Lora(r=2, experts=True).adapt(model, str(tmp_path / "base"))
+    assert "experts" in adapter.description
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, before)
+    trained_a_little(model)
+    adapted = model(IDS, use_cache=False).logits
+    adapted.sum().backward()
+    of_experts = [p.grad for name, p in model.named_parameters() if ".experts." in name and p.requires_grad]
+    assert len(of_experts) >= 4
+    assert all(grad is not None and grad.abs().max() > 0 for grad in of_experts)
+    trained = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    adapter.save(tmp_path / "adapter", trained)
+    assert len(load_file(tmp_path / "adapter/adapter_model.safetensors")) == len(trained)
+    again = load_adapted(str(tmp_path / "adapter"), torch.float32).eval()
+    torch.testing.assert_close(again(IDS, use_cache=False).logits, adapted, atol=1e-4, rtol=1e-4)
+    adapter.merge()
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, adapted, atol=1e-4, rtol=1e-4)
+    assert model.state_dict().keys() == tiny_model(family).state_dict().keys()
+
+
+def test_fused_experts_know_no_dropout() -> None:
+    with pytest.raises(ConfigError, match="adapts experts.down_proj of this mixture of experts as a weight"):
+        Lora(experts=True, dropout=0.1).adapt(tiny_model("qwen3_moe"), "base")
