@@ -27,7 +27,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,11 +46,11 @@ from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.lora import load_adapted
 from automodel_lite.models.source import model_class
+from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model
 
@@ -358,7 +357,7 @@ def same_keys(folder: Path) -> str:
     if want != got:
         return f"WRONG: {sorted(map(str, want.items() ^ got.items()))[:3]}"
     config = transformers.AutoConfig.from_pretrained(folder / "full/hf")
-    model, report = model_class(config).from_pretrained(folder / "full/hf", output_loading_info=True)
+    report = model_class(config).from_pretrained(folder / "full/hf", output_loading_info=True)[1]
     wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     return f"WRONG: {wrong[:3]}" if wrong else "exact"
 

@@ -239,12 +239,13 @@ def decoder_families() -> list[str]:
     return names
 
 
-COMPOSITES = """
+_COMPOSITES = """
     qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 gemma3n gemma4 gemma4_unified mistral3
     mistral_large4 kimi_k25 step3p7 muse_glimmer muse_spark llama4 glm4v glm4v_moe glm46v cohere2_vision internvl
     llava llava_onevision lfm2_vl exaone4_5 ernie4_5_vl_moe hyperclovax_vision_v2 smolvlm voxtral qwen2_audio
     minimax_m3_vl nemotron_h_omni granite_docling aria paligemma
-""".split()
+"""
+COMPOSITES = _COMPOSITES.split()
 """Composites whose text half is fine-tuned on text."""
 TOWERS: dict[str, Any] = {
     "depth": 2,
@@ -290,9 +291,7 @@ def tiny_config(family: str) -> PretrainedConfig:
     return kind(**parts, **{key: value for key, value in special.items() if key not in parts})
 
 
-def _small(
-    kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[str, Any] = SMALL
-) -> dict[str, Any]:
+def _small(kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[str, Any] = SMALL) -> dict[str, Any]:
     known = kind().to_dict()
     settings = {key: value for key, value in sizes.items() if key in known or _is_settable(kind, key)}
     if "kv_lora_rank" in known:

@@ -22,8 +22,8 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 _FUSED_BY_KERNELS = frozenset({"out_proj", "conv1d"})
 """In these families the kernels of the state space read the weights themselves, past an adapter; peft refuses them."""
 _TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
-"""In a model with fused experts peft 0.21 reads these names of layers as the experts of older checkpoints, when adapters
-are made and when they are loaded. Named by their weights, dense MLPs and shared experts stay what they are.
+"""In a model with fused experts peft 0.21 reads these names of layers as the experts of older checkpoints, where it
+makes adapters and where it loads them. Named by their weights, dense MLPs and shared experts stay what they are.
 """
 _STATE_SPACE_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 

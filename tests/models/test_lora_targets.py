@@ -92,5 +92,5 @@ def test_adapted_experts_learn_are_saved_and_merged(family: str, tmp_path: Path)
 
 
 def test_fused_experts_know_no_dropout() -> None:
-    with pytest.raises(ConfigError, match="adapts experts.down_proj of this mixture of experts as a weight"):
+    with pytest.raises(ConfigError, match=r"adapts experts\.down_proj of this mixture of experts as a weight"):
         Lora(experts=True, dropout=0.1).adapt(tiny_model("qwen3_moe"), "base")
