@@ -49,7 +49,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.lora import load_adapted
-from automodel_lite.models.source import model_class
+from automodel_lite.models.source import model_class, stored_dtypes
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model
@@ -218,8 +218,14 @@ def alone(family: str, folder: Path) -> str:
 
 def save(model: PreTrainedModel, folder: Path) -> None:
     """A bf16 checkpoint with a tokenizer, and documents of token ids beside it."""
-    model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[arg-type]
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, VOCAB)}
+    dtypes = stored_dtypes(model, torch.bfloat16)
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if name in dtypes:
+            weight.data = weight.data.to(dtypes[name])
+    model.save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {
+        f"w{index}": index for index in range(3, VOCAB - 8)
+    }  # Qwen's adds some
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(folder)
@@ -238,7 +244,7 @@ def load(folder: Path, attention: str = "eager") -> PreTrainedModel:
 
 def documents() -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    rows = [torch.randint(3, VOCAB - 8, (length,), generator=generator).tolist() for length in LENGTHS]
     return [{"input_ids": ids, "labels": [*ids[1:], IGNORE_INDEX]} for ids in rows]
 
 

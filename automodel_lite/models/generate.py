@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.source import check_source
+from automodel_lite.models.source import check_source, load_whole
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,7 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
     Raises ConfigError for a model of code that is not trusted.
     """
     is_adapter = (Path(folder) / "adapter_config.json").is_file()
-    load = (
-        locate("automodel_lite.models.lora.load_adapted")
-        if is_adapter
-        else transformers.AutoModelForCausalLM.from_pretrained
-    )
+    load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else load_whole
     try:
         model: transformers.PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as error:

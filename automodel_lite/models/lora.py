@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.lora_targets import lora_targets
-from automodel_lite.models.source import model_class
+from automodel_lite.models.source import load_whole
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
 
@@ -201,10 +201,7 @@ def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = Fals
     Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 starts DoRA's magnitudes anew.
     """
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
-    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-    model: transformers.PreTrainedModel = model_class(config).from_pretrained(
-        base, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    model = load_whole(base, dtype, trust_remote_code)
     peft.PeftModel.from_pretrained(model, folder)  # puts the adapter's layers into `model`
     return model
 

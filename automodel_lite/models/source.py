@@ -166,6 +166,15 @@ def model_class(config: PretrainedConfig) -> Any:
     return for_text
 
 
+def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
+    """A folder or hub name by plain `from_pretrained`, under its own class."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model: transformers.PreTrainedModel = model_class(config).from_pretrained(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    return model
+
+
 def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """The model of a config on the meta device: shapes without memory. A config of remote code was trusted already."""
     own = copy.deepcopy(config)  # from_config writes the dtype into it

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -26,7 +25,7 @@ from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.token_rows import IndexedRows
 from automodel_lite.errors import DataError
-from automodel_lite.models.source import CausalLM
+from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 
 
@@ -142,9 +141,7 @@ def first_layers(source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: t
 
 def num_parameters(config: PretrainedConfig) -> int:
     """Of a model of this config, without making it."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in describe(config).parameters())
 
 
 def cut_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
