@@ -193,7 +193,7 @@ def test_weights_that_a_family_keeps_in_fp32_survive_a_bf16_export(tmp_path: Pat
     trained = load_trained(tmp_path / "run")
     bias = trained.model.lm.model.layers[1].mlp.gate.e_score_correction_bias
     bias.data.copy_(torch.tensor([1.001, -2.003, 3.007, 0.1]))
-    export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, torch.bfloat16, trained.model.logits)
+    export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, torch.bfloat16, trained.model.logits, 3)
     weights = load_file(tmp_path / "hf/model.safetensors")
     kept = {name: value for name, value in weights.items() if value.dtype == torch.float32}
     assert list(kept) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
