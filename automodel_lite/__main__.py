@@ -1,26 +1,60 @@
-"""The recipes by name, for an installed package: `automodel-lite train --config-name finetune ...`.
+"""The recipes and tools by name, for an installed package: `automodel-lite train --config-name finetune ...`.
 
-Under a launcher: `torchrun -m automodel_lite train --config-name finetune ...`.
+Several processes: `automodel-lite train --nproc 8 ...`, or `torchrun -m automodel_lite train ...`.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
+from typing import NoReturn
 
 from automodel_lite.cli.commands import RECIPES, RECIPES_PACKAGE
+
+TOOLS = {
+    "validate": "check a training's settings, data and sizes, estimate its memory, and stop",
+    "ls": "list presets, groups and options",
+    "cp": "copy a preset or an option into a folder of your own",
+    "slurm": "write an sbatch script for this cluster",
+    "schema": "print the JSON schema of presets, for editors",
+}
 
 
 def main() -> None:
     """Runs the recipe named by the first argument with the others."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-sc", "--shell-completion"):
+        _complete(rest)
+    if name == "--version":
+        name, rest = "train", ["--version"]
+    if name in TOOLS:
+        _run_tool(name, rest)
     if name not in RECIPES:
         lines = [f"  automodel-lite {verb:9s} {text}" for verb, (_, text) in RECIPES.items()]
-        print("\n".join(["usage: automodel-lite RECIPE ... (--help after a recipe says more)", "", *lines]))
+        lines += ["", *(f"  automodel-lite {verb:9s} {text}" for verb, text in TOOLS.items())]
+        print("\n".join(["usage: automodel-lite COMMAND ... (--help after a command says more)", "", *lines]))
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     module, _ = RECIPES[name]
-    sys.argv = [f"automodel-lite {name}", *sys.argv[2:]]
+    sys.argv = [f"automodel-lite {name}", *rest]
     runpy.run_module(f"{RECIPES_PACKAGE}.{module}", run_name="__main__")
+
+
+def _run_tool(name: str, arguments: list[str]) -> NoReturn:
+    from automodel_lite.cli import folders, run_recipe, run_tool
+
+    sys.argv = [f"automodel-lite {name}", *arguments]
+    if name == "validate":
+        run_recipe("recipes.train_ft:main", [*arguments, "dry_run=true"])
+    run_tool(vars(folders)[name], arguments)
+
+
+def _complete(arguments: list[str]) -> NoReturn:
+    """What Hydra's completion asks the program itself: `automodel-lite -sc query=bash`."""
+    from automodel_lite.cli import run_recipe
+
+    sys.argv[0] = os.path.basename(sys.argv[0])
+    run_recipe("recipes.train_ft:main", ["-sc", *arguments])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python docs/write_config.py            (--check: exit with 1 when it is stale)
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import get_args, get_type_hints
 from omegaconf import MISSING as REQUIRED
 
 from automodel_lite.cli import groups, presets
+from automodel_lite.cli.json_schema import comments_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe, parameter_hints, rules_of
 from automodel_lite.config.components import CONF_DIR, locate
@@ -61,7 +61,7 @@ def _sections() -> Iterator[str]:
 
 
 def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
-    comments, hints = _comments(kind), get_type_hints(kind, include_extras=True)
+    comments, hints = comments_of(kind), get_type_hints(kind, include_extras=True)
     by_name = {item.name: item for item in fields(kind)}
     rows = []
     for name in names:
@@ -70,19 +70,6 @@ def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
         shown = "must be set" if default == REQUIRED else f"`{_yaml(default)}`"
         rows.append((f"`{prefix}{name}`", _type(hints[name]), shown, comments.get(name, "")))
     return _table(("key", "type", "default", "meaning"), rows)
-
-
-def _comments(kind: type) -> dict[str, str]:
-    """Field -> the comment beside it in the source, or inside of its brackets."""
-    source = Path(schema.__file__).read_text()
-    lines = source.splitlines()
-    (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
-    found = {}
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = lines[statement.lineno - 1 : statement.end_lineno]
-            found[statement.target.id] = " ".join(m[1].strip() for line in text if (m := re.search(r"\s#\s(.*)", line)))
-    return found
 
 
 def _option(group: str, option: str) -> str:

@@ -40,7 +40,7 @@ def help_of(recipe: str, sources: Sources) -> str:
         "",
         f"usage: {start} recipes/{recipe}.py --config-name PRESET [--config-dir FOLDER] [key=value ...]",
     ]
-    lines += ["", "presets:", *(f"  {name:16s} {_first_comment(name, sources)}" for name in presets_of(sources))]
+    lines += ["", "presets:", *(f"  {name:16s} {first_comment(name, sources)}" for name in presets_of(sources))]
     lines += ["", "groups (group=option):"]
     lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups_of(sources).items()]
     if recipe == "train_ft":
@@ -53,8 +53,8 @@ def help_of(recipe: str, sources: Sources) -> str:
     return as_typed("\n".join(lines))
 
 
-def _first_comment(preset: str, sources: Sources) -> str:
-    """The first sentence of a preset's comment, if it begins with one."""
+def first_comment(preset: str, sources: Sources) -> str:
+    """The first sentence of the comment of a preset or an option, if it begins with one."""
     path = sources.file(preset)
     assert path is not None
     line = next(iter(path.read_text().splitlines()), "")

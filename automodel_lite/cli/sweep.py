@@ -16,8 +16,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from automodel_lite.cli.overrides import is_sweep, split
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, SIGNALS, StoppedEarly
 
 _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -47,7 +47,29 @@ class Record:
     state: str = "running"  # running | finished | failed | preempted
     error: str = ""
 
-    def write(self, sweep: Path) -> None:
+    @contextmanager
+    def kept_in(self, sweep: Path) -> Iterator[None]:
+        """While the job runs; says how it ended, on the first rank."""
+        if _is_first():
+            print(f"\njob {self.job}: {self.settings}", flush=True)
+        self._write(sweep)
+        try:
+            yield
+            self.state = "finished"
+        except Exception as error:
+            self.state, self.error = "failed", str(error)
+            if _is_first():
+                print(f"\njob {self.job} failed: {error}", file=sys.stderr, flush=True)
+            raise
+        except BaseException:
+            self.state = "preempted"
+            raise
+        finally:
+            self._write(sweep)
+
+    def _write(self, sweep: Path) -> None:
+        if not _is_first():
+            return
         path = sweep / "jobs" / f"{self.folder.replace('/', '_')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -81,7 +103,7 @@ def _start(config: DictConfig) -> Sweep:
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is the folder of a run: give the sweep another name=... .")
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first():
         for note in (folder / "jobs").glob("*.json"):  # the table is of this sweep; jobs that are finished say so again
             note.unlink()
     launcher = str(config.hydra.launcher._target_)
@@ -108,7 +130,11 @@ def close() -> None:
 
     Raises RunStoppedError when jobs have failed.
     """
-    if not _OPEN or os.environ.get("RANK", "0") != "0":
+    if "joblib" in sys.modules:
+        from joblib.externals.loky import get_reusable_executor
+
+        get_reusable_executor().shutdown(wait=True)  # else it complains about what this process leaves behind
+    if not _OPEN or not _is_first():
         return
     sweep = _OPEN.pop()
     records = [Record(**json.loads(path.read_text())) for path in (sweep.folder / "jobs").glob("*.json")]
@@ -131,51 +157,56 @@ def run_job(
 ) -> float | None:
     """One job of a sweep; the value of `sweep.metric` at its end, for sweepers that look for the best.
 
-    Raises what the job raised. All ranks agree on how it ended.
+    Raises what the job raised, on all ranks.
     """
     hydra: Any = HydraConfig.get()
-    folder, number = Path(hydra.runtime.output_dir), int(hydra.job.num)
     _join_submitit()
     requeue = SIGNALS.renew()
-    is_first = os.environ.get("RANK", "0") == "0"
-    base = Path(str(hydra.sweep.dir)).resolve()
-    record = Record(number, os.path.relpath(folder, base), ", ".join(varied(hydra)) or "as given")
-    if is_first:
-        print(f"\njob {number}: {record.settings}", flush=True)
-        record.write(base)
-    code, failure, metric = 0, None, None
+    folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
+    name = os.path.relpath(folder, base)
+    record = Record(int(hydra.job.num), name, ", ".join(varied(hydra)) or "as given")
     with read_write(raw):
-        raw.name, raw.output_dir = f"{raw.name}+{folder.name}", str(folder)
-    try:
-        config = config_of(raw, list(hydra.overrides.task))
-        ranks = _ranks(number)
+        raw.name, raw.output_dir = f"{raw.name}+{name.replace('/', '+')}", str(folder)
+    with record.kept_in(base):
         try:
-            code = recipe()(config) or 0
-            metric = metric_of(folder, config.sweep.metric) if code == 0 and is_first else None
-        except Exception as error:
-            failure = error
-        others = ranks.agree({"failed": str(failure) if failure else "", "code": code, "metric": metric})
-    except (ConfigError, DataError) as error:
-        failure, others = error, []
-    if failure is None and (told := next((o["failed"] for o in others if o["failed"]), None)):
-        failure = RunStoppedError(told)
-    if failure is None and code not in (0, *STOPPED_EXITS):
-        failure = RunStoppedError(f"exit code {code}")
-    if failure is None and code in STOPPED_EXITS:
-        record.state = "preempted"
-    else:
-        record.state, record.error = ("failed", str(failure)) if failure else ("finished", "")
-    if is_first:
-        record.write(base)
-    if record.state == "preempted":
+            config = config_of(raw, list(hydra.overrides.task))
+            metric, code = _outcome(config, record.job, folder, recipe)
+        except StoppedEarly:  # before the first step
+            requeue()
+            raise
         if code == PREEMPTED_EXIT:
             requeue()
-        raise StoppedEarly(SIGNALS.received or signal.SIGTERM)
-    if failure is not None:
-        if is_first:
-            print(f"\njob {number} failed: {failure}", file=sys.stderr, flush=True)
+        if code in STOPPED_EXITS:
+            raise StoppedEarly(SIGNALS.received or signal.SIGTERM)
+        if code:
+            raise RunStoppedError(f"exit code {code}")
+        return metric
+
+
+def _outcome(
+    config: Config, job: int, folder: Path, recipe: Callable[[], Callable[[Config], int | None]]
+) -> tuple[float | None, int]:
+    """(metric, exit code) of the recipe; all ranks agree on them, and on an error of any of them."""
+    from automodel_lite.parallel.mesh import RENDEZVOUS  # imports torch
+
+    ranks = RENDEZVOUS.of_job(job)
+    failure, metric, code = None, None, 0
+    try:
+        code = recipe()(config) or 0
+        if code == 0 and _is_first():
+            metric = metric_of(folder, config.sweep.metric)
+    except Exception as error:
+        failure = error
+    outcomes = ranks.agree({"failed": str(failure) if failure else "", "code": code, "metric": metric})
+    if failure:
         raise failure
-    return others[0]["metric"] if others else metric
+    if told := next((outcome["failed"] for outcome in outcomes if outcome["failed"]), None):
+        raise RunStoppedError(told)
+    return outcomes[0]["metric"], max(outcome["code"] for outcome in outcomes)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def varied(hydra: Any) -> list[str]:
@@ -254,12 +285,6 @@ def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value)
-
-
-def _ranks(job: int) -> Any:
-    from automodel_lite.parallel.mesh import RENDEZVOUS  # imports torch
-
-    return RENDEZVOUS.of_job(job)
 
 
 def _join_submitit() -> None:

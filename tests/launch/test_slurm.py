@@ -52,9 +52,9 @@ def submit(cluster: Cluster, script: str, folder: Path, *overrides: str) -> str:
     return done.stdout.strip()
 
 
-def wait_for_steps(folder: Path, more_than: int) -> None:
+def wait_for_steps(folder: Path, more_than: int, metrics: Path | None = None) -> None:
     until = time.monotonic() + WAIT_S
-    metrics = folder / "run" / "metrics.jsonl"
+    metrics = metrics or folder / "run" / "metrics.jsonl"
     while time.monotonic() < until:
         if metrics.is_file() and len(metrics.read_text().splitlines()) > more_than:
             return
@@ -148,3 +148,63 @@ def test_array_task_takes_its_line(tmp_path: Path) -> None:
         text=True,
     )
     assert "--config-name smoke name=lr2 optimizer.lr=2e-5" in told.stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_of_two_jobs_of_two_ranks_one_preempted(cluster: Cluster, tmp_path: Path) -> None:
+    """Hydra's submitit launcher: both jobs end, the preempted one goes on where it was, the table is of both."""
+    sweep = tmp_path / "run"
+    arguments = ["--config-name", "smoke", f"output_dir={sweep}", *STEPS, "--multirun", "hydra/launcher=submitit_slurm"]
+    arguments += ["hydra.launcher.nodes=2", "hydra.launcher.timeout_min=10", "seed=0,1", "training.max_steps=400"]
+    settings = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    with open(tmp_path / "job.log", "w") as log:
+        command = [sys.executable, "recipes/train_ft.py", *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, env=cluster.environment | settings, stdout=log, stderr=log)
+    try:
+        first = sweep / "0_seed-0"
+        wait_for_steps(tmp_path, 20, first / "metrics.jsonl")
+        job = cluster.call("squeue", "--noheader", "--states=RUNNING", "--format=%A").split()[0]
+        cluster.call("scancel", "--signal=USR2", job)  # what submitit asks SLURM to send before the limit
+        wait_for_state(cluster, job, tmp_path, "PENDING")
+        assert json.loads((first / "STATUS.json").read_text())["state"] == "preempted"
+        start_now(cluster, job)
+        assert process.wait(timeout=WAIT_S) == 0, (tmp_path / "job.log").read_text()[-3000:]
+    finally:
+        process.kill()
+    results = json.loads((sweep / "sweep.json").read_text())
+    assert [(row["job"], row["settings"], row["state"], row["step"]) for row in results] == [
+        (0, "seed=0", "finished", 400),
+        (1, "seed=1", "finished", 400),
+    ]
+    assert sorted(losses(first)) == list(range(1, 401))
+    assert "| 0 " in (tmp_path / "job.log").read_text()
+
+
+@pytest.mark.slow
+def test_the_script_that_is_written_for_a_cluster_runs_on_it(cluster: Cluster, tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "automodel_lite", "slurm", "--nodes", "2", "--time", "10"],
+        cwd=ROOT,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --time=10"} <= set(told.stdout.splitlines())
+    (tmp_path / "job.sbatch").write_text(told.stdout)
+    settings = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "SBATCH_OUTPUT": str(tmp_path / "job.log"),
+    }
+    arguments = ["--config-name", "smoke", f"output_dir={tmp_path}/run", *QUICK, "training.max_steps=2"]
+    done = subprocess.run(
+        ["sbatch", "--parsable", "job.sbatch", *arguments],
+        cwd=tmp_path,
+        env=cluster.environment | settings,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    wait_for_state(cluster, done.stdout.strip(), tmp_path, "COMPLETED")
+    assert "2 processes" in (tmp_path / "job.log").read_text()

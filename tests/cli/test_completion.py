@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.cli.completion import complete
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = ["--config-name", "smoke"]
+
+CASES = [
+    (["--config-name"], "llama_", ["llama_packed", "llama_unpacked"]),
+    ([], "--config-", ["--config-dir", "--config-name", "--config-path"]),
+    (["--cfg"], "", ["all", "hydra", "job"]),
+    (PRESET, "optim", ["optimizer.", "optimizer="]),
+    (PRESET, "optimizer=", ["optimizer=adamw", "optimizer=adamw_8bit"]),
+    (PRESET, "optimizer.w", ["optimizer.weight_decay="]),
+    ([*PRESET, "lr_scheduler=wsd"], "lr_scheduler.decay", ["lr_scheduler.decay_frac="]),
+    (PRESET, "training.max_steps=", ["training.max_steps=6"]),
+    ([], "mesh.dp_", ["mesh.dp_replicate=", "mesh.dp_shard="]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "word", "found"), CASES, ids=[f"{' '.join(words)} {word}" for words, word, _ in CASES]
+)
+def test_what_follows(words: list[str], word: str, found: list[str]) -> None:
+    assert list(complete(words, word)) == found
+
+
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft/mine.yaml").write_text("r: 4\n")
+    assert list(complete(["--config-dir", str(tmp_path), *PRESET], "peft=m")) == ["peft=mine"]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("automodel-lite tr", ["train"]),
+        ("automodel-lite train --config-name smok", ["smoke"]),
+        ("python recipes/train_ft.py --config-name smoke peft=l", ["peft=lora"]),
+    ],
+)
+def test_the_shells_question(line: str, found: list[str]) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    told = subprocess.run(
+        [sys.executable, "-m", "automodel_lite", "-sc", "query=bash"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COMP_LINE": line, "COMP_POINT": str(len(line))},
+        capture_output=True,
+        text=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert told.stdout.split() == found
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 0.6

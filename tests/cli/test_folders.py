@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.cli import compose_config, folders
+from automodel_lite.cli.json_schema import json_schema
+from automodel_lite.cli.sources import Sources
+from automodel_lite.config.check import known_keys
+from automodel_lite.errors import ConfigError
+
+
+def test_ls_shows_all_a_group_and_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    folders.ls([])
+    assert "lr_scheduler/      constant, cosine, linear, wsd" in capsys.readouterr().out
+    folders.ls(["optimizer"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["adamw", "adamw_8bit"]
+    folders.ls(["optimizer/adamw"])
+    assert "_target_: automodel_lite.training.optimizers.adamw" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"optimizer/adamv: no such preset or option; did you mean optimizer/adamw\?"):
+        folders.ls(["optimizer/adamv"])
+
+
+def test_a_copied_preset_and_option_compose_from_their_folder(tmp_path: Path) -> None:
+    folders.cp(["smoke", str(tmp_path), "--as", "mine"])
+    folders.cp(["optimizer/adamw", str(tmp_path), "--as", "slow"])
+    option = tmp_path / "optimizer/slow.yaml"
+    option.write_text(re.sub(r"weight_decay: .*", "weight_decay: 0.5", option.read_text()))
+    config = compose_config("mine", ["optimizer=slow"], config_dir=str(tmp_path))
+    assert (config.name, config.optimizer.weight_decay) == ("mine", 0.5)
+    with pytest.raises(ConfigError, match=r"mine.yaml exists already: choose another name with --as"):
+        folders.cp(["smoke", str(tmp_path), "--as", "mine"])
+
+
+def test_the_json_schema_has_every_key_and_the_rules() -> None:
+    schema = json_schema(Sources())
+    json.dumps(schema)
+
+    def keys(node: dict, prefix: str = "") -> list[str]:
+        found = []
+        for name, child in node.get("properties", {}).items():
+            found += [f"{prefix}{name}", *keys(child, f"{prefix}{name}.")]
+        return found
+
+    assert set(known_keys()) <= set(keys(schema))
+    training = schema["properties"]["training"]
+    assert training["additionalProperties"] is False
+    assert training["properties"]["max_steps"]["anyOf"][0] == {"type": "integer", "minimum": 1}
+    assert {"enum": ["auto", "fp32", "bf16"]} in training["properties"]["precision"]["anyOf"]
+    assert "warmup_steps" in schema["properties"]["lr_scheduler"]["properties"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus"), [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1)", 4), ("gpu:a:2,gpu:b:2,tmp:1", 4)]
+)
+def test_gpus_of_a_node(resources: str, gpus: int) -> None:
+    assert folders._gpus(resources) == gpus
+
+
+def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/bash\necho 'debug|30:00|(null)|4|1'\necho 'main*|3-00:00:00|gpu:h100:8(S:0-1)|96|4'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    lines = folders._script(2, None, None).splitlines()
+    asked = {line for line in lines if line.startswith("#SBATCH")}
+    assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8"} < asked
+    assert {"#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=12", "#SBATCH --time=24:00:00"} < asked
+    assert not [line for line in lines if "recipes/" in line or " launch/" in line]
+    with pytest.raises(ConfigError, match="--nodes 5 must be at most 4: the nodes of partition main"):
+        folders._script(5, None, None)
+    with pytest.raises(ConfigError, match=r"--partition man: there is no such partition; did you mean main\?"):
+        folders._script(1, "man", None)

@@ -1,0 +1,137 @@
+"""Each flag of Hydra does what Hydra's documentation says, or is refused in one sentence; none of them trains."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.cli.app import answer
+from automodel_lite.errors import ConfigError
+
+PRESET = ["--config-name", "smoke"]
+
+
+@pytest.fixture(autouse=True)
+def _own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_ft.py"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with suppress(SystemExit):  # Hydra's own end of --help
+        answer("recipes.train_ft:main", argv)
+    return capsys.readouterr().out
+
+
+SHOWN = [
+    (["--version"], "automodel_lite 0.1.0 (hydra 1.3"),
+    (["--help"], "usage: torchrun recipes/train_ft.py --config-name PRESET"),
+    (["--hydra-help"], "== Flags =="),
+    ([*PRESET, "--info", "searchpath"], "| main     | file://"),
+    ([*PRESET, "--info", "defaults"], "| optimizer/adamw "),
+    ([*PRESET, "--info", "defaults-tree"], "optimizer: adamw"),
+    ([*PRESET, "--info", "config"], "num_chats: 200"),
+    ([*PRESET, "--info", "plugins"], "BasicSweeper"),
+    ([*PRESET, "--cfg", "job"], "output_dir: runs/${name}"),
+    ([*PRESET, "--cfg", "job", "--resolve"], "output_dir: runs/smoke"),
+    ([*PRESET, "--cfg", "job", "--package", "optimizer"], "# @package optimizer\n_target_: "),
+    ([*PRESET, "--cfg", "hydra"], "subdir: ${sweep_folder:}"),
+    ([*PRESET, "--cfg", "all"], "hydra:"),
+    ([*PRESET, "--cfg", "job", "optimizer.lr=1", "+training.max_steps=7"], "max_steps: 7"),
+    (["-sc", "install=bash"], "complete -o nospace"),
+    (["-sc", "install=zsh"], "hydra_bash_completion"),
+    (["-sc", "install=fish"], "hydra_fish_completion"),
+]
+
+
+@pytest.mark.parametrize(("argv", "text"), SHOWN, ids=[" ".join(argv) for argv, _ in SHOWN])
+def test_it_is_shown(argv: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert text in said(capsys, *argv)
+    assert not list(tmp_path.iterdir())  # nothing was run
+
+
+REFUSED = [
+    (["--conifg-name", "smoke"], "--conifg-name: unknown flag; did you mean --config-name?"),
+    ([*PRESET, "--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder."),
+    ([*PRESET, "--config-path", "nowhere"], "--config-path nowhere: there is no such folder."),
+    ([*PRESET, "--cfg", "job", "--info"], "--cfg and --info exclude each other: give one of them."),
+    ([*PRESET, "--resolve"], "--resolve belongs to --cfg job|hydra|all."),
+    ([*PRESET, "hydra.run.dir=x"], "hydra.run.dir=x: the folder of a run is output_dir: set output_dir=x."),
+    ([*PRESET, "hydra.job.chdir=true"], "hydra.job.chdir=true: a run stays in the folder where it was started: leave it out."),
+    ([*PRESET, "hydra.searchpath=[file:///nix]"], "hydra.searchpath=file:///nix: there is no such folder."),
+    (["--experimental-rerun", "x.pickle"], "--experimental-rerun x.pickle: there is no such file."),
+    (
+        [*PRESET, "hydra/launcher=basik", "-m", "seed=0,1"],
+        "hydra/launcher=basik: no such option; did you mean basic? The options are basic, joblib, submitit_local, submitit_slurm.",
+    ),
+    (
+        [*PRESET, "lr_scheduler=cosin", "seed=[1", "training.max_stepz=3"],
+        "lr_scheduler=cosin: no such option; did you mean cosine? The options are constant, cosine, linear, wsd.\n"
+        "seed=[1: cannot be read as key=value (no viable alternative at input '[1').\n"
+        "training.max_stepz=3: unknown key; did you mean training.max_steps?",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "sentence"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
+def test_it_is_refused_in_a_sentence(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        answer("recipes.train_ft:main", argv)
+    assert str(error.value) == sentence
+
+
+def test_folders_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "more/optimizer").mkdir(parents=True)
+    (tmp_path / "more/optimizer/own.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.5\n")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/alone.yaml").write_text("name: alone\n")
+    chosen = ["--cfg", "job", "--package", "optimizer", "optimizer=own"]
+    assert "torch.optim.SGD" in said(capsys, *PRESET, *chosen, "--config-dir", "more")
+    assert "torch.optim.SGD" in said(capsys, *PRESET, *chosen, f"hydra.searchpath=[file://{tmp_path}/more]")
+    assert (
+        said(capsys, "--config-path", str(tmp_path / "bare"), "--config-name", "alone", "--cfg", "job")
+        == "name: alone\n"
+    )
+
+
+def test_a_help_page_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "hydra/help").mkdir(parents=True)
+    (tmp_path / "hydra/help/mine.yaml").write_text("template: |-\n  Ask Ada. $APP_CONFIG_GROUPS\n")
+    text = said(capsys, *PRESET, "--config-dir", ".", "--help", "hydra/help=mine")
+    assert text.startswith("Ask Ada. ")
+    assert "lr_scheduler: constant, cosine" in text
+
+
+CODE = [
+    ("callbacks:\n    mine:\n      _target_: os.system", "hydra.callbacks.mine._target_=os.system"),
+    ("job_logging:\n    handlers:\n      x:\n        (): os.getpid", "hydra.job_logging.handlers.x.()=os.getpid"),
+    ("job:\n    env_set:\n      LD_PRELOAD: x.so", "hydra.job.env_set.LD_PRELOAD=x.so"),
+]
+
+
+@pytest.mark.parametrize(("block", "key"), CODE, ids=[key for _, key in CODE])
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--help"], ["--multirun", "seed=0,1"]], ids=" ".join)
+def test_a_file_names_no_code_for_hydra(block: str, key: str, flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  help: {{app_name: x}}\n  {block}\n")
+    with pytest.raises(ConfigError, match="is set in a file: code is named on the command line only") as error:
+        answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *flags])
+    assert str(error.value).startswith(key)
+
+
+def test_a_preset_does_not_import_packages_for_its_options(tmp_path: Path) -> None:
+    (tmp_path / "strange.yaml").write_text("defaults: [smoke, _self_]\nhydra:\n  searchpath: [pkg://antigravity]\n")
+    with pytest.raises(
+        ConfigError, match=r"hydra.searchpath=pkg://antigravity is set in .*: give it on the command line"
+    ):
+        answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange"])
+    assert "antigravity" not in sys.modules
+
+
+def test_names_beyond_ascii_need_no_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, *PRESET, "--cfg", "job", "dataset.path=/daten/Gespräche 1.jsonl", "name=größe")
+    assert "path: /daten/Gespräche 1.jsonl" in text
+    assert "name: größe" in text

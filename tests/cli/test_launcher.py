@@ -1,0 +1,94 @@
+"""`--nproc`: the sentence of the rank that failed first is all that is on the screen, and its exit code is ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.cli.launcher import _config, without_flags
+from automodel_lite.errors import ConfigError
+from tests.run.small_run import QUICK
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ranks_get_the_line_without_the_launchers_flags() -> None:
+    line = ["--nproc", "8", "--config-name", "smoke", "--nnodes=2", "--rdzv", "a:1", "seed=1", "-m"]
+    assert without_flags(line) == ["--config-name", "smoke", "seed=1", "-m"]
+
+
+WRONG = [
+    ({"nproc": "0"}, "--nproc 0 must be a number of processes, gpu or auto."),
+    ({"nproc": "two"}, "--nproc two must be a number of processes, gpu or auto."),
+    ({"nnodes": 2}, "--nnodes 2 needs --rdzv HOST:PORT, the same on all machines: one of them and a port."),
+    ({"max_restarts": -1}, "--max-restarts -1 must be at least 0."),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), WRONG)
+def test_numbers_that_cannot_be(given: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _config(given)
+    assert str(error.value) == sentence
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="leave it out under torchrun or srun"):
+        _config({"nproc": "2"})
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "automodel_lite", "train", "--nproc", "2", "--config-name", "smoke", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_mistake_is_the_only_sentence_on_the_screen(tmp_path: Path) -> None:
+    process = start(f"output_dir={tmp_path}/run", "training.max_stepz=3", "optimizr.lr=1")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert err == (
+        "\ntraining.max_stepz=3: unknown key; did you mean training.max_steps?\n"
+        "optimizr.lr=1: unknown key; did you mean optimizer.lr?\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: int, tmp_path: Path) -> None:
+    options = [*QUICK, "training.max_steps=100000", "training.log_every_steps=1", "training.num_epochs=null"]
+    process = start(f"output_dir={tmp_path}/run", *options)
+    metrics, until = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 5):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert "ChildFailedError" not in err
+    assert "the same command goes on from step_" in out
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    process = start(f"output_dir={tmp_path}/run", *QUICK, "training.max_steps=100000", "training.log_every_steps=1")
+    metrics, until = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 5):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    ranks = sorted(int(pid) for path in children for pid in path.read_text().split())
+    os.kill(ranks[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "rank 1 was ended by SIGKILL: the kernel does so when memory runs out."
