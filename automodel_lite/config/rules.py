@@ -44,12 +44,14 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of these texts."""
+    """One of these texts; a value of another type is the type's affair."""
 
     choices: tuple[str, ...]
 
-    def problem(self, value: str) -> str | None:
-        return None if value in self.choices else f"{self}{did_you_mean(value, self.choices) or '.'}"
+    def problem(self, value: object) -> str | None:
+        if not isinstance(value, str) or value in self.choices:
+            return None
+        return f"{self}{did_you_mean(value, self.choices) or '.'}"
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.choices)}"

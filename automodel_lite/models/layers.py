@@ -50,21 +50,30 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
         layer.forward = _checkpointed(layer.forward, contexts)  # type: ignore[method-assign]
 
 
-def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
+def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> Callable[[], None]:
     """Compiles each layer's forward; attention is left out of the graphs, with the boundaries of the documents, so that
     packs of other documents need no new graph. A graph too many is an error, never a silent return to eager.
+
+    Returns what takes it back, and what was done to the layers since.
     """
     strict_graphs()
+    plain: list[tuple[Any, Any, Any, Any]] = []
     for layer in layers:
-        if isinstance(layer.forward, WithinDocuments):
-            layer.forward.forward = torch.compile(layer.forward.forward, backend=backend)
-        else:
-            layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]
+        owner: Any = layer.forward if isinstance(layer.forward, WithinDocuments) else layer
+        plain.append((layer, layer.forward, owner, owner.forward))
+        owner.forward = torch.compile(owner.forward, backend=backend)
+
+    def undo() -> None:
+        for layer, forward, owner, of_owner in plain:
+            owner.forward = of_owner
+            layer.forward = forward
+
+    return undo
 
 
-def check_layers(is_compiled: bool, how: str) -> None:
+def check_layers(compiles: bool | str, how: str) -> None:
     """Raises ConfigError for a pair that does not work."""
-    if is_compiled and how == "selective":
+    if compiles is True and how == "selective":
         raise ConfigError(
             "training.activation_checkpointing=selective watches single operations, which training.compile=true fuses "
             "away: take training.activation_checkpointing=full with training.recompute_every_layers=2, or do not "

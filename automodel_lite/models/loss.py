@@ -10,6 +10,7 @@ It is the root for FSDP. Only rows that carry a label meet the head.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from automodel_lite.config.rules import Positive
+from automodel_lite.graphs import strict_graphs
 from automodel_lite.models.layers import text_decoder
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
@@ -52,13 +54,15 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
 
     chunk_tokens  rows of logits that exist at one time; None = the model dim (at least 512), so that the logits of a
                   chunk take as much memory as the gradient of the head, which is there anyway
+    backend       of torch.compile, which makes one pass of a chunk's logits; training.compile sets it
     """
 
     chunk_tokens: Positive | None = None
+    backend: str | None = None
 
     def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
         rows = chunk_rows(self.chunk_tokens, hidden_RC.shape[1])
-        return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap)
+        return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap, self.backend)
 
 
 Loss = CrossEntropy | LinearCrossEntropy
@@ -70,7 +74,12 @@ def chunk_rows(chunk_tokens: int | None, hidden_size: int) -> int:
 
 
 def linear_cross_entropy(
-    hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, chunk_tokens: int = 512, softcap: float | None = None
+    hidden_RC: Tensor,
+    weight_VC: Tensor,
+    labels_R: Tensor,
+    chunk_tokens: int = 512,
+    softcap: float | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Sum over rows of cross-entropy(softcap(hidden @ weight.T), label), fp32 scalar.
 
@@ -79,7 +88,7 @@ def linear_cross_entropy(
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
     with torch.autocast(hidden_RC.device.type, enabled=False):
-        total: Tensor = _LinearCrossEntropy.apply(hidden_RC, weight_VC, labels_R, chunk_tokens, softcap)
+        total: Tensor = _LinearCrossEntropy.apply(hidden_RC, weight_VC, labels_R, chunk_tokens, softcap, backend)
     return total
 
 
@@ -96,7 +105,13 @@ def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tens
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, chunk_tokens: int, softcap: float | None
+        ctx: Any,
+        hidden_RC: Tensor,
+        weight_VC: Tensor,
+        labels_R: Tensor,
+        chunk_tokens: int,
+        softcap: float | None,
+        backend: str | None,
     ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_RC) if needs_hidden else None
@@ -104,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden_RC.device)
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            loss, grad_logits = _chunk_loss(
+            loss, grad_logits = _chunk_loss_by(backend)(
                 hidden_RC[rows] @ weight_VC.t(), labels_R[rows], softcap, needs_hidden or needs_weight
             )
             total += loss
@@ -120,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors  # made for this call alone: scaled in place
         return (
             None if grad_hidden is None else grad_hidden.mul_(grad),
@@ -128,7 +143,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+@functools.cache
+def _chunk_loss_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`_chunk_loss`, compiled when a backend is named. The number of rows is symbolic from its second value on."""
+    if backend is None:
+        return _chunk_loss
+    strict_graphs()
+    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_chunk_loss, fullgraph=True, backend=backend)
+    return compiled
 
 
 def _chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None, needs_grad: bool) -> tuple[Tensor, Tensor]:

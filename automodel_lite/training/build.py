@@ -16,11 +16,11 @@ from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config.components import build, locate
-from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.schema import Config
 from automodel_lite.garbage import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, is_quantized
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
-from automodel_lite.models.layers import check_layers, compile_layers, recompute_layers
+from automodel_lite.models.layers import check_layers
 from automodel_lite.models.loss import CrossEntropy, Loss, LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings, checkpointing_hint
@@ -33,6 +33,7 @@ from automodel_lite.parallel.sharding import (
     parallelize,
 )
 from automodel_lite.thd import ThdBatch
+from automodel_lite.training.compiling import speed_up
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 
 
@@ -47,6 +48,7 @@ class BuiltModel:
     attention: str  # which kernel, and why
     loss: str
     strategy: str
+    compiled: str  # how many graphs, and in what time
     source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
     adapter: Adapter | None = None  # LoRA and the like: only this is trained and saved
 
@@ -67,13 +69,15 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
         lm = model.loss_model.lm
         install(lm, kernel)
         loss_reason = check_model(config, model, mesh)
-    speed_up_layers(config.training, lm)
+    compiled = speed_up(config, model, mesh)
     size = model_size(model_config)
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
     flops = step_flops(lm.config, size, trained)
     memory = estimate_memory(config, mesh.shape, strategy, lm.config, size, trained, dtype)
     attention = f"{reason}\n{hint}" if hint else reason
-    return BuiltModel(model, size.parameters, flops, memory, attention, loss_reason, strategy, source.dtype, adapter)
+    return BuiltModel(
+        model, size.parameters, flops, memory, attention, loss_reason, strategy, compiled, source.dtype, adapter
+    )
 
 
 def assemble(
@@ -135,14 +139,6 @@ def check_model(config: Config, model: ParallelModel, mesh: Mesh) -> str:
         loss_model.loss = CrossEntropy()
         return f"CrossEntropy: the output head of {type(loss_model.lm).__name__} is more than hidden @ weight.T"
     return type(loss_model.loss).__name__
-
-
-def speed_up_layers(training: TrainingConfig, lm: transformers.PreTrainedModel) -> None:
-    """Compilation and recomputation, in this order: checkpoint(compile(layer)). Changes the model in place."""
-    layers = decoder_layers(lm)
-    if training.compile:
-        compile_layers(layers)
-    recompute_layers(layers, training.activation_checkpointing, training.recompute_every_layers)
 
 
 def choose_attention(

@@ -34,6 +34,7 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         ("model", _model(config, built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
+        *([("compile", built.compiled)] if built.compiled != "off" else []),
         ("optimizer", optimizer_text(config)),
         ("memory", str(built.memory)),
     ]

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ["training.max_steps=8", "training.log_every_steps=1", "checkpoint.every_steps=4", "checkpoint.export_hf=false"]
+PLAIN = "training.compile=false"  # unless a part asks for it: every process would make its graphs
+TINY = [
+    PLAIN,
+    "training.max_steps=8",
+    "training.log_every_steps=1",
+    "checkpoint.every_steps=4",
+    "checkpoint.export_hf=false",
+]
 # multiples of 16 in every dim, for fp8; a vocabulary that the built-in tokenizer has
 SMALL = [
     "model.config.hidden_size=256",
@@ -81,7 +88,8 @@ def verify(device: str) -> dict[str, Any]:
 def feature(device: str, overrides: list[str]) -> dict[str, Any]:
     """Eight steps, stopped after four and continued from the checkpoint: the same losses as in one go."""
     with tempfile.TemporaryDirectory() as folder:
-        shared = ["--config-name", "smoke", *TINY, *SMALL, *overrides, f"cache_dir={folder}/cache"]
+        tiny = TINY if "training.compile=true" not in overrides else TINY[1:]
+        shared = ["--config-name", "smoke", *tiny, *SMALL, *overrides, f"cache_dir={folder}/cache"]
         code, screen = command("train_ft", *shared, f"output_dir={folder}/whole")
         if code:
             return failed(screen)
@@ -132,6 +140,7 @@ def config_of(folder: str, shape: dict[str, Any], pack: int, steps: int, overrid
         compose_config(
             "finetune",
             [
+                "name=gpu_check",
                 f"output_dir={folder}/run",
                 f"cache_dir={folder}/cache",
                 f"dataset.path={data}",
@@ -147,6 +156,7 @@ def config_of(folder: str, shape: dict[str, Any], pack: int, steps: int, overrid
                 "checkpoint.every_steps=0",
                 "checkpoint.export_hf=false",
                 "report=false",
+                *([] if any(text.startswith("training.compile") for text in overrides) else [PLAIN]),
                 *overrides,
             ],
         )
@@ -247,7 +257,9 @@ def trl(device: str, is_tiny: bool = False) -> dict[str, Any]:
 
     import torch
     from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     from benchmarks.gpu.steps import lengths
@@ -282,9 +294,12 @@ def trl(device: str, is_tiny: bool = False) -> dict[str, Any]:
             disable_tqdm=True,
         )
         torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))  # TRL wants a tokenizer; the data has ids
         trainer = SFTTrainer(
-            model=LlamaForCausalLM(config),
+            model=model,
             args=settings,
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>", eos_token="<end>"),
             train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}),
             callbacks=[Clock()],
         )

@@ -132,7 +132,7 @@ class MemoryOfResults(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_compiling_and_selective_recomputing_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="recompute_every_layers=2"):
-        check_layers(is_compiled=True, how="selective")
+        check_layers(True, how="selective")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""training.compile: tried out before the first step, the same numbers, and uncompiled where auto cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_lite.config.schema import TrainingConfig
+from automodel_lite.graphs import compiled_graphs
+from automodel_lite.models.loss import FusedLinearCrossEntropy, linear_cross_entropy
+from automodel_lite.training import build, compiling
+from automodel_lite.training.compiling import compiles
+from tests.run.small_run import losses, train
+
+
+def test_auto_compiles_on_a_gpu() -> None:
+    assert compiles(TrainingConfig(), is_gpu=True)
+    assert not compiles(TrainingConfig(), is_gpu=False)
+    assert not compiles(TrainingConfig(activation_checkpointing="selective"), is_gpu=True)
+    assert not compiles(TrainingConfig(compile=False), is_gpu=True)
+    assert compiles(TrainingConfig(compile=True), is_gpu=False)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are traced as on a GPU, and run uncompiled."""
+    torch._dynamo.reset()
+    real = compiling.speed_up
+    monkeypatch.setattr(build, "speed_up", lambda config, model, mesh: real(config, model, mesh, "aot_eager"))
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_a_compiled_run_has_the_numbers_of_an_uncompiled_one(how: str, tmp_path: Path) -> None:
+    """The layers and the loss's chunk; all graphs are made before the first step."""
+    options = [f"training.activation_checkpointing={how}", "training.log_every_steps=1"]
+    assert train(tmp_path / "plain", *options)[0] == 0
+    code, screen = train(tmp_path / "compiled", *options, "training.compile=true", "training.val_every_steps=0")
+    assert code == 0
+    made = next(line for line in screen.splitlines() if line.startswith("compile"))
+    assert "graphs in" in made
+    for step, values in losses(tmp_path / "compiled").items():
+        assert values == pytest.approx(losses(tmp_path / "plain")[step], rel=1e-5)
+
+
+def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so; training.compile=true is an error then."""
+
+    def broken(graph: object, inputs: object) -> object:
+        raise RuntimeError("no such instruction")
+
+    torch._dynamo.reset()
+    real = compiling.speed_up
+    monkeypatch.setattr(build, "speed_up", lambda config, model, mesh: real(config, model, mesh, broken))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        train(tmp_path / "asked", "training.compile=true")
+    monkeypatch.setattr(compiling, "compiles", lambda training, is_gpu: True)
+    code, screen = train(tmp_path / "auto", "training.log_every_steps=1")
+    assert code == 0
+    assert "no such instruction" in next(line for line in screen.splitlines() if line.startswith("compile"))
+    assert train(tmp_path / "plain", "training.compile=false", "training.log_every_steps=1")[0] == 0
+    assert losses(tmp_path / "auto") == losses(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_compiled_chunk_is_the_uncompiled_one(softcap: float | None) -> None:
+    """Gradients too; other numbers of labelled rows need no other graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    graphs = []
+    for rows in (40, 33, 17, 73, 64, 50, 29, 71):  # 24 and 16, 9, alone, 1: then nothing is new
+        results = []
+        for backend in (None, "aot_eager"):
+            torch.manual_seed(rows)
+            hidden, weight = (torch.randn(n, 16).bfloat16().requires_grad_() for n in (rows, 50))
+            labels = torch.randint(0, 50, (rows,))
+            loss = linear_cross_entropy(hidden, weight, labels, 24, softcap, backend)
+            (loss * 0.5).backward()
+            results.append((loss.detach(), hidden.grad, weight.grad))
+        for plain, compiled in zip(*results):
+            torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-3)
+        graphs.append(compiled_graphs())
+    assert graphs[-1] == graphs[3]
+    assert FusedLinearCrossEntropy().backend is None
