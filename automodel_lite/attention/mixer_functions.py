@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from automodel_lite.document_rows import DocumentRows
 from automodel_lite.thd import MixerPlan
 
 
@@ -58,8 +59,26 @@ FUSED = {"mamba2_split_conv1d_scan_combined": "seq_idx", "mamba_inner_fn": None}
 
 _BOUNDARIES = frozenset({"seq_idx", "cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q", "cu_seq_lens_k"})
 
-_Run = Callable[[Callable[..., Any], str, dict[str, Any]], Any]
-_RUN: ContextVar[_Run | None] = ContextVar("mixer_functions", default=None)
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one of the functions.
+
+    positional  names of the arguments that were not named: packages give them other names
+    """
+
+    function: Callable[..., Any]
+    name: str
+    positional: tuple[str, ...]
+    arguments: dict[str, Any]
+
+    def again(self, **changed: Any) -> Any:
+        named = self.arguments | changed
+        positional = [named.pop(name) for name in self.positional]
+        return self.function(*positional, **named)
+
+
+_RUN: ContextVar[Callable[[Call], Any] | None] = ContextVar("mixer_functions", default=None)
 
 
 def patch_functions(mixer: nn.Module) -> None:
@@ -83,12 +102,15 @@ class _Patched:
             return self.function(*args, **kwargs)
         arguments = self.signature.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
-        return run(self.function, self.name, {k: v for k, v in arguments.items() if k not in _BOUNDARIES})
+        positional = tuple(self.signature.parameters)[: len(args)]
+        return run(
+            Call(self.function, self.name, positional, {k: v for k, v in arguments.items() if k not in _BOUNDARIES})
+        )
 
 
 @contextmanager
-def running(run: _Run) -> Iterator[None]:
-    """Calls of patched functions go to `run(function, name, arguments)`."""
+def running(run: Callable[[Call], Any]) -> Iterator[None]:
+    """Calls of patched functions go to `run`."""
     before = _RUN.set(run)
     try:
         yield
@@ -103,13 +125,13 @@ class Recorded:
     heads: list[list[int]] = field(default_factory=list)
     takes_boundaries: list[bool] = field(default_factory=list)
 
-    def __call__(self, function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
-        if name in FUSED:
+    def __call__(self, call: Call) -> Any:
+        if call.name in FUSED:
             return None
-        layout = FUNCTIONS[name]
-        self.heads.append([x.shape[dim] for x, dim in _with_heads(layout, arguments)])
-        self.takes_boundaries.append(takes_boundaries(function, layout.boundary))
-        return function(**arguments)
+        layout = FUNCTIONS[call.name]
+        self.heads.append([x.shape[dim] for x, dim in _with_heads(layout, call.arguments)])
+        self.takes_boundaries.append(takes_boundaries(call.function, layout.boundary))
+        return call.again()
 
     def divide(self, num_ranks: int) -> bool:
         """Can the heads of all functions be dealt to `num_ranks` ranks? Groups are repeated where they are too few."""
@@ -129,65 +151,54 @@ def _chosen(function: Callable[..., Any]) -> Mapping[str, Any]:
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
-def split_at_documents(plan: MixerPlan) -> _Run:
+def split_at_documents(plan: MixerPlan) -> Callable[[Call], Any]:
     """The functions on the documents of `plan`; with an exchange, on this rank's heads of the whole stream."""
 
-    def run(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
-        if name in FUSED:
-            if plan.exchange is not None or not takes_boundaries(function, FUSED[name]):
-                return None
-            return function(**arguments, seq_idx=plan.stream.seq_idx)
-        return _Call(function, FUNCTIONS[name], arguments, plan).run()
+    def run(call: Call) -> Any:
+        if call.name not in FUSED:
+            return _split(call, FUNCTIONS[call.name], plan)
+        if plan.exchange is not None or not takes_boundaries(call.function, FUSED[call.name]):
+            return None
+        return call.again(seq_idx=plan.stream.seq_idx)
 
     return run
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call of a function."""
+def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
+    exchange, arguments = plan.exchange, call.arguments
+    given = [name for name in layout.tokens if isinstance(arguments.get(name), Tensor)]
+    places = [layout.tokens[name] for name in given]
+    streams = [_heads_second(arguments[name], *place) for name, place in zip(given, places)]
+    weights = {name: arguments[name] for name in layout.weights if isinstance(arguments.get(name), Tensor)}
+    if exchange is not None:
+        streams = exchange.to_heads([_dealable(x, streams[0].shape[1], exchange.size) for x in streams])
+        weights = {name: exchange.part(weight, layout.weights[name]) for name, weight in weights.items()}
+    returns_states = False
 
-    function: Callable[..., Any]
-    layout: Layout
-    arguments: dict[str, Any]
-    plan: MixerPlan
+    def mix(of_rows: list[Tensor], **boundaries: Any) -> Tensor:
+        """[n, L, H, ...] each -> [n, L, H, ...]."""
+        nonlocal returns_states
+        laid_out = {name: _laid_out(x, *place) for name, x, place in zip(given, of_rows, places)}
+        out = call.again(**laid_out, **weights, **boundaries)
+        returns_states = isinstance(out, tuple)
+        return _heads_third(out[0] if isinstance(out, tuple) else out, *places[0])
 
-    def run(self) -> Any:
-        exchange = self.plan.exchange
-        given = [name for name in self.layout.tokens if isinstance(self.arguments.get(name), Tensor)]
-        streams = [_heads_second(self.arguments[name], *self.layout.tokens[name]) for name in given]
-        weights = {name: self.arguments.get(name) for name in self.layout.weights}
-        if exchange is not None:
-            streams = exchange.to_heads([_dealable(x, streams[0].shape[1], exchange.size) for x in streams])
-            parts = {name: exchange.part(w, self.layout.weights[name]) for name, w in weights.items() if w is not None}
-            weights |= parts
-        rest = {name: x for name, x in self.arguments.items() if name not in given} | weights
-        returns_states = False
+    if takes_boundaries(call.function, layout.boundary):
+        out = mix([x[None] for x in streams], **_boundaries(layout, plan.stream))[0]
+    else:
+        out = plan.stream.each(mix, streams)
+    if exchange is not None:
+        out = exchange.from_heads(out)
+    out = _laid_out(out[None], *places[0])
+    out = out.contiguous() if places[0] == _HEADS else out  # callers take views of it
+    return (out, None) if returns_states else out
 
-        def call(of_rows: list[Tensor], **boundaries: Any) -> Tensor:
-            """[n, L, H, ...] each -> [n, L, H, ...]."""
-            nonlocal returns_states
-            laid_out = {name: _laid_out(x, *self.layout.tokens[name]) for name, x in zip(given, of_rows)}
-            out = self.function(**laid_out, **rest, **boundaries)
-            returns_states = isinstance(out, tuple)
-            return _heads_third(out[0] if isinstance(out, tuple) else out, *self.layout.tokens[given[0]])
 
-        rows = self.plan.stream
-        if takes_boundaries(self.function, self.layout.boundary):
-            out = call([x[None] for x in streams], **self._boundaries())[0]
-        else:
-            out = rows.each(call, streams)
-        if exchange is not None:
-            out = exchange.from_heads(out)
-        out = _laid_out(out[None], *self.layout.tokens[given[0]])
-        out = out.contiguous() if self.layout.tokens[given[0]] == _HEADS else out  # callers take views of it
-        return (out, None) if returns_states else out
-
-    def _boundaries(self) -> dict[str, Any]:
-        """transformers leaves out what a kernel lacks; some versions of fla read the boundaries on the host."""
-        rows = self.plan.stream
-        if self.layout.boundary == "seq_idx":
-            return {"seq_idx": rows.seq_idx}
-        return {"cu_seqlens": rows.cu_seqlens, "cu_seqlens_cpu": rows.cu_host}
+def _boundaries(layout: Layout, rows: DocumentRows) -> dict[str, Any]:
+    """transformers leaves out what a kernel lacks; some versions of fla read the boundaries on the host."""
+    if layout.boundary == "seq_idx":
+        return {"seq_idx": rows.seq_idx}
+    return {"cu_seqlens": rows.cu_seqlens, "cu_seqlens_cpu": rows.cu_host}
 
 
 def _with_heads(layout: Layout, arguments: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:

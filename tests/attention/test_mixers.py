@@ -112,7 +112,7 @@ def test_compiled_layers_need_no_graph_for_other_documents() -> None:
     install(model, ReferenceAttention())
     batches = [stream(documents(lengths)) for lengths in ([9, 7, 4], [3, 16, 1], [20])]
     want = [packed(model, batch) for batch in batches]
-    compile_layers(decoder_layers(model), backend="aot_eager")
+    compile_layers(decoder_layers(model), backend="eager")
     for batch, (logits, grads) in zip(batches, want):
         got = packed(model, batch)
         assert torch.allclose(got[0], logits, rtol=1e-4, atol=1e-4)

@@ -25,6 +25,7 @@ from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
 from tests.attention.families import FAMILIES, build, documents, stream
+from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks
 
 LARGEST_ERROR = 1e-6
@@ -44,9 +45,9 @@ def micro_batch(number: int, cp: int) -> ThdBatch:
 
 
 def loss_model(family: str) -> LossModel:
-    model = build(family)
+    model = build_hybrid(family) if family in HYBRIDS else build(family)
     install(model, ReferenceAttention())
-    fused = family != "gemma2_softcap_window"
+    fused = family not in HYBRIDS and family != "gemma2_softcap_window"
     return LossModel(model, FusedLinearCrossEntropy(chunk_tokens=16) if fused else CrossEntropy())
 
 
@@ -88,7 +89,8 @@ def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, ex
             if p.grad is not None
         }
         assert grads.keys() == want_grads.keys()
-        of_grads = max(float((grads[name] - grad).abs().max()) for name, grad in want_grads.items())
+        largest = max(1.0, *(float(grad.abs().max()) for grad in want_grads.values()))
+        of_grads = max(float((grads[name] - grad).abs().max()) / largest for name, grad in want_grads.items())
         errors[family] = (float(abs(total - want)), of_grads)
     return errors
 
@@ -132,6 +134,12 @@ def test_llama_and_gpt_oss(layout: tuple[tuple[int, int, int], str, str]) -> Non
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_every_family_on_every_layout(layout: tuple[tuple[int, int, int], str, str]) -> None:
     assert_equal(*layout, list(FAMILIES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FAST_LAYOUTS, ids=name_of)
+def test_hybrids_on_layouts(layout: tuple[tuple[int, int, int], str, str]) -> None:
+    assert_equal(*layout, ONE_OF_EACH_KIND)
 
 
 def test_a_shifted_label_is_noticed() -> None:
