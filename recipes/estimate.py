@@ -13,22 +13,22 @@ import argparse
 from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build
+from automodel_lite.config.rules import Range, argument
+
+POSITIVE = argument(float, Range(above=0))
+FRACTION = argument(float, Range(above=0, most=1))
+ONE_OR_MORE = argument(int, Range(1, 10**8))
 
 
 def main(argv: list[str] | None = None) -> None:
     args, overrides = parser().parse_known_args(argv)
     config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
-    from transformers import AutoConfig
-
     from automodel_lite.training.scaling import Hardware, estimates
+    from automodel_lite.training.trial import try_model
 
     source = build(config.model)
-    if source.pretrained:
-        model = AutoConfig.from_pretrained(source.pretrained, **source.source)
-        for key, value in source.overrides.items():
-            setattr(model, key, value)
-    else:
-        model = AutoConfig.for_model(**{"vocab_size": args.vocab_size, **source.overrides})
+    try_model(source)
+    model = source.described({"vocab_size": args.vocab_size})
     hardware = Hardware(
         peak_flops=args.peak_tflops * 1e12,
         mfu_frac=args.mfu,
@@ -44,14 +44,19 @@ def main(argv: list[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     found = argument_parser(__doc__)
     found.add_argument("--config-name", required=True)
-    found.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1024])
-    found.add_argument("--gpus-per-node", type=int, default=8)
-    found.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 of one GPU (H100 SXM: 989)")
-    found.add_argument("--mfu", type=float, default=0.45, help="share of the peak that compute alone reaches")
-    found.add_argument("--nvlink-gb", type=float, default=300.0, help="GB/s a GPU inside of a node, one direction")
-    found.add_argument("--network-gb", type=float, default=40.0, help="GB/s a GPU between nodes, one direction")
-    found.add_argument("--document-tokens", type=int, default=600, help="mean length of a document")
-    found.add_argument("--vocab-size", type=int, default=8192, help="of a model from scratch")
+    found.add_argument("--gpus", type=argument(int, Range(1, 10**7)), nargs="+", default=[8, 64, 1024])
+    found.add_argument("--gpus-per-node", type=argument(int, Range(1, 10**6)), default=8)
+    found.add_argument("--peak-tflops", type=POSITIVE, default=989.0, help="dense bf16 of one GPU (H100 SXM: 989)")
+    found.add_argument(
+        "--mfu",
+        type=argument(float, Range(above=0, most=1)),
+        default=0.45,
+        help="share of the peak that compute alone reaches",
+    )
+    found.add_argument("--nvlink-gb", type=POSITIVE, default=300.0, help="GB/s a GPU inside of a node, one direction")
+    found.add_argument("--network-gb", type=POSITIVE, default=40.0, help="GB/s a GPU between nodes, one direction")
+    found.add_argument("--document-tokens", type=ONE_OR_MORE, default=600, help="mean length of a document")
+    found.add_argument("--vocab-size", type=ONE_OR_MORE, default=8192, help="of a model from scratch")
     return found
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
+from automodel_lite.config.rules import argument
 from automodel_lite.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
     parser = argument_parser(__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder, runs/<name>")
+    parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
     parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
-    parser.add_argument("--to", type=Path, help="the folder to write (default: hf in the run's folder)")
+    parser.add_argument("--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)")
     parser.add_argument("--allow-targets", nargs="+", default=[], help="packages of your own that the run was allowed")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
@@ -28,14 +29,17 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.tools.merge import load_trained
 
     quiet_libraries()
+    if args.to and args.to.exists():  # before anything is loaded
+        raise ConfigError(f"--to {args.to} exists already: choose another folder.")
     trained = load_trained(
         args.run, args.checkpoint, allow_targets=args.allow_targets, trust_remote_code=args.trust_remote_code
     )
     target = args.to or args.run / "hf"
-    if args.to and target.exists():
-        raise ConfigError(f"--to {target} exists already: choose another folder.")
     step = step_of(trained.checkpoint) or 0
-    export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.model.logits, step)
+    try:
+        export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.model.logits, step)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror or error}).") from error
     merged = " (adapter merged)" if trained.was_merged else ""
     print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
     return 0

@@ -10,18 +10,20 @@ from __future__ import annotations
 import sys
 
 from automodel_lite.cli import argument_parser, run_tool
+from automodel_lite.config.rules import PathText, Range, argument
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
     parser = argument_parser(__doc__)
-    parser.add_argument("model", help="a run's folder, a model or adapter folder, or a hub name")
-    parser.add_argument("prompt", nargs="?", help="what to ask; without it, a chat from the keyboard")
-    parser.add_argument("--system", help="a system message")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default): the likeliest token each time")
+    parser.add_argument("model", type=argument(str, PathText()), help="a run, a model or adapter folder, or a hub name")
+    parser.add_argument("prompt", nargs="?", type=argument(str), help="what to ask; without it, a chat")
+    parser.add_argument("--system", type=argument(str), help="a system message")
+    parser.add_argument("--max-new-tokens", type=argument(int, Range(1)), default=256)
+    of_temperature = "0 (the default): the likeliest token each time"
+    parser.add_argument("--temperature", type=argument(float, Range(0, 1000)), default=0.0, help=of_temperature)
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws with --temperature")
+    parser.add_argument("--seed", type=argument(int, Range(0, 2**32 - 1)), default=0, help="with --temperature")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 

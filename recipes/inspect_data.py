@@ -2,7 +2,7 @@
 
     python recipes/inspect_data.py --config-name llama_packed
 
-Takes the arguments of train_ft.py. Exits with 1 when nothing would be trained on.
+Takes the arguments of train_ft.py. Exits with 2 when nothing would be trained on.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ SHOWN_TOKENS = 400
 
 
 def main(config: Config) -> int:
-    """Prints everything; 1 when nothing would be trained on."""
+    """Prints everything; raises DataError when nothing would be trained on."""
     try:
         data = prepare_first_documents(config, build_packer(config))
         packs = data.packs_of(0)
     except DataError as error:
-        print(f"nothing would be trained on: {error}", file=sys.stderr)
-        return 1
+        raise DataError(f"nothing would be trained on: {error}") from error
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in [*counts(data), *lengths(data, packs), *drawn_packs(packs), *samples(data, in_colour)]:
         print(line)
     if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
-        print("nothing would be trained on", file=sys.stderr)
-        return 1
+        raise DataError("nothing would be trained on: no pack has a label.")
     return 0
 
 

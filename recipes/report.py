@@ -9,19 +9,32 @@ from __future__ import annotations
 from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
+from automodel_lite.config.rules import argument
+from automodel_lite.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError for a folder that is not a run's."""
     parser = argument_parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--to", type=Path, help="the folder to write to (default: the run's; of several: report)")
+    parser.add_argument("runs", nargs="+", type=argument(Path), help="folders of runs")
+    parser.add_argument(
+        "--to", type=argument(Path), help="where to write (default: the run's folder; of several: report)"
+    )
     args = parser.parse_args(argv)
 
     from automodel_lite.tools.report import write_report
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
-    print(write_report(args.runs, target))
+    try:
+        print(write_report(args.runs, target))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or target} cannot be read or written ({error.strerror}).") from error
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        runs = ", ".join(map(str, args.runs))
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"a file of {runs} is damaged ({reason}): packing.json, lengths.json or run.json.") from error
     return 0
 
 

@@ -7,8 +7,11 @@ None; `str(rule)` is the rule in the table of docs/config.md.
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -113,6 +116,26 @@ class Duration:
 
     def __str__(self) -> str:
         return "hours:minutes:seconds, or seconds"
+
+
+def argument(kind: type, *rules: Rule) -> Callable[[str], Any]:
+    """`type=` of an argparse argument that follows the rules of a setting: `argument(int, Range(1))`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+            text.encode()
+        except ValueError:
+            word = {int: "a whole number", float: "a number"}.get(kind, "text in UTF-8")
+            raise argparse.ArgumentTypeError(f"{text!a} must be {word}.") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} must be a finite number.")
+        for rule in (*rules, *([Range(most=2**63 - 1)] if kind is int else [])):
+            if problem := rule.problem(value):
+                raise argparse.ArgumentTypeError(f"{text[:80]} must be {problem}")
+        return value
+
+    return parse
 
 
 def seconds_of(duration: str | int) -> float:

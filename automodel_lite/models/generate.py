@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
+from automodel_lite.deadline import Deadline
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.source import check_source, load_whole
+from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
+
+MAX_RENDER_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,12 @@ class Generator:
         """The model's turn after `messages`; pieces go to `write` as they come. temperature 0 = the likeliest token.
 
         is_chat   through the chat template; False: the last message's text is simply continued
+
+        Raises ConfigError for a prompt that is empty or longer than the model's positions, and for one that its chat
+        template or its embedding does not take.
         """
         inputs = self._inputs(messages, is_chat).to(self.model.device)
+        max_new_tokens = min(max_new_tokens, self._room_tokens(inputs["input_ids"][0]))
         choice: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:
             choice["temperature"] = temperature
@@ -50,9 +59,29 @@ class Generator:
     def _inputs(self, messages: list[dict[str, str]], is_chat: bool) -> Any:
         if not is_chat or self.tokenizer.chat_template is None:
             return self.tokenizer(messages[-1]["content"], return_tensors="pt")
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            with Deadline(MAX_RENDER_S):
+                return self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )
+        except Exception as error:  # whatever a template does wrong
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ConfigError(f"the chat template refuses the prompt ({reason}): --raw goes without it.") from error
+
+    def _room_tokens(self, ids: Tensor) -> int:
+        """How many tokens an answer to this prompt may have."""
+        positions = config_value(self.model.config.get_text_config(), "max_position_embeddings", 2**31)
+        if not len(ids):
+            raise ConfigError("the prompt is empty: there is nothing to go on from.")
+        highest, rows = int(ids.max()), embedding_rows(self.model)
+        if highest >= rows:
+            raise ConfigError(f"the tokenizer gives the id {highest}, and the model's embedding has {rows} rows.")
+        if len(ids) >= positions:
+            raise ConfigError(
+                f"the prompt has {len(ids):,} tokens, and the model has {positions:,} positions, for the answer too: "
+                "shorten the prompt."
+            )
+        return int(positions) - len(ids)
 
 
 class _Stream(TextStreamer):
@@ -74,7 +103,10 @@ def load_generator(source: str, trust_remote_code: bool = False) -> Generator:
     if not (Path(source) / "adapter_config.json").is_file():
         check_source("model", source)
     has_gpu = torch.cuda.is_available()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes of its reader
+        raise _cannot_load(source, "tokenizer", error) from error
     model: Any = load_model(source, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
     return Generator(model.to("cuda" if has_gpu else "cpu"), tokenizer)
 
@@ -88,8 +120,14 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
     load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else load_whole
     try:
         model: transformers.PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    except ValueError as error:
+    except Exception as error:  # whatever a damaged file makes of its reader
         if trust_remote_code or "trust_remote_code" not in str(error):
-            raise
+            raise _cannot_load(folder, "model", error) from error
         raise ConfigError(f"{folder} runs code of its own: read it, and allow it with --trust-remote-code.") from None
+    check_finite(model, folder)
     return model.eval()
+
+
+def _cannot_load(folder: str, what: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return ConfigError(f"{folder} cannot be loaded as a {what}: {reason}")

@@ -330,16 +330,16 @@ def _load(
             f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
             f"than the config says, {first} first; they would train from random values."
         )
-    _check_finite(model, source)
+    check_finite(model, f"model.pretrained={source}")
     return model
 
 
-def _check_finite(model: transformers.PreTrainedModel, source: str) -> None:
+def check_finite(model: transformers.PreTrainedModel, source: str) -> None:
     """Raises ConfigError when a loaded weight is infinite or not a number: every loss would be."""
     damaged = [name for name, value in model.named_parameters() if not _is_finite(value)]
     if damaged:
         raise ConfigError(
-            f"model.pretrained={source}: {len(damaged)} weights hold values that are not finite (inf or NaN), "
+            f"{source}: {len(damaged)} weights hold values that are not finite (inf or NaN), "
             f"{damaged[0]} first: the file is damaged, or of a training that diverged; fetch it again."
         )
 

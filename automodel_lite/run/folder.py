@@ -255,7 +255,7 @@ def saved_config(path: Path) -> dict[str, Any]:
         saved, reason = None, " ".join(str(error).split())[:200]
     else:
         reason = "it holds no settings"
-    if not isinstance(saved, dict):
+    if not isinstance(saved, dict) or "name" not in saved:
         raise ConfigError(
             f"{path} cannot be read ({reason}): bring it back, for instance from the newest checkpoint's folder, or "
             "start a new run with name=... ."

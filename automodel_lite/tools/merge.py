@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.check import check_config
@@ -20,7 +20,7 @@ from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.run.checkpoint import load_weights
 from automodel_lite.run.checkpoint_folder import broken_files, survey
-from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.folder import RunFolder, saved_config
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
     """A run's config.yaml, checked; it allows itself nothing."""
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is no run's folder: it has no config.yaml.")
-    raw = OmegaConf.load(folder.config)
-    assert isinstance(raw, DictConfig)
+    raw = OmegaConf.create(saved_config(folder.config))
     wanted = OmegaConf.select(raw, "security.allow_targets") or []
     if foreign := [package for package in wanted if package not in allow_targets]:
         raise ConfigError(

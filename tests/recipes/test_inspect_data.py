@@ -10,6 +10,7 @@ import pytest
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
+from automodel_lite.errors import DataError
 from recipes import inspect_data, prepare_data
 
 
@@ -45,9 +46,7 @@ def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
     ids=["no answer", "all too long"],
 )
-def test_inspecting_exits_with_1_when_nothing_would_be_trained_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture, rows: list, sentence: str
-) -> None:
+def test_inspecting_is_an_error_when_nothing_would_be_trained_on(tmp_path: Path, rows: list, sentence: str) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(
         tmp_path,
@@ -58,7 +57,6 @@ def test_inspecting_exits_with_1_when_nothing_would_be_trained_on(
         "packed_sequence.packed_sequence_size=64",
         preset="llama_packed",
     )
-    assert inspect_data.main(config) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("nothing would be trained on: ")
-    assert sentence in error
+    with pytest.raises(DataError, match=r"^nothing would be trained on: ") as error:
+        inspect_data.main(config)
+    assert sentence in str(error.value)

@@ -50,7 +50,7 @@ class RunRecord:
         """Document tokens trained on: each logged rate covers the steps since the row before it."""
         total, before = 0.0, 0
         for row in self.rows:
-            if "step_s" in row:
+            if "step_s" in row and "tokens_per_s" in row:
                 total += row["tokens_per_s"] * row["step_s"] * (row["step"] - before)
                 before = row["step"]
         return total
@@ -70,7 +70,7 @@ def read_run(path: Path) -> RunRecord:
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(f"{path} is not a run's folder: it has no config.yaml.")
-    lines = folder.metrics.read_text().splitlines() if folder.metrics.is_file() else []
+    lines = folder.metrics.read_text(errors="replace").splitlines() if folder.metrics.is_file() else []
     rows = [row for row in map(_row, lines) if row]
     if not rows:
         raise ConfigError(f"{path} has logged no step yet.")
@@ -105,13 +105,22 @@ def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """None for a line that a kill has cut."""
+    """None for a line that a kill has cut, or that is none of ours."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and "step" in row else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return {
+        key: value for key, value in row.items() if isinstance(value, str if key.startswith("text/") else (int, float))
+    }
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    """Empty when there is no such file, or a damaged one: the rest of the run can be drawn."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,117 @@
+"""generate, export, estimate and report answer wrong arguments, missing folders and damaged files in a sentence."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.errors import ConfigError, DataError
+from tests.run.small_run import train
+
+TOOLS = ("generate", "export_hf", "estimate", "report")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert train(folder, "checkpoint.export_hf=true", "training.max_steps=2")[0] == 0
+    return folder
+
+
+def answer(tool: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentence with which the tool leaves with code 2; empty when it succeeds."""
+    main = importlib.import_module(f"recipes.{tool}").main
+    try:
+        assert not main([str(argument) for argument in arguments])
+    except (ConfigError, DataError) as error:
+        return str(error)
+    except SystemExit as leaving:  # argparse's
+        return capsys.readouterr().err.strip().splitlines()[-1] if leaving.code == 2 else f"left with {leaving.code}"
+    return ""
+
+
+ARGUMENTS = [
+    ("generate", ["{run}", "Hi", "--max-new-tokens", "0"], "argument --max-new-tokens: 0 must be at least 1."),
+    ("generate", ["{run}", "Hi", "--max-new-tokens", "many"], "argument --max-new-tokens: 'many' must be a whole number."),
+    ("generate", ["{run}", "Hi", "--temperature", "nan"], "argument --temperature: nan must be a finite number."),
+    ("generate", ["{run}", "Hi", "--temperature", "-1"], "argument --temperature: -1 must be at least 0 and at most 1,000."),
+    ("generate", ["{run}", "Hi", "--seed", "-1"], "argument --seed: -1 must be at least 0"),
+    ("generate", ["{run}", "Hi \ud800"], "must be text in UTF-8"),
+    ("generate", ["", "Hi"], "must be a path, and it is empty"),
+    ("generate", ["./nothing", "Hi"], "model=./nothing: there is no such folder."),
+    ("generate", ["{run}", "", "--raw"], "the prompt is empty"),
+    ("generate", ["{run}", "Hi " * 100_000], "shorten the prompt"),
+    ("export_hf", ["./nothing"], "nothing is no run's folder: it has no config.yaml."),
+    ("export_hf", ["{run}", "--checkpoint", "step_9"], "has no complete checkpoint step_9: there are step_"),
+    ("export_hf", ["{run}", "--to", "{run}"], "exists already: choose another folder."),
+    ("export_hf", ["{run}", "--to", "/proc/nothing/x"], "/proc/nothing/x cannot be written"),
+    ("estimate", ["--config-name", "smoke", "--gpus", "0"], "argument --gpus: 0 must be at least 1"),
+    ("estimate", ["--config-name", "smoke", "--mfu", "0"], "argument --mfu: 0 must be over 0 and at most 1."),
+    ("estimate", ["--config-name", "smoke", "--network-gb", "inf"], "argument --network-gb: inf must be a finite number."),
+    ("estimate", ["--config-name", "smoke", "--document-tokens", "-5"], "argument --document-tokens: -5 must be at least 1"),
+    ("estimate", ["--config-name", "smoke", "model.config.num_attention_heads=3"], "a model of these settings cannot work"),
+    ("estimate", ["--config-name", "smoke", "mesh.cp=3"], "mesh.cp=3"),
+    ("estimate", ["--config-name", "smoke", "training.max_stepz=3"], "training.max_stepz=3: unknown key"),
+    ("estimate", ["--config-name", "finetune", "model.pretrained=./nothing", "dataset.path=x"], "./nothing: there is no such folder"),
+    ("report", ["./nothing"], "nothing is not a run's folder: it has no config.yaml."),
+    ("report", ["{run}", "--to", "/proc/x"], "/proc/x cannot be read or written"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "arguments", "sentence"), ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_wrong_arguments(
+    run: Path, capsys: pytest.CaptureFixture[str], tool: str, arguments: list[str], sentence: str
+) -> None:
+    assert sentence in answer(tool, *(text.replace("{run}", str(run)) for text in arguments), capsys=capsys)
+
+
+def _weights_of_nan(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "hf/model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "hf/model.safetensors", metadata={"format": "pt"})
+
+
+def _write(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+LOOPS = b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DAMAGES: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
+    "no export": (lambda f: shutil.rmtree(f / "hf"), {"generate": "has no hf/ or adapter/ yet"}),
+    "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), {"export_hf": "has no complete checkpoint"}),
+    "config of nothing": (_write("config.yaml", b""), {"export_hf": "cannot be read", "report": "cannot be read"}),
+    "config of garbage": (_write("config.yaml", b"a: [\xff"), {"export_hf": "cannot be read", "report": "cannot be read"}),
+    "config of text": (_write("config.yaml", b"hello"), {"export_hf": "cannot be read", "report": "cannot be read"}),
+    "metrics of garbage": (_write("metrics.jsonl", b"5\n\xff\n[]\n{\n"), {"report": "has logged no step yet"}),
+    "metrics with bad rows": (_write("metrics.jsonl", b'5\n{"step": "x"}\n{"step": 1, "loss": "y", "lr": 1}\n'), {"report": ""}),
+    "status of garbage": (_write("STATUS.json", b"{"), {"report": "", "export_hf": ""}),
+    "packing of text": (_write("packing.json", b'{"fill_frac": "much"}'), {"report": "packing.json, lengths.json or run.json"}),
+    "packing of garbage": (_write("packing.json", b"[1"), {"report": ""}),
+    "weights cut": (_write("hf/model.safetensors", b"12345678"), {"generate": "cannot be loaded as a model"}),
+    "weights of nan": (_weights_of_nan, {"generate": "1 weights hold values that are not finite"}),
+    "model config of garbage": (_write("hf/config.json", b"{"), {"generate": "cannot be loaded as a"}),
+    "tokenizer of garbage": (_write("hf/tokenizer.json", b"{"), {"generate": "cannot be loaded as a tokenizer"}),
+    "template that raises": (_write("hf/chat_template.jinja", b"{{ 1 / 0 }}"), {"generate": "the chat template refuses the prompt"}),
+    "template of loops": (_write("hf/chat_template.jinja", LOOPS), {"generate": "the chat template refuses the prompt"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_runs(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr("automodel_lite.models.generate.MAX_RENDER_S", 0.5)
+    shutil.copytree(run, tmp_path / "run")
+    harm, sentences = DAMAGES[damage]
+    harm(tmp_path / "run")
+    for tool, sentence in sentences.items():
+        more = {"generate": ["Hi", "--max-new-tokens", "2"], "export_hf": ["--to", str(tmp_path / "out")]}.get(tool, [])
+        told = answer(tool, str(tmp_path / "run"), *more, capsys=capsys)
+        assert sentence in told
+        assert bool(sentence) == bool(told), told
