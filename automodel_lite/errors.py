@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
+
 
 class ConfigError(ValueError):
     """A setting that cannot work: `packed_sequence.packed_sequence_size=63 must be a multiple of 4: use 64.`"""
@@ -12,6 +14,14 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """Data that cannot be trained on: names the file, the line and the column."""
+
+
+class RanksDifferError(ConfigError):
+    """The processes of a job were started with other settings, data or versions: said on every node."""
+
+
+class PeerError(ConfigError):
+    """The mistake of another rank, which has printed it; rank 0 repeats it."""
 
 
 class RunStoppedError(RuntimeError):

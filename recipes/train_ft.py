@@ -16,6 +16,8 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -29,13 +31,14 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import DeviceFeed, ReadyStep
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
 from automodel_lite.data.source import Cursor
-from automodel_lite.errors import RunStoppedError
+from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError
 from automodel_lite.garbage import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, runs_remote_code
 from automodel_lite.parallel.checks import check_ranks_read_alike
 from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
+from automodel_lite.parallel.peers import Peers, flat, open_peers, together, versions
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint import Checkpointer
@@ -51,7 +54,7 @@ from automodel_lite.run.failures import (
     log_of,
     recorded,
 )
-from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepEdge, deadline_of, ending_of
 from automodel_lite.run.watchdog import Watchdog
@@ -82,26 +85,23 @@ def main(config: Config) -> int:
     quiet_libraries()
     if config.dry_run:
         return dry_run(config)
-    folder = RunFolder(config.output_dir)
-    config = folder.with_saved_layout(config)
-    if message := folder.finished_message(config):
-        Console(is_silent=rank() != 0).print(message)
-        return 0
-    recipe = TrainFinetuneRecipe(config)
-    try:
-        with recipe.lock, recipe.watchdog, recipe.recorded():
-            with collecting_seldom():
-                recipe.setup()
-            return recipe.run()
-    finally:
-        recipe.page.update(is_last=True)
+    folder, peers = RunFolder(config.output_dir), open_peers(is_new_job=True)
+    with together(peers):
+        config = folder.with_saved_layout(config)
+        message = folder.finished_message(config)
+        state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
+        peers.compare("settings", versions() | flat(plain(config)) | state)
+        if message:
+            Console(is_silent=rank() != 0).print(message)
+            return 0
+        return TrainFinetuneRecipe(config, peers).train()
 
 
 class TrainFinetuneRecipe:
     """One run: built by `setup()`, trained by `run()`."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, peers: Peers | None = None) -> None:
+        self.config, self.peers = config, peers or Peers(None)
         self.folder = folder = RunFolder(config.output_dir)
         self.lock = RunLock(folder.lock)
         self.memory_text = out_of_memory_text(config, None)
@@ -110,6 +110,17 @@ class TrainFinetuneRecipe:
         self.console = Console(is_silent=rank() != 0)
         self.lines: list[Line] = []
         self.page = LiveReport(folder.path, config.report and rank() == 0, self.console.say)
+
+    def train(self) -> int:
+        """The whole run; how it ends is written down."""
+        self.peers.watch(self.leave_with)
+        try:
+            with self.lock, self.watchdog, self.recorded():
+                with collecting_seldom():
+                    self.setup()
+                return self.run()
+        finally:
+            self.page.update(is_last=True)
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
@@ -122,6 +133,7 @@ class TrainFinetuneRecipe:
         self.data = prepare_data(config, batches)
         self.show(data_lines(self.data))
         self.plan = self.data.plan(config.training)
+        self.peers.compare("data", flat(self.data.fingerprint()) | {"training.max_steps": self.plan.max_steps})
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         model_config = self.source.config(self.data.tokenizer)
@@ -400,6 +412,14 @@ class TrainFinetuneRecipe:
         newest = self.checkpointer.newest
         return self.num_steps, newest.name if newest else None
 
+    def leave_with(self, error: PeerError) -> None:
+        """Ends this rank, wherever it is, with the mistake of another."""
+        self.last_words("failed", str(error))
+        self.lock.release()
+        if rank() == 0:
+            print(f"\n{error}", file=sys.stderr, flush=True)
+        os._exit(MISTAKE_EXIT)
+
     def last_words(self, state: str, reason: str) -> None:
         """Before the process is ended from a thread."""
         if self.lock.is_held():
@@ -428,6 +448,7 @@ class TrainFinetuneRecipe:
 
     def close(self) -> None:
         self.metrics.log({"step": self.num_steps, **self.meter.rest()})
+        self.peers.stop()
         self.patient.barrier()  # launchers end the job soon after its first process
         self.watchdog.stop()
         del self.feed  # its workers leave

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -42,10 +43,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(theirs, fn, rank, world_size, str(Path(folder, "store")), args), daemon=True
+                target=_rank, args=(theirs, fn, rank, world_size, str(Path(folder, "store")), port, args), daemon=True
             )
             process.start()
             theirs.close()
@@ -81,11 +85,14 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(pipe: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple) -> None:
+def _rank(
+    pipe: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, port: int, args: tuple
+) -> None:
     import torch
     import torch.distributed as dist
     import transformers
 
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}

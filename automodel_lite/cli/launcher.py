@@ -21,8 +21,8 @@ from torch.cuda import device_count
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from automodel_lite.cli.ending import CONFIG_EXIT, LAUNCHED_BY_US
-from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.cli.ending import LAUNCHED_BY_US
+from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, RunStoppedError
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
 
 FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
@@ -146,7 +146,7 @@ def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
 
 
 def _raise(rank: int, failure: ProcessFailure, text: str) -> NoReturn:
-    if failure.exitcode == CONFIG_EXIT and text:
+    if failure.exitcode == MISTAKE_EXIT and text:
         raise ConfigError(text) if rank == 0 else DataError(f"[rank {rank}] {text}")
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name

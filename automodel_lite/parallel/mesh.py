@@ -136,18 +136,26 @@ class Rendezvous:
     def of_job(self, number: int) -> Rendezvous:
         """From now on groups belong to this job of a sweep."""
         if "RANK" in os.environ:
-            self._store = self._store or next(dist.rendezvous("env://"))[0]
-            self._of_job = dist.PrefixStore(f"job{number}", self._store)
+            self._of_job = dist.PrefixStore(f"job{number}", self._launchers())
         return self
+
+    def store(self) -> dist.Store | None:
+        """For words between the ranks of this job, before it has groups and beside them; None without a launcher."""
+        if "MASTER_ADDR" not in os.environ:
+            return None
+        return dist.PrefixStore("words", self._of_job or self._launchers())
+
+    def _launchers(self) -> dist.Store:
+        self._store = self._store or next(dist.rendezvous("env://"))[0]
+        return self._store
 
     def open_group(self, backend: str, timeout: timedelta) -> None:
         """The default process group, over all ranks; without a launcher this process alone."""
         if "RANK" not in os.environ:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-        elif self._of_job is None:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=self._of_job, rank=rank(), world_size=world_size())
+            return
+        store = self._of_job or dist.PrefixStore("groups", self._launchers())
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
 
     def agree(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """The end of a job: closes what it left open, waits for all ranks; what each says of how it ended."""

@@ -1,0 +1,143 @@
+"""Ranks that were started differently, or of which one meets a mistake: named on all of them, in seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_lite.errors import DataError, PeerError, RanksDifferError
+from automodel_lite.parallel.peers import flat, open_peers, together, versions
+from tests.ranks import run_ranks
+from tests.run.small_run import train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _compare(rank: int, world_size: int, facts: list[dict[str, Any]]) -> tuple[str, float]:
+    began, peers = time.monotonic(), open_peers(is_new_job=True)
+    try:
+        peers.compare("settings", facts[rank])
+    except RanksDifferError as error:
+        return str(error), time.monotonic() - began
+    peers.compare("data", {"tokens": 5})
+    return "", time.monotonic() - began
+
+
+def test_equal_facts_pass_and_others_are_named_with_both_values_on_every_rank() -> None:
+    same = {"seed": 0, "optimizer.lr": 1e-3, "list": [1, None]}
+    assert {text for text, _ in run_ranks(_compare, 3, [same] * 3)} == {""}
+    other = {"seed": 0, "optimizer.lr": 2e-3, "list": [1, None], "more": "x"}
+    for text, took_s in run_ranks(_compare, 3, [same, same, other]):
+        assert re.search(r"optimizer.lr: 0.001 on rank 0 \(.*\), 0.002 on rank 2 \(", text)
+        assert re.search(r"more: not set on rank 0 \(.*\), x on rank 2 \(", text)
+        assert "seed" not in text
+        assert took_s < 20
+
+
+def test_what_is_compared() -> None:
+    assert flat({"a": {"b": 1, "c": {}}, "cache_dir": "/x", "training": {"num_threads": 2, "max_steps": 3}}) == {
+        "a.b": 1,
+        "a.c": {},
+        "training.max_steps": 3,
+    }
+    assert {"version of torch", "version of transformers", "files of automodel_lite"} <= versions().keys()
+
+
+def _train_otherwise(rank: int, world_size: int, folder: str, overrides: list[list[str]]) -> str:
+    try:
+        train(Path(folder), *overrides[rank])
+    except RanksDifferError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=7", "seed: 0 on rank 0 .*, 7 on rank 1"),
+        ("training.max_grad_norm=0.5", "training.max_grad_norm: 1.0 on rank 0 .*, 0.5 on rank 1"),
+        ("lr_scheduler=constant", "lr_scheduler._target_: .*cosine.* on rank 0 .*, .*constant on rank 1"),
+        ("mesh.timeout_s=17", "mesh.timeout_s: 600 on rank 0 .*, 17 on rank 1"),
+    ],
+)
+def test_a_run_of_different_settings_does_not_start(tmp_path: Path, override: str, said: str) -> None:
+    """Another seed or clipping on one node once trained to the end, with other losses."""
+    began = time.monotonic()
+    for text in run_ranks(_train_otherwise, 2, str(tmp_path / "run"), [[], [override]]):
+        assert re.search(said, text), text
+    assert time.monotonic() - began < 60
+    assert not (tmp_path / "run").exists()
+
+
+def _meet_a_mistake(rank: int, world_size: int, waits_in: str) -> str:
+    peers = open_peers(is_new_job=True)
+    heard: list[str] = []
+    try:
+        with together(peers):
+            if rank == 1:
+                peers.have_printed()
+                raise DataError("a.jsonl:7: not JSON")
+            if waits_in == "compare":
+                peers.compare("data", {})
+            peers.watch(lambda error: heard.append(str(error)))
+            while not heard:
+                time.sleep(0.05)
+            return heard[0]
+    except (PeerError, DataError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("waits_in", ["compare", "a collective"])
+def test_the_mistake_of_one_rank_reaches_the_others_in_seconds(waits_in: str) -> None:
+    began = time.monotonic()
+    first, second = run_ranks(_meet_a_mistake, 2, waits_in)
+    assert re.fullmatch(r"rank 1 on \S+: a.jsonl:7: not JSON", first)
+    assert second == "a.jsonl:7: not JSON"
+    assert time.monotonic() - began < 60
+
+
+SCRIPT = """
+import os
+from automodel_lite.cli import run_recipe
+from automodel_lite.errors import DataError
+from recipes import train_ft
+real = {where}
+def hooked(*args):
+    if os.environ["RANK"] == "1":
+        raise DataError("dataset.path=/only/here does not exist")
+    return real(*args)
+{where} = hooked
+run_recipe("recipes.train_ft:main")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["train_ft.prepare_data", "train_ft.TrainFinetuneRecipe.step"])
+def test_under_torchrun_it_is_printed_by_that_rank_and_by_rank_0_and_ends_all(tmp_path: Path, where: str) -> None:
+    script = tmp_path / "hooked.py"
+    script.write_text(SCRIPT.format(where=where))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, "--config-name", "smoke", f"output_dir={tmp_path}/run", "training.num_threads=1"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - began < 100
+    assert re.search(r"\[rank 1\] dataset.path=/only/here does not exist", done.stderr), done.stderr
+    assert re.search(r"^rank 1 on \S+: (rank 1: )?dataset.path=/only/here does not exist", done.stderr, re.M), (
+        done.stderr
+    )
+    if (tmp_path / "run").exists():
+        assert '"failed"' in (tmp_path / "run/STATUS.json").read_text()
