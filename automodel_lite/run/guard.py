@@ -46,7 +46,7 @@ class Guard:
                 return
             now = time.monotonic()
             if self.due is not None and now >= self.due:
-                self.due, self.signal_at = self._next(), now + _ANSWER_S
+                self.due, self.signal_at = self._next(), self.signal_at or now + _ANSWER_S
                 os.write(1, b".")
             if self.signal_at is not None and now >= self.signal_at:
                 self.signal_at = None

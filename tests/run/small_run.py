@@ -44,9 +44,11 @@ def config_of(folder: Path, *overrides: str) -> Config:
     return check_config(compose_config("smoke", [f"output_dir={folder}", *QUICK, *overrides]))
 
 
-def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
+def train(
+    folder: Path, *overrides: str, term_at: int = 0, stop_at: int = 0, stop_by: int = signal.SIGTERM
+) -> tuple[int, str]:
     """Runs the recipe in this process -> exit code, what it printed. `term_at`: this rank is told to stop in that step;
-    negative: its data workers too."""
+    negative: its data workers too. `stop_at`: the same by another signal."""
     import torch
 
     from automodel_lite.run.stopping import SIGNALS
@@ -62,6 +64,8 @@ def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
             for child in multiprocessing.active_children() if term_at < 0 else ():
                 subprocess.run(["kill", "-TERM", str(child.pid)], check=True)  # from elsewhere, as SLURM would
             os.kill(os.getpid(), signal.SIGTERM)
+        if recipe.num_steps + 1 == stop_at:
+            os.kill(os.getpid(), stop_by)
         return real_step(recipe, batches)
 
     train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
@@ -73,6 +77,7 @@ def train(folder: Path, *overrides: str, term_at: int = 0) -> tuple[int, str]:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         train_ft.TrainFinetuneRecipe.step = real_step  # type: ignore[method-assign]
     return code, screen.getvalue()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
-from automodel_lite.run import checkpoint_folder
+from automodel_lite.run import checkpoint_folder, durable
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import Deadline, deadline_of, seconds_of
@@ -385,7 +387,204 @@ def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+# ------------------------------------------------------------------------------------------- how a run ends is written
+def status_of(folder: Path) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads((folder / "STATUS.json").read_text())
+    return status
+
+
+def test_ctrl_c_saves_and_leaves_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
+    for mode in ("sync", "async"):
+        run = tmp_path / mode
+        code, screen = train(
+            run, f"checkpoint.mode={mode}", "checkpoint.every_steps=0", stop_at=3, stop_by=signal.SIGINT
+        )
+        assert code == 130
+        assert "stopped after step 3 of 6 (SIGINT); the same command goes on from step_00000003" in screen
+        want = {"state": "interrupted", "step": 3, "reason": "SIGINT", "checkpoint": "step_00000003"}
+        assert status_of(run) == want
+        assert train(run)[0] == 0
+        assert status_of(run)["state"] == "finished"
+
+
+def _hooked(folder: Path, hook: str, *overrides: str) -> subprocess.Popen[str]:
+    """One process without a launcher; `hook` runs at the start of every step."""
+    script = folder / "hooked.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from recipes import train_ft\n"
+        "from automodel_lite.cli import run_recipe\n"
+        "real = train_ft.TrainFinetuneRecipe.step\n"
+        "def step(recipe, *args):\n"
+        f"    {hook}\n"
+        "    return real(recipe, *args)\n"
+        "train_ft.TrainFinetuneRecipe.step = step\n"
+        "run_recipe('recipes.train_ft:main')\n"
+    )
+    command = [sys.executable, str(script), "--config-name", "smoke", f"output_dir={folder}/run", *QUICK, *overrides]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(tmp_path: Path) -> None:
+    hook = "recipe.num_steps == 2 and (open('in_step', 'w').close(), time.sleep(300))".replace(
+        "in_step", str(tmp_path / "in_step")
+    )
+    process = _hooked(tmp_path, hook)
+    _wait_for((tmp_path / "in_step").exists)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    screen = finish(process, 20)
+    assert process.returncode == 130, screen
+    assert "a second Ctrl-C: left without a save" in screen
+    status = status_of(tmp_path / "run")
+    assert (status["state"], status["checkpoint"]) == ("interrupted", "step_00000002")
+
+
+def _wait_for(is_so: Any, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("cause", ["signal.SIGKILL", pytest.param("signal.SIGSEGV", marks=pytest.mark.slow)])
+def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: str) -> None:
+    process = _hooked(tmp_path, f"recipe.num_steps == 2 and os.kill(os.getpid(), {cause})")
+    screen = finish(process)
+    assert process.returncode < 0, screen
+    _wait_for(lambda: status_of(tmp_path / "run")["state"] != "running", 20)
+    status = status_of(tmp_path / "run")
+    assert (status["state"], status["checkpoint"]) == ("failed", "step_00000002")
+    assert "is gone without a word (killed, out of memory, or a crash), in step 3" in status["reason"]
+    assert train(tmp_path / "run")[0] == 0
+    assert status_of(tmp_path / "run")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optimizer.lr=1e38", "training.max_steps=3"], "step 3 is the last one, and .* not finite: "),
+        (
+            ["optimizer.lr=1e39", "training.max_steps=1"],
+            "step 1 is the last one, and the trained weights are not finite",
+        ),
+    ],
+)
+def test_numbers_that_are_not_finite_are_not_finished(tmp_path: Path, overrides: list[str], said: str) -> None:
+    """NaN once was `finished`, exit 0, with nothing saved."""
+    more = ["checkpoint.every_steps=0", "lr_scheduler=constant", "training.max_grad_norm=0", "training.max_bad_steps=9"]
+    with pytest.raises(RunStoppedError, match=said):
+        train(tmp_path, *overrides, *more)
+    assert status_of(tmp_path)["state"] == "failed"
+    assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
+def test_a_disk_that_is_full_at_the_end_is_a_failure_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = durable.free_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "free_bytes", lambda folder: 0 if list(folder.glob("step_00000004")) else real(folder))
+        with pytest.raises(RunStoppedError, match=r"the last step, 6, could not be saved: .* step_00000004. Make room"):
+            train(tmp_path)
+    status = status_of(tmp_path)
+    assert (status["state"], status["checkpoint"]) == ("failed", "step_00000004")
+    code, screen = train(tmp_path)
+    assert code == 0
+    assert "continues from step_00000004" in screen
+
+
+@pytest.mark.parametrize("what", ["removed", "renamed"])
+def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes import train_ft
+
+    real, run = train_ft.TrainFinetuneRecipe.step, tmp_path / "run"
+
+    def step(recipe: Any, *args: Any) -> Any:
+        if recipe.num_steps == 2:
+            run.rename(tmp_path / "elsewhere") if what == "renamed" else shutil.rmtree(run)
+        return real(recipe, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_ft.TrainFinetuneRecipe, "step", step)
+        with pytest.raises(RunStoppedError, match=r"output_dir=.*run is gone: it was removed or renamed"):
+            train(run)
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])
+def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
+    """A damaged STATUS.json or metrics line is written anew; a damaged config.yaml is a sentence."""
+    assert train(tmp_path, stop_at=3)[0] == 75
+    (tmp_path / "STATUS.json").write_text(content)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(content + "\n")
+    whole = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(content or "a: [")
+    with pytest.raises(ConfigError, match=r"config.yaml cannot be read .*bring it back"):
+        train(tmp_path)
+    (tmp_path / "config.yaml").write_text(whole)
+    assert train(tmp_path)[0] == 0
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
 # ------------------------------------------------------------------------------------------------------------ watchdog
+def _busy(log: Path, after_s: float, num_dumps: int) -> None:
+    """A rank that computes, allocates and calls in two threads while its stacks are written."""
+    watchdog = Watchdog(log, after_s)
+    watchdog.start(0, "token")
+    is_over = threading.Event()
+
+    def work(depth: int) -> int:
+        rows = [{"a": [number] * 5} for number in range(20)]
+        return work(depth - 1) + len(rows) if depth else sum(len(row["a"]) for row in rows)
+
+    def work_on() -> None:
+        while not is_over.is_set():
+            work(30)
+
+    threading.Thread(target=work_on).start()
+    while log.read_bytes().count(b"Timeout (") < num_dumps:
+        for _ in range(50):
+            work(30)
+    is_over.set()
+    watchdog.stop()
+
+
+def dump(log: Path, num_dumps: int) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_busy, args=(log, 0.0005, num_dumps))
+    process.start()
+    process.join(500)
+    assert process.exitcode == 0
+    assert log.read_bytes().count(b"work") > num_dumps
+
+
+def test_the_stacks_of_a_busy_rank_do_not_hurt_it(tmp_path: Path) -> None:
+    dump(tmp_path / "logs" / "rank_00000.log", 200)
+
+
+@pytest.mark.slow
+def test_10000_dumps_of_a_busy_rank(tmp_path: Path) -> None:
+    dump(tmp_path / "logs" / "rank_00000.log", 10_000)
+
+
+def test_a_rank_that_holds_the_interpreters_lock_writes_its_own_stack(tmp_path: Path) -> None:
+    """No thread of Python's can run: the guard's signal makes the main thread write where it is."""
+    log = tmp_path / "logs" / "rank_00000.log"
+    script = (
+        "import ctypes, pathlib, sys\n"
+        "from automodel_lite.run.watchdog import Watchdog\n"
+        "watchdog = Watchdog(pathlib.Path(sys.argv[1]), 0.5)\n"
+        "watchdog.start(0, 'token')\n"
+        "ctypes.PyDLL(None).sleep(6)\n"  # a call that keeps the lock; the signal cuts it short
+        "watchdog.stop()\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(log)], cwd=ROOT, check=True, timeout=120)
+    assert 'File "<string>", line 5 in <module>' in log.read_text()
+
+
 def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> None:
     watchdog = Watchdog(tmp_path / "logs" / "rank_00000.log", after_s=0.5)
     watchdog.start(0, "token")
