@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.spec import UNPACKED
 from automodel_lite.document_rows import document_rows
@@ -45,6 +46,8 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
     try:
         stream = [second, first, second, first.flip(0), second]
         result_TV = logits(stream_of(torch.stack(stream), device))
+        if not torch.isfinite(result_TV).all():
+            raise ConfigError(f"{type(model).__name__}: its logits are not finite: {_why_not_finite(model)}")
         alone, _, packed, _, last = result_TV.float().split(DOCUMENT_TOKENS)
         scale, limit = packed.std(), tolerance_std(result_TV.dtype)
         moved = max((packed - other).abs().max() / scale for other in (alone, last))
@@ -63,6 +66,15 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
         f"{type(model).__name__}: the logits of a document depend on its place in the pack (by {moved:.1e} "
         f"standard deviations): {UNPACKED}."
     )
+
+
+def _why_not_finite(model: nn.Module) -> str:
+    """The first weight that holds inf or NaN, on this rank."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.is_floating_point() and not torch.isfinite(local).all():
+            return f"the loaded weight {name} holds inf or NaN. Fetch the weights again, or take those of another step."
+    return "a sum overflows though this rank's weights are finite. Set training.precision=fp32, or check the weights."
 
 
 def tolerance_std(dtype: torch.dtype) -> float:

@@ -58,6 +58,16 @@ def test_families_that_cannot_be_packed(config: Any, words: str) -> None:
         started(config())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    """They once were "documents of a pack see each other"."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
+    install(model, ReferenceAttention())
+    with pytest.raises(ConfigError, match=r"not finite: .*model.layers.1.mlp.up_proj.weight holds inf or NaN"):
+        check_packing_isolation(model)
+
+
 def test_dropout_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, attention_dropout=0.1)).train()
     install(model, ReferenceAttention())

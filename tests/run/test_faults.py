@@ -394,17 +394,13 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def test_ctrl_c_saves_and_leaves_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
-    for mode in ("sync", "async"):
-        run = tmp_path / mode
-        code, screen = train(
-            run, f"checkpoint.mode={mode}", "checkpoint.every_steps=0", stop_at=3, stop_by=signal.SIGINT
-        )
-        assert code == 130
-        assert "stopped after step 3 of 6 (SIGINT); the same command goes on from step_00000003" in screen
-        want = {"state": "interrupted", "step": 3, "reason": "SIGINT", "checkpoint": "step_00000003"}
-        assert status_of(run) == want
-        assert train(run)[0] == 0
-        assert status_of(run)["state"] == "finished"
+    code, screen = train(tmp_path, "checkpoint.mode=async", stop_at=3, stop_by=signal.SIGINT)
+    assert code == 130
+    assert "stopped after step 3 of 6 (SIGINT); the same command goes on from step_00000003" in screen
+    want = {"state": "interrupted", "step": 3, "reason": "SIGINT", "checkpoint": "step_00000003"}
+    assert status_of(tmp_path) == want
+    assert train(tmp_path)[0] == 0
+    assert status_of(tmp_path)["state"] == "finished"
 
 
 def _hooked(folder: Path, hook: str, *overrides: str) -> subprocess.Popen[str]:
