@@ -238,7 +238,7 @@ def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple
     if offsets.is_file():
         try:
             return dtype, np.asarray(np.load(offsets))
-        except (OSError, ValueError, EOFError) as error:
+        except Exception as error:  # NumPy's reader of a damaged header raises what its parser does
             raise DataError(f"{offsets.name}: is damaged ({error}): write it again.") from error
     if separator_id is None:
         raise ConfigError(
