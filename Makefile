@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-slow lint clean
+.PHONY: train test test-slow test-gpu-paths lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -15,6 +15,24 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio]" trl
 	$(BIN)/python -m pytest -m slow
+
+# what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers
+GPU_PATHS := tests/gpu_paths tests/attention/test_flex.py tests/attention/test_signatures.py tests/training/test_optimizers.py
+test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
+	.venv-gpu-paths/bin/python -m pytest $(GPU_PATHS)
+	.venv-gpu-oldest/bin/python -m pytest $(GPU_PATHS)
+
+.venv-gpu-paths/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-gpu-paths
+	.venv-gpu-paths/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-gpu-paths/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ao,liger,qlora]" triton
+	touch $@
+
+.venv-gpu-oldest/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu-oldest
+	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
+	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 --editable ".[dev,liger,qlora]"
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -74,7 +74,7 @@ class TrainingConfig:
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on a GPU
     activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective"))] = "none"  # selective = cheap ops
     recompute_every_layers: Positive = 1  # activation_checkpointing of every n-th layer only
-    compile: Annotated[bool | str, OneOf(("auto",))] = "auto"  # torch.compile of layers and loss; auto = on a GPU
+    compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on a GPU
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scales of linear layers (torchao)
     num_threads: Annotated[int, Range(0), UpToTheCores()] = 0  # of a process; 0 = the cores / processes of this host
     max_bad_steps: Count = 3  # steps in a row with a non-finite loss or gradient that are skipped before the run ends

@@ -1,4 +1,4 @@
-"""QLoRA (Dettmers et al., 2023): LoRA on a base model in 4-bit NF4, on a GPU, through bitsandbytes."""
+"""QLoRA (Dettmers et al., 2023): LoRA on a base model in 4-bit NF4 through bitsandbytes, which is slow on a CPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ class QLora(Lora):
     double_quant: bool = True  # quantize the scales too: 0.4 bits a weight less
 
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
-        """Raises ConfigError off the GPU, and under FSDP, which cannot cut 4-bit blocks."""
+        """Raises ConfigError under FSDP, which cannot cut 4-bit blocks."""
         super().check(device, strategy, pretrained)
-        if device.type != "cuda":
-            raise ConfigError("peft=qlora needs a CUDA GPU: use peft=lora here.")
         if strategy == "fsdp":
             raise ConfigError(
                 "peft=qlora keeps the whole 4-bit model on each GPU and cannot be sharded: set mesh.strategy=ddp, or "

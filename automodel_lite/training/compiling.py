@@ -25,7 +25,7 @@ def compiles(training: TrainingConfig, is_gpu: bool) -> bool:
     """auto: on a GPU, unless selective checkpointing watches single operations, which compilation fuses away."""
     if training.compile == "auto":
         return is_gpu and training.activation_checkpointing != "selective"
-    return bool(training.compile)
+    return training.compile is True
 
 
 def speed_up(config: Config, model: ParallelModel, mesh: Mesh, backend: str = "inductor") -> str:
