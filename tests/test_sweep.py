@@ -2,13 +2,19 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from automodel_lite.cli.overrides import is_sweep
 from automodel_lite.cli.sweep import folder_name, metric_of, table
 from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.mesh import Rendezvous
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,3 +98,73 @@ def test_two_ranks_under_torchrun(tmp_path: Path):
     states = [job["state"] for job in json.loads((tmp_path / "s/sweep.json").read_text())]
     assert states == ["failed", "failed", "finished", "finished"]
     assert "2 of 4 jobs failed" in done.stderr
+
+
+def _two_jobs(rank: int, world_size: int) -> list[float]:
+    """Two jobs of a sweep in the same ranks; between them rank 1 fails in a third one, which rank 0 waits in."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    rendezvous = Rendezvous()
+    rendezvous._store = store  # the launcher's, which env:// would open
+    found: list[float] = []
+    for job in range(3):
+        ranks = rendezvous.of_job(job)
+        ranks.open_group("gloo", timedelta(seconds=60))
+        failed = ""
+        try:
+            if job == 1 and rank == 1:
+                raise ValueError("only here")
+            total = torch.full((1,), float(job + rank))
+            dist.all_reduce(total)
+            found.append(float(total))
+        except (ValueError, RuntimeError) as error:
+            failed = type(error).__name__
+        outcomes = ranks.agree({"failed": failed})
+        assert bool(outcomes[0]["failed"]) == bool(outcomes[1]["failed"]) == (job == 1)
+    return found
+
+
+def test_jobs_in_the_same_ranks_have_groups_of_their_own_and_agree_on_failures():
+    assert run_ranks(_two_jobs, 2) == [[1.0, 5.0], [1.0, 5.0]]
+
+
+ONE_STEP = ["training.max_steps=1", "report=false", "checkpoint.export_hf=false"]
+ENGINES = {
+    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1"],
+    "submitit_local": ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "seed=0,1"],
+    "optuna": ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "seed=range(0,5)"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_of_hydra(engine: str, tmp_path: Path):
+    done = sweep(tmp_path / "s", [], *ENGINES[engine], *ONE_STEP)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "s/sweep.json").read_text())
+    assert [(row["job"], row["state"]) for row in results] == [(0, "finished"), (1, "finished")]
+    assert "Traceback" not in done.stderr
+    assert "leaked" not in done.stderr
+    if engine == "optuna":
+        best = OmegaConf.load(tmp_path / "s/optimization_results.yaml")
+        assert best.best_value == min(row["val_loss"] for row in results)
+
+
+@pytest.mark.slow
+def test_optuna_under_torchrun_chooses_the_same_points_on_all_ranks_and_again(tmp_path: Path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    points = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    line = [*points, "optimizer.lr=tag(log,interval(1e-4,1e-2))", *ONE_STEP]
+    for _ in range(2):
+        done = sweep(tmp_path / "s", launcher, *line)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("nothing to do") == 2  # the same command again: nothing is left
+    assert len(json.loads((tmp_path / "s/sweep.json").read_text())) == 2
+
+
+@pytest.mark.slow
+def test_a_launcher_of_processes_is_refused_under_torchrun(tmp_path: Path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = sweep(tmp_path / "s", launcher, "hydra/launcher=joblib", "seed=0,1")
+    assert "hydra/launcher=joblib starts processes by itself: start the sweep without torchrun." in done.stderr

@@ -28,6 +28,7 @@ from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, Stoppe
 FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
 _RANK = "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_NOTICED_WITHIN_S = 60.0
 _SHUTDOWN_S = 240  # that ranks get to save after another one has left
 
 
@@ -138,11 +139,13 @@ def _last_words(error: ChildFailedError) -> int:
     _raise(rank, first, text)
 
 
-def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
-    """The first one first; then ranks that left because another was gone, and those that the launcher has ended."""
+def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, float, int]:
+    """The first one first. A rank that was killed is noticed after those that left because of it; those that the
+    launcher has ended come last.
+    """
     rank, failure = item
-    has_no_reason = failure.exitcode > 0 and not _message(failure)
-    return failure.exitcode == -signal.SIGTERM, has_no_reason, failure.timestamp, rank
+    was_killed = failure.exitcode < 0
+    return failure.exitcode == -signal.SIGTERM, failure.timestamp - _NOTICED_WITHIN_S * was_killed, rank
 
 
 def _raise(rank: int, failure: ProcessFailure, text: str) -> NoReturn:

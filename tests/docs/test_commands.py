@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+from automodel_lite.__main__ import TOOLS
 from automodel_lite.cli import compose_config
+from automodel_lite.cli.commands import RECIPES
 from automodel_lite.cli.flags import parsed
 from automodel_lite.cli.overrides import is_sweep
 from automodel_lite.config.check import check_config
@@ -35,12 +37,15 @@ class Command:
 
     @property
     def recipe(self) -> str:
-        found = re.search(r"recipes/(\w+)\.py", self.text)
-        return found[1] if found else ""
+        if found := re.search(r"recipes/(\w+)\.py", self.text):
+            return found[1]
+        return RECIPES[self.text.split()[1]][0] if self.text.split()[1] in RECIPES else ""
 
     @property
     def arguments(self) -> list[str]:
         words = shlex.split(self.text, comments=True)
+        if words[0] == "automodel-lite":
+            return words[2:]
         start = next(number for number, word in enumerate(words) if word.endswith(".py")) + 1
         return words[start:]
 
@@ -52,7 +57,7 @@ def commands() -> list[Command]:
         for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
                 line = re.sub(r"^(\$ |srun )", "", line.strip())
-                if re.match(r"(torchrun|python)\b.*\brecipes/\w+\.py", line):
+                if re.match(r"(torchrun|python)\b.*\brecipes/\w+\.py|automodel-lite \w", line) and " | " not in line:
                     found.append(Command(page.name, line))
     return found
 
@@ -62,7 +67,7 @@ COMMANDS = commands()
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}"[:90])
 def test_it_composes(command: Command):
-    assert (ROOT / f"recipes/{command.recipe}.py").is_file()
+    assert command.recipe or command.text.split()[1] in TOOLS
     if command.recipe not in WITH_CONFIG or "--help" in command.arguments or "..." in command.text:
         return
     line = parsed(command.arguments)
@@ -76,7 +81,9 @@ def test_it_composes(command: Command):
 
 def one_value(override: str, which: int) -> str:
     key, _, values = override.partition("=")
-    return f"{key}={values.split(',')[which]}" if is_sweep(override) else override
+    if not is_sweep(override):
+        return override
+    return f"{key}={(re.findall(r'[0-9][0-9.e-]*', values) if '(' in values else values.split(','))[which]}"
 
 
 def problems(raw: DictConfig) -> list[str]:
@@ -98,7 +105,7 @@ def test_it_runs(page: str, tmp_path: Path):
         if command.page != page or READERS_OWN.search(command.text):
             continue
         words = shlex.split(command.text, comments=True)
-        if command.recipe == "train_ft" and not {"--cfg", "--help", "--multirun"} & set(words):
+        if command.recipe == "train_ft" and not {"--cfg", "--help", "--multirun", "-m"} & set(words):
             words += ["training.max_steps=2", "evaluation=none", "report=true"]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{command.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
