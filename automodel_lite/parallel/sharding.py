@@ -101,7 +101,8 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
     if strategy == "fsdp" and mesh.root is not None:
         fully_shard_model(model, mesh, compute_dtype)
         return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False)
-    model.to(mesh.device)
+    if not any(p.is_meta for p in model.parameters()):
+        model.to(mesh.device)
     if strategy == "ddp":
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
         return ParallelModel(wrapped, model, mesh.shape.world_size, compute_dtype, autocasts)
@@ -131,7 +132,7 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) 
     shard(model)
     for method in ("logits", "probe"):
         register_fsdp_forward_method(model, method)
-    if mesh.device.type == "cpu":
+    if dist.get_backend() == "gloo":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(BroadcastGather())  # type: ignore[arg-type]

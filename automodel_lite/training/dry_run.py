@@ -1,8 +1,8 @@
 """`dry_run=true`: everything that can be said of a run without training it, and then an end.
 
 The data is read and tokenised (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
-parameters are counted on the meta device and the memory of a rank is estimated. No weights are loaded, nothing is
-written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes that are meant.
+parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No weights are loaded,
+nothing is written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes that are meant.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
+from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import choose_attention
 from automodel_lite.training.memory import estimate_memory, out_of_memory_text
+from automodel_lite.training.simulation import simulate
 from automodel_lite.training.start_lines import count, data_lines, packing_text, steps_text, warmup_steps
 from automodel_lite.training.trial import try_settings
 
@@ -54,6 +56,7 @@ def dry_run(config: Config) -> int:
     console.say("packing", packing_text(report))
     console.say("steps", steps_text(plan, report, warmup_steps(config)))
     console.say("memory", str(memory))
+    console.say("simulated", _simulated(config, model_config, shape, strategy, dtype))
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
         console.say("", f"this GPU has {available / 2**30:.1f} GiB")
@@ -61,6 +64,21 @@ def dry_run(config: Config) -> int:
             console.say("", out_of_memory_text(config, None))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0
+
+
+def _simulated(
+    config: Config, model_config: PretrainedConfig, shape: MeshShape, strategy: str, dtype: torch.dtype
+) -> str:
+    """What rank 0 of the asked world would hold and send, counted by running its step under fake tensors."""
+    if rank() != 0:
+        return ""
+    if strategy == "ddp" or "qlora" in str(config.peft.get("_target_", "")):
+        return "not for this strategy: the line above is arithmetic"
+    try:
+        with activity(f"simulating a step of {shape.world_size} ranks"):
+            return f"rank 0 of {shape.world_size}: {simulate(config, model_config, shape, dtype)}"
+    except (RuntimeError, NotImplementedError) as error:
+        return f"not for this model ({type(error).__name__}): the line above is arithmetic"
 
 
 def planned_shape(config: Config) -> MeshShape:
