@@ -2,7 +2,7 @@
 
 The data is read and tokenised (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
 parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No weights are loaded,
-nothing is written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes that are meant.
+nothing is written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes meant.
 """
 
 from __future__ import annotations
