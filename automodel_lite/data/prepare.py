@@ -44,18 +44,17 @@ def check_sizes(config: Config, num_processes: int) -> BatchShape:
     except ConfigError as error:
         problems.append(str(error))
     try:
-        build_packer(config)
+        problems += fp8_problems(config, build_packer(config))
     except ConfigError as error:
         problems.append(str(error))
-    problems += fp8_problems(config)
     if batches is None or problems:
         raise ConfigError("\n".join(problems))
     return batches
 
 
-def fp8_problems(config: Config) -> list[str]:
+def fp8_problems(config: Config, packer: Packer) -> list[str]:
     """What keeps training.fp8 from working: its products take multiples of 16 in every dim, tokens too."""
-    fp8, tokens = config.training.fp8, config.training.micro_batch_size * config.packed_sequence["packed_sequence_size"]
+    fp8, tokens = config.training.fp8, config.training.micro_batch_size * packer.packed_sequence_size
     if fp8 == "none":
         return []
     problems = []
@@ -63,7 +62,7 @@ def fp8_problems(config: Config) -> list[str]:
         problems.append(missing_package("training.fp8", "torchao"))
     if is_quantized(config.peft):
         problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
-    if config.packed_sequence["strategy"] == "none":
+    if packer.strategy.is_ragged:
         problems.append(f"training.fp8={fp8} takes multiples of 16 tokens, which padded rows are not: pack them.")
     elif tokens % (16 * config.mesh.cp):
         problems.append(

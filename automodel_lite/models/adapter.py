@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import transformers
 from torch import Tensor
+
+from automodel_lite.config.components import build
 
 
 class Adapter(Protocol):
@@ -30,6 +32,8 @@ class Adapter(Protocol):
 class Peft(Protocol):
     """The config node `peft`."""
 
+    is_quantized: ClassVar[bool]  # the frozen weights are held in fewer bits than a tensor core multiplies
+
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
         """Raises ConfigError when this kind of training cannot work there."""
 
@@ -42,7 +46,7 @@ class Peft(Protocol):
 
 def is_quantized(peft: Mapping[str, Any]) -> bool:
     """Does this config node hold the frozen weights in 4 bits?"""
-    return str(peft.get("_target_")).endswith(".QLora")
+    return bool(peft) and bool(build(peft).is_quantized)
 
 
 def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import peft
 import torch
@@ -37,6 +37,7 @@ class Lora:
     modules_to_save   modules trained whole and saved with the adapter, such as [embed_tokens, lm_head]
     """
 
+    is_quantized: ClassVar[bool] = False
     r: Positive = 16
     alpha: Positive = 32
     dropout: Annotated[float, Range(0, below=1)] = 0.0

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,35 @@ from automodel_lite.models.layers import text_decoder
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
 LEAST_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class LossShape:
+    """What the loss of a micro-batch works on, for the memory estimate; all of one rank.
+
+    num_tokens     rows that may carry a label
+    compute_bytes  of a value in the compute dtype
+    head_gradient_bytes  of the head's gradient in fp32; 0 where the head is frozen
+    """
+
+    num_tokens: float
+    vocab_size: int
+    hidden_size: int
+    compute_bytes: int
+    head_gradient_bytes: float
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A loss that knows what it holds beside the hidden states; others are taken to hold all logits."""
+
+    def logits_bytes(self, shape: LossShape) -> float:
+        """Bytes of logits and of what is made from them, at the worst moment."""
+
+
+def whole_logits_bytes(shape: LossShape) -> float:
+    """All rows: in the compute dtype, in fp32, and their gradient in fp32."""
+    return shape.num_tokens * shape.vocab_size * (shape.compute_bytes + 8)
 
 
 @dataclass(frozen=True)
@@ -63,6 +92,11 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
     def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
         rows = chunk_rows(self.chunk_tokens, hidden_RC.shape[1])
         return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap, self.backend)
+
+    def logits_bytes(self, shape: LossShape) -> float:
+        """Of a chunk of rows, beside the head's gradient that its chunks are added up in."""
+        rows = min(shape.num_tokens, chunk_rows(self.chunk_tokens, shape.hidden_size))
+        return whole_logits_bytes(replace(shape, num_tokens=rows)) + shape.head_gradient_bytes
 
 
 Loss = CrossEntropy | LinearCrossEntropy

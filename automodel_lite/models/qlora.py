@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import bitsandbytes  # noqa: F401 - transformers imports it late; a missing one is named when the config is checked
 import torch
@@ -17,6 +17,7 @@ from automodel_lite.models.lora import Lora
 class QLora(Lora):
     """The config node `peft`: as Lora, and the frozen weights are held in 4 bits."""
 
+    is_quantized: ClassVar[bool] = True
     double_quant: bool = True  # quantize the scales too: 0.4 bits a weight less
 
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:

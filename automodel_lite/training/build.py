@@ -17,6 +17,7 @@ from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config
+from automodel_lite.data.prepare import build_packer
 from automodel_lite.garbage import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, is_quantized
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
@@ -50,6 +51,7 @@ class BuiltModel:
     strategy: str
     compiled: str  # how many graphs, and in what time
     source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
+    pretrained: str | None = None  # where the weights come from; None = from scratch
     adapter: Adapter | None = None  # LoRA and the like: only this is trained and saved
 
 
@@ -75,9 +77,8 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     flops = step_flops(lm.config, size, trained)
     memory = estimate_memory(config, mesh.shape, strategy, lm.config, size, trained, dtype)
     attention = f"{reason}\n{hint}" if hint else reason
-    return BuiltModel(
-        model, size.parameters, flops, memory, attention, loss_reason, strategy, compiled, source.dtype, adapter
-    )
+    names = attention, loss_reason, strategy, compiled
+    return BuiltModel(model, size.parameters, flops, memory, *names, source.dtype, source.pretrained, adapter)
 
 
 def assemble(
@@ -163,7 +164,7 @@ def exchanges_by_itself(config: Config) -> bool:
 def check_cp(config: Config, model_config: PretrainedConfig, mesh: Mesh, dtype: torch.dtype) -> str | None:
     """Raises ConfigError where the model or the pack size rule context parallelism out; may have a hint to print."""
     spec = attention_spec(model_config, mesh.device, dtype, exchanges_by_itself(config))
-    size: int = config.packed_sequence["packed_sequence_size"]
+    size = build_packer(config).packed_sequence_size
     check_cp_settings(model_config, spec, mesh.shape.cp, config.mesh.cp_exchange, size)
     if config.training.activation_checkpointing != "none":
         return None

@@ -2,7 +2,7 @@
 
     weights       fp32 masters (a frozen base: the compute dtype), over the ranks that shard them
     gradients     fp32, sharded alike; with several micro-batches FSDP2 adds them up unsharded
-    optimizer     AdamW's two moments: fp32, or 8 bits
+    optimizer     its state, AdamW's two moments: fp32, or 8 bits
     working copy  what is gathered or cast for the layer at work
     activations   of one micro-batch, in the compute dtype; with activation checkpointing one input a layer
     logits        of the rows that the loss has at one time
@@ -12,19 +12,23 @@ The allocator's slack, the kernels' workspaces and communication buffers come on
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
+from automodel_lite.data.prepare import build_packer
 from automodel_lite.data.source import batch_shape
 from automodel_lite.models.flops import ModelSize, layer_shapes
-from automodel_lite.models.loss import chunk_rows
+from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
+from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
 
 _MASTER = 4  # bytes of an fp32 value
+_TRIED = 256  # rows and columns of the matrix that an optimizer is tried on
 
 
 @dataclass(frozen=True)
@@ -73,17 +77,17 @@ def estimate_memory(
     trained = Trained(size.parameters, adapter)
     shards = shape.dp_shard * shape.cp if strategy == "fsdp" else 1
     frozen = 0 if adapter is None else size.parameters * compute
-    tokens = config.training.micro_batch_size * config.packed_sequence["packed_sequence_size"]
+    tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size
     gradients = _MASTER * trained.weights / shards
     if strategy == "fsdp" and batch_shape(config.training, shape.dp).micro_steps > 1:
         gradients += _MASTER * trained.weights
     return MemoryEstimate(
         weights=(_MASTER * trained.weights + frozen) / shards,
         gradients=gradients * (2 if strategy == "ddp" else 1),
-        optimizer=_optimizer_bytes(config) * trained.weights / shards,
+        optimizer=optimizer_bytes(config.optimizer) * trained.weights / shards,
         working_copy=_working_copy(strategy, size, adapter, compute),
         activations=_activations(config, shape, model, size, tokens, compute),
-        logits=_logits(config, model, size, tokens / shape.cp, compute, adapter is not None),
+        logits=_logits(build(config.loss), model, size, tokens / shape.cp, compute, adapter is not None),
     )
 
 
@@ -118,58 +122,41 @@ def _activations(
     return (num_layers - num_recomputed) * layer + at_work + num_recomputed * local * kept
 
 
-def _logits(
-    config: Config, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool
-) -> float:
-    vocabulary, hidden = model.get_text_config().vocab_size, model.get_text_config().hidden_size
+def _logits(loss: Loss, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool) -> float:
+    text = model.get_text_config()
     head_gradient = 0 if is_frozen else _MASTER * size.head_weights
-    if "chunk_tokens" in config.loss:
-        rows = min(local, chunk_rows(config.loss["chunk_tokens"], hidden))
-        return rows * vocabulary * (compute + 2 * _MASTER) + head_gradient
-    if _is_liger(config):  # its gradient takes the place of the logits; a chunk's share of the head's is made apart
-        return liger_rows(local, vocabulary, hidden) * vocabulary * compute + 2 * head_gradient
-    return local * vocabulary * (compute + 2 * _MASTER)
+    shape = LossShape(local, text.vocab_size, text.hidden_size, compute, head_gradient)
+    return loss.logits_bytes(shape) if isinstance(loss, Measured) else whole_logits_bytes(shape)
 
 
-def liger_rows(tokens: float, vocabulary: int, hidden: int) -> int:
-    """Rows of logits that Liger's kernel has at one time: about as much memory as its input (read in the source of
-    liger-kernel 0.6.4 and 0.8.5).
-    """
-    least = math.ceil(tokens / math.ceil(vocabulary / hidden))
-    return int(min(tokens, 2 ** math.ceil(math.log2(max(least, 1)))))
-
-
-def _optimizer_bytes(config: Config) -> float:
-    """Bytes of a weight's moments: two in fp32, or two codes and a scale for each block of them."""
-    if _is_8bit(config):
-        return 2 * (1 + _MASTER / config.optimizer["block_size"])
-    return 2.0 * _MASTER
-
-
-def _is_8bit(config: Config) -> bool:
-    return str(config.optimizer["_target_"]).endswith(".adamw_8bit")
-
-
-def _is_liger(config: Config) -> bool:
-    return str(config.loss["_target_"]).endswith(".LigerLinearCrossEntropy")
+def optimizer_bytes(optimizer: dict[str, Any]) -> float:
+    """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped once."""
+    layer = torch.nn.utils.skip_init(torch.nn.Linear, _TRIED, _TRIED, bias=False)  # draws no random numbers
+    layer.weight.data.zero_()
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    stepped: torch.optim.Optimizer = build(optimizer, layer)
+    stepped.step()
+    state = stepped.state[layer.weight].values()
+    return sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.ndim) / layer.weight.numel()
 
 
 def remedies(config: Config) -> list[str]:
     """What to change when memory ran out: the first three that this configuration has left, the cheapest first."""
-    training, size = config.training, config.packed_sequence["packed_sequence_size"]
+    training, size = config.training, build_packer(config).packed_sequence_size
+    source: CausalLM = build(config.model)
     found = []
     if training.micro_batch_size > 1:
         found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (the same numbers, more forwards)")
-    if "chunk_tokens" not in config.loss and not _is_liger(config):
+    if not isinstance(build(config.loss), Measured):
         found.append("loss=fused_linear_cross_entropy (no logits of the whole stream)")
     if training.activation_checkpointing == "none":
         found.append("training.activation_checkpointing=full (about a third slower)")
     if config.mesh.strategy == "ddp":
         found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
-    if not config.peft and not _is_8bit(config):
+    if not config.peft and optimizer_bytes(config.optimizer) >= 2 * _MASTER:
         found.append("optimizer=adamw_8bit (moments of 2 bytes a weight instead of 8)")
     found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
-    if not config.peft and config.model["pretrained"]:
+    if not config.peft and source.pretrained:
         found.append("peft=lora (no gradients and optimizer states of the model itself)")
     found.append(f"packed_sequence.packed_sequence_size={size // 2} (longer documents are dropped or cut)")
     return found[:3]

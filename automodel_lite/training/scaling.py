@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from automodel_lite.config.schema import Config
+from automodel_lite.data.prepare import build_packer
 from automodel_lite.models.flops import layer_shapes, model_size, step_flops
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.memory import estimate_memory
@@ -75,9 +76,7 @@ def estimate(
     shape = mesh_shape(replace(config.mesh, dp_shard=-1), gpus)
     size = model_size(model)
     flops = step_flops(model, size, None)
-    tokens = (
-        config.training.micro_batch_size * config.packed_sequence["packed_sequence_size"] * micro_steps
-    )  # a dp rank
+    tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size * micro_steps  # a dp rank
     pairs = tokens / document_tokens * document_tokens * (document_tokens + 1) / 2
     recomputed = 4 / 3 if config.training.activation_checkpointing == "full" else 1.0
     work = flops.of(tokens, tokens, pairs) * recomputed / shape.cp

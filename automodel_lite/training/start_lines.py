@@ -31,7 +31,7 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
     return [
         ("device", _device(mesh, built)),
-        ("model", _model(config, built)),
+        ("model", _model(built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
         *([("compile", built.compiled)] if built.compiled != "off" else []),
@@ -79,9 +79,9 @@ def _device(mesh: Mesh, built: BuiltModel) -> str:
     return f"{name}: {processes} ({axes}){threads}"
 
 
-def _model(config: Config, built: BuiltModel) -> str:
+def _model(built: BuiltModel) -> str:
     lm = built.model.loss_model.lm
-    source = config.model["pretrained"] or "from scratch"
+    source = built.pretrained or "from scratch"
     dtype = str(built.model.compute_dtype).removeprefix("torch.")
     masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
     return (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.machinery
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -35,8 +37,9 @@ def test_sizes_that_fp8_cannot_multiply(
         check_sizes(config, config.mesh.cp)
 
 
-def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path) -> None:
+def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))  # only its presence is asked for
     config = config_of(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
-    config.peft = {"_target_": "automodel_lite.models.qlora.QLora"}  # bitsandbytes need not be there
+    config.peft = {"_target_": "automodel_lite.models.qlora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
         check_sizes(config, 1)

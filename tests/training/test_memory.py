@@ -1,4 +1,8 @@
+import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,11 +17,12 @@ from automodel_lite.models.flops import model_size
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.run.failures import recorded
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.training.memory import estimate_memory, liger_rows, out_of_memory_text, remedies
+from automodel_lite.training.memory import estimate_memory, optimizer_bytes, out_of_memory_text, remedies
 from recipes.train_ft import main
 from tests.recipes.runs import config_of
 
 TOKENS = 64
+LIGER_MODULE = "liger_kernel.transformers.fused_linear_cross_entropy"
 FUSED = {"_target_": "automodel_lite.models.loss.FusedLinearCrossEntropy", "chunk_tokens": 16}
 LLAMA = LlamaConfig(
     vocab_size=64,
@@ -32,10 +37,10 @@ LLAMA = LlamaConfig(
 def config_with(**training: object) -> Config:
     return Config(
         name="x",
-        packed_sequence={"packed_sequence_size": TOKENS},
-        model={"pretrained": None},
+        packed_sequence={"_target_": "automodel_lite.data.packing.packer.Packer", "packed_sequence_size": TOKENS},
+        model={"_target_": "automodel_lite.models.source.CausalLM", "config": {"model_type": "llama"}},
         loss=FUSED,
-        optimizer={"_target_": "automodel_lite.training.optimizers.adamw"},
+        optimizer={"_target_": "automodel_lite.training.optimizers.adamw", "lr": 1e-3},
         training=TrainingConfig(**training),  # type: ignore[arg-type]
     )
 
@@ -93,17 +98,37 @@ def test_fsdp_keeps_whole_gradients_over_micro_batches():
 
 def test_moments_of_8_bits_are_2_bytes_a_weight():
     config = config_with()
-    config.optimizer = {"_target_": "automodel_lite.training.low_bit_optim.adamw_8bit", "block_size": 256}
+    config.optimizer = {"_target_": "automodel_lite.training.low_bit_optim.adamw_8bit", "lr": 1e-3, "block_size": 256}
     size = model_size(LLAMA)
     estimate = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
     assert estimate.optimizer == (2 + 2 * 4 / 256) * size.parameters
     assert "adamw_8bit" not in " ".join(remedies(config))
 
 
-def test_liger_holds_a_chunk_of_logits():
+def test_an_optimizer_of_ones_own_is_measured():
+    assert optimizer_bytes({"_target_": "tests.training.test_memory.momentum"}) == 4
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_the_estimate_draws_no_random_numbers():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    optimizer_bytes(config_with().optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_liger_holds_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch):
     """Llama-3.1-8B, 8,192 tokens: 8192 / ceil(128256 / 4096) = 256 rows, a power of 2 already."""
-    assert liger_rows(8192, 128_256, 4096) == 256
-    assert liger_rows(100, 64, 64) == 100
+    if find_spec("liger_kernel") is None:  # its formula is ours, and needs nothing of the package but its name
+        for name in ("liger_kernel", "liger_kernel.transformers", LIGER_MODULE):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(sys.modules[LIGER_MODULE], "LigerFusedLinearCrossEntropyLoss", None, raising=False)
+    rows_at_once = import_module("automodel_lite.models.liger").rows_at_once
+    assert rows_at_once(8192, 128_256, 4096) == 256
+    assert rows_at_once(100, 64, 64) == 100
     config = config_with()
     config.loss = {"_target_": "automodel_lite.models.liger.LigerLinearCrossEntropy"}
     size = model_size(LLAMA)
@@ -119,7 +144,7 @@ def test_remedies_come_in_order_and_fit_the_settings():
         "optimizer=adamw_8bit",
     ]
     config = config_with(activation_checkpointing="full")
-    config.loss, config.mesh = {"_target_": "x"}, MeshConfig(strategy="ddp")
+    config.loss, config.mesh = {"_target_": "automodel_lite.models.loss.CrossEntropy"}, MeshConfig(strategy="ddp")
     assert [text.split(" (")[0] for text in remedies(config)] == [
         "loss=fused_linear_cross_entropy",
         "mesh.strategy=fsdp",
