@@ -13,7 +13,7 @@ Legend: T tokens of the stream, N documents (slots), B rows, S row length, H hea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,29 @@ from automodel_lite.document_rows import DocumentRows, document_rows
 
 IGNORE_INDEX = -100
 """Label of a position that carries no loss."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A value per token that goes with a document from its token row to the batch.
+
+    stored   dtype on disk
+    batched  dtype of its tensor in a batch
+    padding  what stands where no document is; `input_ids` take the tokenizer's padding token
+    """
+
+    stored: str
+    batched: str
+    padding: float
+
+
+COLUMNS = {
+    "input_ids": Column("int32", "int64", 0),
+    "labels": Column("int32", "int64", IGNORE_INDEX),
+}
+"""Every per-token column. Rows, packs, batches and shards carry what is listed here, and a field of the same name in
+`ThdBatch` takes it to the model and the loss. Rows without a column get its padding.
+"""
 
 SEQ_LENS_PADDING = -1000
 """Fills up the rows of a collated `seq_lens` tensor; never reaches a `ThdBatch`."""
@@ -151,17 +174,8 @@ class ThdBatch:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> ThdBatch:
         """The batch with each of its tensors moved."""
-        return replace(
-            self,
-            input_ids=move(self.input_ids),
-            labels=move(self.labels),
-            position_ids=move(self.position_ids),
-            label_rows=move(self.label_rows),
-            cu_seqlens=move(self.cu_seqlens),
-            cu_seqlens_padded=move(self.cu_seqlens_padded),
-            attention=self.attention.moved(move),
-            mixers=self.mixers.moved(move),
-        )
+        tensors: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors, attention=self.attention.moved(move), mixers=self.mixers.moved(move))
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
         """The batch on `device`. The copies overlap with work on the GPU only if the batch was pinned."""
@@ -210,12 +224,9 @@ def to_thd(batch: dict[str, Any]) -> ThdBatch:
         )
     cu_padded = cumulative(slots)
     max_seqlen = int(slots.max())
-    labels = batch["labels"].reshape(-1)
-    label_rows = labelled_rows(labels)
+    label_rows = labelled_rows(batch["labels"].reshape(-1))
     return ThdBatch(
-        input_ids=batch["input_ids"].reshape(-1),
-        labels=labels,
-        position_ids=batch["position_ids"].reshape(-1),
+        **{name: batch[name].reshape(-1) for name in per_token()},
         label_rows=label_rows,
         cu_seqlens=cumulative(lens),
         cu_seqlens_padded=cu_padded,
@@ -225,6 +236,11 @@ def to_thd(batch: dict[str, Any]) -> ThdBatch:
         attention=AttentionPlan(cu_padded, cu_padded, max_seqlen, max_seqlen),
         mixers=MixerPlan(document_rows(cu_padded)),
     )
+
+
+def per_token() -> list[str]:
+    """Fields of `ThdBatch` [T] that a rank has its own tokens of."""
+    return [field.name for field in fields(ThdBatch) if field.name in COLUMNS or field.name == "position_ids"]
 
 
 def labelled_rows(labels: Tensor) -> Tensor:

@@ -37,9 +37,10 @@ from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
 from automodel_lite.data.packing.exact_fill import ExactFiller
 from automodel_lite.data.packing.histogram import assign, best_fit, lower_bound
 from automodel_lite.data.packing.order import seeded_order
-from automodel_lite.data.packing.packs import PackedDataset, TokenArrays
+from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.source import BatchShape
+from automodel_lite.data.token_rows import TokenRows
 from automodel_lite.flops import CostModel
 from automodel_lite.nemo_api.packed_sequence import pack_dataset
 
@@ -276,12 +277,12 @@ def readers() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
     return found
 
 
-def token_arrays(n: int) -> TokenArrays:
+def token_arrays(n: int) -> TokenRows:
     offsets = np.concatenate([[0], np.cumsum(read_lengths(n))])
     tokens = np.random.default_rng(1).integers(1, 32_000, int(offsets[-1])).astype(np.int32)
     labels = np.roll(tokens, -1)
     labels[offsets[1:] - 1] = -100
-    return TokenArrays(tokens, labels, offsets)
+    return TokenRows({"input_ids": tokens, "labels": labels}, offsets)
 
 
 def samples(n: int, ids: str = "input_ids") -> list[dict[str, list[int]]]:
@@ -293,7 +294,7 @@ def arrow(n: int) -> datasets.Dataset:
     return datasets.Dataset.from_list(samples(n))
 
 
-def lazy(rows: TokenArrays) -> PackedDataset:
+def lazy(rows: TokenRows) -> PackedDataset:
     return PackedDataset(rows, plan_packs(np.diff(rows.offsets), READ_SIZE))
 
 

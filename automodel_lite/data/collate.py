@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from automodel_lite.data.packing.packs import StackedPacks
-from automodel_lite.thd import IGNORE_INDEX, SEQ_LENS_PADDING
+from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
 
 PAD_TOKEN_IDS_KEY = "___PAD_TOKEN_IDS___"
 """Key of a row under which a dataset may name a pad value for each of its fields."""
@@ -35,8 +35,10 @@ def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPac
     if any(packed) and not all(packed):
         raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")
     rows = batch if all(packed) else _rows_as_documents(batch)
+    dtypes = {name: getattr(torch, COLUMNS[name].batched) for name in COLUMNS if name in rows[0]}
     collated: dict[str, Any] = {
-        key: _stack_rows(key, [row[key] for row in rows]) for key in ("input_ids", "labels", "position_ids")
+        key: _stack_rows(key, [row[key] for row in rows], dtype)
+        for key, dtype in (dtypes | {"position_ids": torch.long}).items()
     }
     for key in ("seq_lens", "seq_lens_padded"):
         collated[key] = torch.nn.utils.rnn.pad_sequence(
@@ -52,15 +54,15 @@ def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     longest = max(len(row["input_ids"]) for row in batch)
     packs = []
     for row in batch:
-        ids, labels = as_list(row["input_ids"]), as_list(row["labels"])
-        missing = longest - len(ids)
-        pad_id = row.get(PAD_TOKEN_IDS_KEY, {}).get("input_ids", 0)
+        ids = as_list(row["input_ids"])
+        padding = {name: column.padding for name, column in COLUMNS.items()}
+        padding["input_ids"] = row.get(PAD_TOKEN_IDS_KEY, {}).get("input_ids", 0)
+        columns = {name: as_list(row[name]) for name in COLUMNS if name in row}
         mask = row.get("attention_mask")
         num_real = len(ids) if mask is None else int(sum(as_list(mask))) or len(ids)
         packs.append(
             {
-                "input_ids": ids + [pad_id] * missing,
-                "labels": labels + [IGNORE_INDEX] * (longest - len(labels)),
+                **{name: values + [padding[name]] * (longest - len(values)) for name, values in columns.items()},
                 "position_ids": list(range(longest)),
                 "seq_lens": [num_real],
                 "seq_lens_padded": [longest],
@@ -69,12 +71,12 @@ def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return packs
 
 
-def _stack_rows(key: str, rows: list[Any]) -> Tensor:
-    """int64 [B, S]."""
+def _stack_rows(key: str, rows: list[Any], dtype: torch.dtype) -> Tensor:
+    """[B, S]."""
     lengths = sorted({len(row) for row in rows})
     if len(lengths) > 1:
         raise ValueError(f"{key}: packs of a batch must have one length, got {lengths}.")
-    return torch.stack([torch.as_tensor(row, dtype=torch.long) for row in rows])
+    return torch.stack([torch.as_tensor(row, dtype=dtype) for row in rows])
 
 
 def as_list(values: Any) -> list[Any]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from automodel_lite.config.rules import Count, OneOf, PathStr
 from automodel_lite.data.documents import Question
-from automodel_lite.data.token_rows import ID_DTYPE, IndexedRows
+from automodel_lite.data.token_rows import ID_DTYPE, Rows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -32,7 +32,7 @@ DTYPES = ("uint16", "uint32")
 SCAN_TOKENS = 1 << 24
 
 
-class MemmapRows(IndexedRows):
+class MemmapRows(Rows):
     """The documents of a mapped token file; every token but the first of a document is trained on.
 
     Args:
@@ -110,8 +110,8 @@ class MemmapCorpus:
     bos_id: Count | None = None
     eos_id: Count | None = None
 
-    train: IndexedRows = field(init=False)
-    val: dict[str, IndexedRows] = field(init=False)
+    train: Rows = field(init=False)
+    val: dict[str, Rows] = field(init=False)
     kind: str = field(init=False, default="rows")
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
@@ -144,10 +144,10 @@ class MemmapCorpus:
 
 
 @dataclass(frozen=True)
-class JoinedRows(IndexedRows):
+class JoinedRows(Rows):
     """Rows of several sources end to end."""
 
-    parts: Sequence[IndexedRows]
+    parts: Sequence[Rows]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -164,7 +164,7 @@ class JoinedRows(IndexedRows):
         raise IndexError(index)
 
 
-def check_token_ids(rows: IndexedRows, name: str, vocab_size: int) -> None:
+def check_token_ids(rows: Rows, name: str, vocab_size: int) -> None:
     """Looks at a thousand documents spread over the set: ids beyond the tokenizer were made with another one.
 
     Raises:

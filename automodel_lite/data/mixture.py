@@ -12,12 +12,11 @@ from automodel_lite.config.rules import Seed
 from automodel_lite.data.documents import DocumentRows, Documents, Question
 from automodel_lite.data.memmap import MemmapCorpus
 from automodel_lite.data.readers import ConcatenatedRows
-from automodel_lite.data.token_rows import IndexedRows, TokenRows
+from automodel_lite.data.token_rows import Rows
 from automodel_lite.errors import ConfigError
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MANY_REPEATS = 4  # times that a document may be seen an epoch before the table warns
-Rows = TokenRows | IndexedRows
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Mixture:
         return {name: epoch * (weight or 0.0) for name, weight in weights.items()}
 
 
-class MixedRows(IndexedRows):
+class MixedRows(Rows):
     """Rows of several sets in one order: row i is row `row_ids[i]` of set `part_ids[i]`."""
 
     def __init__(self, parts: Sequence[Rows], names: Sequence[str], part_ids: np.ndarray, row_ids: np.ndarray):

@@ -30,11 +30,11 @@ from automodel_lite.data.documents import Document
 from automodel_lite.data.encode import Encoder, SampleRenderer
 from automodel_lite.data.loader import outlive_signals
 from automodel_lite.data.packing.packer import Packer
-from automodel_lite.data.packing.packs import PackedDataset, flatten, lay_out
+from automodel_lite.data.packing.packs import PackedDataset, lay_out
 from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.data.source import BatchShape, Cursor, StepBatches, TrainingPlan
 from automodel_lite.data.streaming import StreamingDataset
-from automodel_lite.data.token_rows import next_token_labels
+from automodel_lite.data.token_rows import flatten, next_token_labels
 from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.flops import CostModel

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,14 +31,14 @@ import numpy as np
 
 from automodel_lite.data.documents import Document
 from automodel_lite.errors import DataError
-from automodel_lite.thd import IGNORE_INDEX
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
 
 
-class IndexedRows(ABC):
-    """Rows that are no flat arrays: they are read one by one. Pickling them copies no tokens."""
+class Rows(ABC):
+    """Tokenized documents. Pickling them copies no tokens."""
 
     @property
     @abstractmethod
@@ -52,21 +54,45 @@ class IndexedRows(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """`input_ids` and `labels` of one document."""
+        """The columns of one document; they are not to be written to."""
+
+    def located(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
+        """Flat rows that hold these documents, where each begins in them, and its length; int64 [D] each."""
+        rows = flatten(map(self.__getitem__, doc_ids.tolist()))
+        return rows, rows.offsets[:-1], rows.lengths
 
 
 @dataclass(frozen=True)
-class TokenRows:
-    """N tokenised documents. Rows that live in a folder are pickled as its path, so workers map the same pages."""
+class TokenRows(Rows):
+    """Documents end to end: document i is tokens offsets[i] to offsets[i + 1] of every column.
 
-    input_ids: np.ndarray
-    labels: np.ndarray
+    Rows that live in a folder are pickled as its path, so that workers map the same pages.
+    Raises DataError for columns of unequal length or scattered in memory.
+    """
+
+    columns: Mapping[str, np.ndarray]
     offsets: np.ndarray
     folder: Path | None = None
 
+    def __post_init__(self) -> None:
+        sizes = {name: len(values) for name, values in self.columns.items()}
+        if len(set(sizes.values())) > 1 or int(self.offsets[-1]) > sizes["input_ids"]:
+            held = " and ".join(f"{size} {name}" for name, size in sizes.items())
+            raise DataError(f"the rows hold {held} for {int(self.offsets[-1])} tokens: all must be equal.")
+        if not all(values.flags.c_contiguous for values in self.columns.values()):
+            names = " and ".join(self.columns)
+            raise DataError(f"{names} of flat rows must each lie in one piece: use np.ascontiguousarray.")
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        return self.columns["input_ids"]
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.columns["labels"]
+
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [N]."""
         return np.diff(self.offsets)
 
     @property
@@ -77,35 +103,78 @@ class TokenRows:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Views of the `input_ids` and `labels` of one document; they are not to be written to."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         start, stop = self.offsets[index % len(self)], self.offsets[index % len(self) + 1]
-        return {"input_ids": self.input_ids[start:stop], "labels": self.labels[start:stop]}
+        return {name: values[start:stop] for name, values in self.columns.items()}
+
+    def located(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
+        starts = self.offsets[doc_ids]
+        return self, starts, self.offsets[doc_ids + 1] - starts
 
     def __reduce__(self) -> tuple:
         if self.folder is not None:
             return load_rows, (self.folder,)
-        return TokenRows, (self.input_ids, self.labels, self.offsets)
+        return TokenRows, (self.columns, self.offsets)
 
 
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
-    input_ids, labels, offsets = (
-        np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("input_ids", "labels", "offsets")
-    )
-    return TokenRows(input_ids, labels, offsets, folder)
+    arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in (*COLUMNS, "offsets")}
+    offsets = arrays.pop("offsets")
+    return TokenRows(arrays, offsets, folder)
 
 
-def rows_from_lists(rows: Iterable[dict[str, list[int]]]) -> TokenRows:
-    """Rows in memory, from `{"input_ids", "labels"}` lists."""
-    documents = list(rows)
-    offsets = np.cumsum([0, *(len(document["input_ids"]) for document in documents)], dtype=np.int64)
-    flat = {
-        name: np.array([token for document in documents for token in document[name]], ID_DTYPE)
-        for name in ("input_ids", "labels")
-    }
-    return TokenRows(flat["input_ids"], flat["labels"], offsets)
+def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
+    """Rows of lists, arrays or tensors end to end."""
+    stream = iter(rows)
+    parts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, column.stored)] for name, column in COLUMNS.items()}
+    lengths, done = [np.zeros(1, np.int64)], 0
+    while batch := list(islice(stream, 1000)):
+        widths = [len(row["input_ids"]) for row in batch]
+        for name in parts:
+            if name not in batch[0]:
+                parts[name].append(_filled(name, sum(widths)))
+                continue
+            values = [row[name] for row in batch]
+            for place, (value, width) in enumerate(zip(values, widths)):
+                if len(value) != width:
+                    raise DataError(
+                        f"document {done + place} has {width} input_ids and {len(value)} {name}: they must be of equal "
+                        "length, labels next-token aligned."
+                    )
+            parts[name].append(_joined(values, COLUMNS[name].stored))
+        lengths.append(np.array(widths))
+        done += len(batch)
+    columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    return TokenRows(columns, np.cumsum(np.concatenate(lengths)))
+
+
+def _filled(name: str, num_tokens: int) -> np.ndarray:
+    """A column that the rows do not have."""
+    return np.full(num_tokens, COLUMNS[name].padding, COLUMNS[name].stored)
+
+
+def _joined(columns: list[Any], stored: str) -> np.ndarray:
+    """Lists take the stored dtype; arrays and tensors keep theirs."""
+    if set(map(type, columns)) != {list}:
+        return np.concatenate([np.asarray(column) for column in columns])
+    if stored != "int32":
+        return np.concatenate([np.asarray(column, stored) for column in columns])
+    try:  # 7 ns an element; 'i' parses a format string for each one, 14 ns; np.fromiter takes 16 ns
+        joined = np.frombuffer(_read(columns, "I"), np.int32)
+        if not (joined < 0).any():
+            return joined
+    except OverflowError:  # labels that are -100, as a rule in the first document
+        pass
+    return np.frombuffer(_read(columns, "i"), np.int32)
+
+
+def _read(columns: list[list[int]], typecode: str) -> array[int]:
+    joined = array(typecode)
+    for column in columns:
+        joined.fromlist(column)
+    return joined
 
 
 def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -125,29 +194,31 @@ def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, offsets: np.nd
 
 
 class RowsWriter:
-    """Appends chunks of documents to the three arrays of a folder; `close` makes them whole."""
+    """Appends chunks of documents to the arrays of a folder; `close` makes them whole."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._files = {name: _open_array(folder / f"{name}.npy") for name in ("input_ids", "labels")}
+        self._files = {name: _open_array(folder / f"{name}.npy", column.stored) for name, column in COLUMNS.items()}
         self._lengths: list[np.ndarray] = []
         self._hashes = {name: hashlib.sha256() for name in self._files}
 
-    def append(self, input_ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> None:
-        """Adds documents that lie end to end in `input_ids` and `labels` [sum(lengths)]."""
-        assert len(input_ids) == len(labels) == lengths.sum()
-        for name, values in (("input_ids", input_ids), ("labels", labels)):
-            data = np.ascontiguousarray(values, ID_DTYPE).data
-            self._files[name].write(data)
+    def append(self, columns: Mapping[str, np.ndarray], lengths: np.ndarray) -> None:
+        """Adds documents that lie end to end in each of `columns` [sum(lengths)]."""
+        num_tokens = int(lengths.sum())
+        for name, file in self._files.items():
+            values = columns[name] if name in columns else _filled(name, num_tokens)
+            assert len(values) == num_tokens
+            data = np.ascontiguousarray(values, COLUMNS[name].stored).data
+            file.write(data)
             self._hashes[name].update(data)
         self._lengths.append(np.asarray(lengths, np.int64))
 
     def close(self) -> None:
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        for file in self._files.values():
-            _finish_array(file, int(offsets[-1]))
+        for name, file in self._files.items():
+            _finish_array(file, int(offsets[-1]), COLUMNS[name].stored)
         np.save(self._folder / "offsets.npy", offsets)
         whole = hashlib.sha256(offsets.tobytes())
         for digest in self._hashes.values():
@@ -155,22 +226,22 @@ class RowsWriter:
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 
 
-def _header(num_items: int) -> dict:
-    return {"descr": np.lib.format.dtype_to_descr(ID_DTYPE), "fortran_order": False, "shape": (num_items,)}
+def _header(num_items: int, dtype: str) -> dict:
+    return {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (num_items,)}
 
 
-def _open_array(path: Path) -> BufferedWriter:
+def _open_array(path: Path, dtype: str) -> BufferedWriter:
     file = path.open("wb")
-    np.lib.format.write_array_header_1_0(file, _header(0))
+    np.lib.format.write_array_header_1_0(file, _header(0, dtype))
     return file
 
 
-def _finish_array(file: BufferedWriter, num_items: int) -> None:
+def _finish_array(file: BufferedWriter, num_items: int, dtype: str) -> None:
     """Writes the true size into the header: NumPy leaves room for it to grow."""
     start = 128  # magic, version and the padded header of a one-dimensional array
-    assert file.tell() == start + num_items * ID_DTYPE.itemsize
+    assert file.tell() == start + num_items * np.dtype(dtype).itemsize
     file.seek(0)
-    np.lib.format.write_array_header_1_0(file, _header(num_items))
+    np.lib.format.write_array_header_1_0(file, _header(num_items, dtype))
     assert file.tell() == start
     file.close()
 

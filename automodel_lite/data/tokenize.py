@@ -26,10 +26,10 @@ from automodel_lite.data.chat import Sample, TrainOn
 from automodel_lite.data.documents import Document, DocumentRows, Documents
 from automodel_lite.data.encode import Encoder, SampleRenderer
 from automodel_lite.data.memmap import MemmapCorpus, check_token_ids
-from automodel_lite.data.mixture import Mixture, Rows, prefixed
+from automodel_lite.data.mixture import Mixture, prefixed
 from automodel_lite.data.row_checks import Chunk, RowCounts, Tally, check_rows
 from automodel_lite.data.streaming import StreamingDataset
-from automodel_lite.data.token_rows import CONTENT_HASH, RowsWriter, TokenRows, load_rows, next_token_labels
+from automodel_lite.data.token_rows import CONTENT_HASH, Rows, RowsWriter, TokenRows, load_rows, next_token_labels
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
 
@@ -258,7 +258,7 @@ def tokenize_in_memory(rows: DocumentRows, job: Job) -> TokenRows:
     input_ids, labels, lengths = (
         np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("input_ids", "labels", "lengths")
     )
-    return TokenRows(input_ids, labels, np.concatenate([[0], np.cumsum(lengths)]))
+    return TokenRows({"input_ids": input_ids, "labels": labels}, np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def tokenize_validation(
@@ -361,7 +361,7 @@ def _build(folder: Path, name: str, kind: str, rows: DocumentRows, job: Job) -> 
     with Progress(f"tokenizing {name}", len(rows), "documents") as progress:
         for chunk in tokenize_chunks(rows, job):
             progress.add(chunk.counts.num_documents)
-            writer.append(chunk.input_ids, chunk.labels, chunk.lengths)
+            writer.append({"input_ids": chunk.input_ids, "labels": chunk.labels}, chunk.lengths)
             tally.add(chunk)
     writer.close()
     tally.finish(name)

@@ -19,8 +19,9 @@ import pyarrow as pa
 import torch
 from datasets.fingerprint import Hasher
 
-from automodel_lite.data.packing.packs import TokenArrays, flatten, spread
+from automodel_lite.data.packing.packs import spread
 from automodel_lite.data.packing.strategies import next_fit
+from automodel_lite.data.token_rows import TokenRows, flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -146,13 +147,13 @@ def split_of(dataset: Any, split: str) -> Any:
     return dataset[split]
 
 
-def flat_samples(samples: Any) -> TokenArrays:
+def flat_samples(samples: Any) -> TokenRows:
     """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
     rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
     return flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
 
 
-def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenArrays, int]:
+def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenRows, int]:
     """The samples that fit a pack, and how many were too long."""
     rows = flat_samples(samples)
     lengths = np.diff(rows.offsets)
@@ -169,7 +170,8 @@ def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) ->
         return rows, 0
     tokens = np.repeat(kept, lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
-    return TokenArrays(rows.input_ids[tokens], rows.labels[tokens], offsets), int(long.sum())
+    columns = {"input_ids": rows.input_ids[tokens], "labels": rows.labels[tokens]}
+    return TokenRows(columns, offsets), int(long.sum())
 
 
 def _each(samples: Any) -> Iterable[dict[str, Any]]:
@@ -186,7 +188,7 @@ def _without_masked_labels(sample: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": sample["input_ids"], "labels": labels}
 
 
-def _flat_columns(dataset: datasets.Dataset) -> TokenArrays | None:
+def _flat_columns(dataset: datasets.Dataset) -> TokenRows | None:
     """The columns of an Arrow dataset without a Python object a token; None where only its rows say what is meant."""
     if dataset.format["type"] not in (None, "numpy", "torch", "python") or not len(dataset):
         return None
@@ -205,11 +207,11 @@ def _flat_columns(dataset: datasets.Dataset) -> TokenArrays | None:
     if "loss_mask" in flat:
         flat["labels"] = np.where(flat["loss_mask"] == 0, CROSS_ENTROPY_IGNORE_IDX, flat["labels"])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-    return TokenArrays(flat["input_ids"], flat["labels"], offsets)
+    return TokenRows({"input_ids": flat["input_ids"], "labels": flat["labels"]}, offsets)
 
 
 def _materialise(
-    rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
+    rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
     per_block = max(1, BLOCK_TOKENS // size)
@@ -223,7 +225,7 @@ def _materialise(
 
 
 def _materialise_block(
-    rows: TokenArrays, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
+    rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> pa.Table:
     """The packs between the first and the last of `offsets`."""
     num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))

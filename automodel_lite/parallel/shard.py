@@ -21,7 +21,7 @@ from automodel_lite.parallel.zigzag import (
     owned_segments,
     shard_indices,
 )
-from automodel_lite.thd import AttentionPlan, ThdBatch, cumulative, labelled_rows
+from automodel_lite.thd import AttentionPlan, ThdBatch, cumulative, labelled_rows, per_token
 
 EXCHANGES = ("all_gather", "all_to_all", "te")
 
@@ -40,13 +40,11 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
     of_ranks = [shard_indices(batch.cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)]
     mine, to_ranks = of_ranks[cp_rank], torch.cat(of_ranks)
-    labels = batch.labels[mine]
+    own = {name: vars(batch)[name][mine] for name in per_token()}
     return replace(
         batch,
-        input_ids=batch.input_ids[mine],
-        labels=labels,
-        position_ids=batch.position_ids[mine],
-        label_rows=labelled_rows(labels),
+        **own,
+        label_rows=labelled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
         mixers=replace(batch.mixers, exchange=deal_mixers(batch.cu_seqlens_padded, group, to_ranks, cp_size, cp_rank)),
     )

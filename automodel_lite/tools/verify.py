@@ -20,10 +20,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTo
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import epoch_order
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, TokenArrays
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
-from automodel_lite.data.token_rows import IndexedRows
+from automodel_lite.data.token_rows import TokenRows
 from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
@@ -173,7 +173,7 @@ class Sample:
     """Packs as the loader gives them, and the documents in them."""
 
     packs: list[Pack]
-    documents: TokenArrays
+    documents: TokenRows
     tokenizer: PreTrainedTokenizerFast
     pack_size: int
     training_size: int  # packed_sequence.packed_sequence_size of the run
@@ -230,7 +230,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     return Sample(rows, documents, data.tokenizer, size, training_size, multiple)
 
 
-def _documents(packs: list[Pack]) -> TokenArrays:
+def _documents(packs: list[Pack]) -> TokenRows:
     """What lies in the packs, document by document."""
     ids, labels, lengths = [], [], [0]
     for pack in packs:
@@ -238,17 +238,18 @@ def _documents(packs: list[Pack]) -> TokenArrays:
             ids.append(np.asarray(pack["input_ids"][start : start + length]))
             labels.append(np.asarray(pack["labels"][start : start + length]))
             lengths.append(length)
-    return TokenArrays(np.concatenate(ids), np.concatenate(labels), np.cumsum(lengths))
+    return TokenRows({"input_ids": np.concatenate(ids), "labels": np.concatenate(labels)}, np.cumsum(lengths))
 
 
-def _check_against_source(documents: TokenArrays, packs: PackedDataset, order: list[int]) -> None:
+def _check_against_source(documents: TokenRows, packs: PackedDataset, order: list[int]) -> None:
     """Raises DataError when a document in the packs is not, token by token, the row that the plan put there."""
     plan, found = packs.plan, 0
     for pack in order:
         if pack == EMPTY_PACK:
             continue
         for place in range(int(plan.offsets[pack]), int(plan.offsets[pack + 1])):
-            row = _row(packs.rows, int(plan.doc_ids[place]))
+            columns = packs.rows[int(plan.doc_ids[place])]
+            row = columns["input_ids"], columns["labels"]
             start = int(plan.starts[place]) if plan.starts is not None else 0
             stop = int(plan.stops[place]) if plan.stops is not None else len(row[0])
             inside = slice(int(documents.offsets[found]), int(documents.offsets[found + 1]))
@@ -258,15 +259,6 @@ def _check_against_source(documents: TokenArrays, packs: PackedDataset, order: l
                         f"pack {pack} does not hold document {int(plan.doc_ids[place])} as it is in the data."
                     )
             found += 1
-
-
-def _row(rows: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """ids and labels of one document."""
-    if isinstance(rows, IndexedRows):
-        row = rows[index]
-        return row["input_ids"], row["labels"]
-    inside = slice(int(rows.offsets[index]), int(rows.offsets[index + 1]))
-    return rows.input_ids[inside], rows.labels[inside]
 
 
 def _places(pack: Pack) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ import pytest
 from automodel_lite.data.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.token_rows import IndexedRows
+from automodel_lite.data.token_rows import Rows
 from automodel_lite.data.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
@@ -23,7 +23,7 @@ DOCUMENTS = [[5, 6, 7], [8], [9, 1]]
 EXPECTED = [([5, 6, 7], [6, 7, _]), ([8], [_]), ([9, 1], [1, _])]
 
 
-def as_lists(rows: IndexedRows) -> list[tuple[list[int], list[int]]]:
+def as_lists(rows: Rows) -> list[tuple[list[int], list[int]]]:
     return [(rows[i]["input_ids"].tolist(), rows[i]["labels"].tolist()) for i in range(len(rows))]
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from automodel_lite.config.rules import Count, Positive, Range, Seed
 from automodel_lite.data.packing.balance import BALANCES
-from automodel_lite.data.packing.packs import FlatRows, PackedDataset
+from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import OVERLONG, PackPlan, check_settings, plan_packs
 from automodel_lite.data.packing.strategies import Strategy, strategy_of
-from automodel_lite.data.token_rows import IndexedRows
+from automodel_lite.data.token_rows import Rows
 from automodel_lite.errors import ConfigError
 
 MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
@@ -86,7 +86,7 @@ class Packer:
         padded.padding_idx = padding_id if self.padding_idx is None else self.padding_idx
         return padded
 
-    def packs(self, rows: FlatRows | IndexedRows, plan: PackPlan) -> PackedDataset:
+    def packs(self, rows: Rows, plan: PackPlan) -> PackedDataset:
         return PackedDataset(rows, plan, self.padding_idx or 0)
 
 

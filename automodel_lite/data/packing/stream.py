@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from automodel_lite.data.packing.exact_fill import LOOKAHEAD, ExactFiller
-from automodel_lite.data.packing.packs import flatten, lay_out
+from automodel_lite.data.packing.packs import lay_out
+from automodel_lite.data.token_rows import flatten
 from automodel_lite.errors import ConfigError, DataError
 
 OVERLONG_IN_STREAMS = ("drop", "truncate", "error")

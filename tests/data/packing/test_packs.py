@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.collate import packed_sequence_thd_collater
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, TokenArrays, flatten
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
 from automodel_lite.data.packing.plan import padding_segments, plan_packs
-from automodel_lite.data.token_rows import IndexedRows
+from automodel_lite.data.token_rows import Rows, TokenRows, flatten, load_rows
 from automodel_lite.errors import DataError
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -86,7 +86,7 @@ def test_ids_over_int32() -> None:
         flatten([{"input_ids": [2**31], "labels": [1]}])
 
 
-def one_pack(rows: TokenArrays, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int) -> dict:
+def one_pack(rows: TokenRows, pieces: list[tuple[int, int, int]], size: int, multiple: int, pad: int) -> dict:
     """The slow twin of a pack: token by token; pieces are (document, start, stop)."""
     pack: dict[str, list[int]] = {n: [] for n in ("input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded")}
     segments = [(i, start, stop, -(-(stop - start) // multiple) * multiple) for i, start, stop in pieces]
@@ -101,10 +101,10 @@ def one_pack(rows: TokenArrays, pieces: list[tuple[int, int, int]], size: int, m
     return pack
 
 
-class Columns(IndexedRows):
+class Columns(Rows):
     """Rows that can only be read one by one."""
 
-    def __init__(self, flat: TokenArrays) -> None:
+    def __init__(self, flat: TokenRows) -> None:
         self.flat = flat
 
     @property
@@ -128,7 +128,7 @@ class Columns(IndexedRows):
 )
 def test_a_batch_equals_its_packs_token_by_token(rows, strategy, multiple, overlong, dtype, indexed, data) -> None:
     made = flatten(samples(rows))
-    flat = TokenArrays(made.input_ids.astype(dtype), made.labels, made.offsets)
+    flat = TokenRows({"input_ids": made.input_ids.astype(dtype), "labels": made.labels}, made.offsets)
     lengths = np.diff(flat.offsets)
     plan = plan_packs(lengths, 8, strategy=strategy, slot_multiple=multiple, overlong=overlong)
     packs = PackedDataset(Columns(flat) if indexed else flat, plan, padding_idx=7)
@@ -187,7 +187,7 @@ def test_reads_memory_maps_and_indexes_like_a_list(tmp_path) -> None:
     flat = flatten(TWO)
     for name in ("input_ids", "labels", "offsets"):
         np.save(tmp_path / f"{name}.npy", getattr(flat, name).astype(np.int32 if name != "offsets" else np.int64))
-    mapped = TokenArrays(*(np.load(tmp_path / f"{n}.npy", mmap_mode="r") for n in ("input_ids", "labels", "offsets")))
+    mapped = load_rows(tmp_path)
     packs = PackedDataset(mapped, plan_packs([3, 5], 8))
     assert packs[0]["input_ids"].tolist() in ([1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8, 1, 2, 3])
     for index in (1, -2):
@@ -199,7 +199,7 @@ def test_a_plan_of_other_rows() -> None:
     with pytest.raises(DataError, match="the plan was made for 3 documents and the rows hold 2"):
         PackedDataset(flatten(TWO), plan_packs([3, 5, 1], 8))
     with pytest.raises(DataError, match="the rows hold 8 input_ids and 7 labels for 8 tokens"):
-        PackedDataset(TokenArrays(np.arange(8), np.arange(7), np.array([0, 3, 8])), plan_packs([3, 5], 8))
+        TokenRows({"input_ids": np.arange(8), "labels": np.arange(7)}, np.array([0, 3, 8]))
     both = np.arange(16).reshape(8, 2)
     with pytest.raises(DataError, match="must each lie in one piece"):
-        PackedDataset(TokenArrays(both[:, 0], both[:, 1], np.array([0, 3, 8])), plan_packs([3, 5], 8))
+        TokenRows({"input_ids": both[:, 0], "labels": both[:, 1]}, np.array([0, 3, 8]))
