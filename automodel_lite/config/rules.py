@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -158,3 +159,13 @@ Positive = Annotated[int, Range(1)]
 Fraction = Annotated[float, Range(0, 1)]
 Seed = Annotated[int, Range(0)]
 PathStr = Annotated[str, PathText()]
+
+
+def looks_local(path: str) -> bool:
+    """Is this meant as a file or folder of this machine, and not as the name of a hub repository (`owner/name`)?
+
+    By its form, or because it is there, or would be in a folder that is there.
+    """
+    given = Path(path).expanduser()
+    by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or "*" in path
+    return by_form or given.exists() or ("/" in path and given.parent.is_dir())

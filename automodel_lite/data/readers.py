@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow
 
+from automodel_lite.config.rules import looks_local
 from automodel_lite.data.cache import build_once, default_cache_dir
 from automodel_lite.errors import ConfigError, DataError
 
@@ -333,7 +334,7 @@ def open_source(
         shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
         identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
         return Source(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
-    if len(paths) != 1 or looks_local(paths[0]):
+    if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
         raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
     return _open_hub(paths[0], name, split, key)
 
@@ -381,8 +382,9 @@ def _kind(path: Path) -> str:
     return (path.suffixes[-2] if compressed else path.suffix).lower()
 
 
-def looks_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or _kind(Path(path)) in KINDS or "*" in path
+def is_file_name(path: str) -> bool:
+    """Does it end as a file of data does? Then it is not the name of a hub dataset."""
+    return _kind(Path(path)) in KINDS
 
 
 def _stamp(path: Path) -> str:

@@ -17,11 +17,11 @@ from itertools import islice
 from typing import Annotated, Any, Protocol
 
 from automodel_lite.config.components import CodePath
-from automodel_lite.config.rules import PathStr, Range
+from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question
 from automodel_lite.data.files import Delimiter, FilesDataset
 from automodel_lite.data.formats import NormalisedRows, detect
-from automodel_lite.data.readers import RawRow, RawRows, looks_local, open_source, without_nulls
+from automodel_lite.data.readers import RawRow, RawRows, is_file_name, open_source, without_nulls
 from automodel_lite.errors import ConfigError, DataError
 
 NUM_SNIFFED_ROWS = 20
@@ -195,7 +195,7 @@ class StreamingDataset:
             _locate(self.generator)
             return GeneratorStream(self.generator)
         assert self.path is not None
-        if isinstance(self.path, str) and not looks_local(self.path):
+        if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
             return HubStream(self.path, self.name, self.split, "dataset.path")
         source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
         return FileStream(source.rows, source.description, source.identity)

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from automodel_lite.config.rules import PathStr, Positive, Range
+from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
 from automodel_lite.data.cache import build_once, default_cache_dir, short_hash
 from automodel_lite.data.documents import Documents, document_texts
 from automodel_lite.errors import ConfigError
@@ -38,9 +38,9 @@ def load_tokenizer(path: PathStr, *, chat_template: str | None = None) -> PreTra
 
     `chat_template`: a file with a Jinja template, or the template itself, in place of the tokenizer's own.
     """
-    looks_local = path.startswith((".", "/", "~")) or Path(path).expanduser().exists()
-    source = str(Path(path).expanduser()) if looks_local else path
-    if looks_local and not Path(source).is_dir():
+    is_local = looks_local(path)
+    source = str(Path(path).expanduser()) if is_local else path
+    if is_local and not Path(source).is_dir():
         raise ConfigError(f"tokenizer.path={path} is not a folder: give a folder with tokenizer.json, or a hub name.")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)

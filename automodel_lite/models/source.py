@@ -7,7 +7,6 @@ first use: 2 CPU-s that a mistake in the settings or the data does not wait for.
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config.rules import PathStr
+from automodel_lite.config.rules import PathStr, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.models.sharded import CannotReadSlicesError, Spread, draw_shards, load_shards
 
@@ -212,13 +211,8 @@ def embedding_rows(model: transformers.PreTrainedModel) -> int:
 
 def check_source(key: str, source: str) -> None:
     """A name that looks like a local path must exist; raises ConfigError before transformers tries it as a hub name."""
-    looks_local = (
-        source.startswith((".", "/", "~"))
-        or source.count("/") > 1
-        or (os.path.sep in source and Path(source).parent.is_dir())
-    )
     folder = Path(source).expanduser()
-    if looks_local and not folder.is_dir():
+    if looks_local(source) and not folder.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder.")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{key}={source}: the folder has no config.json.")

@@ -9,6 +9,7 @@ import torch
 
 from automodel_lite.attention.probe import stream_of
 from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.data.prepare import build_packer
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy
@@ -69,7 +70,7 @@ def _try(model: ParallelModel, batch: ThdBatch) -> None:
 
 def like_the_first(config: Config, model: ParallelModel, mesh: Mesh) -> ThdBatch:
     """As many tokens as a micro-batch of packs, in documents of one length."""
-    tokens = config.training.micro_batch_size * config.packed_sequence["packed_sequence_size"]
+    tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size
     least = -(-tokens // DOCUMENT_TOKENS)
     number = next(n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % (2 * mesh.shape.cp) == 0)
     ids = torch.arange(tokens).view(number, -1) % embedding_rows(model.loss_model.lm)
