@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_lite.config.components import CodePath, check_origin, code_problem, locate, own_targets, target_problem
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
 from automodel_lite.config.schema import Config, Part
+from automodel_lite.config.sizes import size_problems
 from automodel_lite.errors import ConfigError, did_you_mean
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
@@ -43,7 +44,7 @@ def check_config(raw: DictConfig) -> Config:
         for key, part in _parts(plain):
             problems += _part_problems(key, part, allowed)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join([*problems, *_size_problems(plain, problems)]))
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     assert isinstance(config, Config)
     return config
@@ -101,6 +102,21 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 yield f"{path}={_show(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
         else:
             yield from _value_problems(path, value, hints[key])
+
+
+def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> list[str]:
+    """Sizes that do not fit one another, beside the problems that are known: the keys of these count as not set."""
+    wrong = {line.partition("=")[0].partition(":")[0] for line in problems}
+    rest = {
+        group: {key: value for key, value in plain[group].items() if f"{group}.{key}" not in wrong}
+        for group in ("mesh", "training", "packed_sequence")
+        if isinstance(plain.get(group), dict)
+    }
+    try:
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config(name="x")), rest))
+    except OmegaConfBaseException:
+        return []
+    return list(size_problems(config))
 
 
 def _unsound_values(node: Any, path: str = "") -> Iterator[str]:

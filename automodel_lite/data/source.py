@@ -10,11 +10,11 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
+from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.data.documents import Documents
 from automodel_lite.data.packing.packer import Packer
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.errors import ConfigError
 from automodel_lite.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 
@@ -58,14 +58,7 @@ class BatchShape:
 
 def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
     """Raises ConfigError when the global batch is not whole micro-batches of all data-parallel ranks."""
-    smallest = config.micro_batch_size * dp_size
-    size = config.global_batch_size or smallest
-    if size % smallest:
-        nearest = max(smallest, round(size / smallest) * smallest)
-        raise ConfigError(
-            f"training.global_batch_size={size} must be a multiple of {smallest} (training.micro_batch_size="
-            f"{config.micro_batch_size} x {dp_size} data-parallel ranks): use {nearest}."
-        )
+    size = global_batch_size_of(config, dp_size)
     return BatchShape(size, config.micro_batch_size, dp_size)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,72 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """Sizes of the axes, known before any process group exists."""
-
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks: each reads packs of its own."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.cp
-
-
-def world_size() -> int:
-    """Processes of this job, as torchrun or srun started them; 1 without a launcher."""
-    return _launched("WORLD_SIZE", 1)
-
-
-def rank() -> int:
-    """This process' number in the job."""
-    return _launched("RANK", 0)
-
-
-def _launched(name: str, default: int) -> int:
-    """A number that the launcher sets; raises ConfigError."""
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch(r"\d{1,9}", text, flags=re.ASCII) or (name.endswith("SIZE") and int(text) == 0):
-        raise ConfigError(
-            f"the environment has {name}={text}, which must be a whole number{' over 0' if default else ''}: torchrun "
-            f"and srun set it; without them, unset {name}."
-        )
-    return int(text)
-
-
-def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
-    """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
-    processes.
-    """
-    fixed = config.dp_replicate * config.cp
-    dp_shard = config.dp_shard
-    if dp_shard == -1:
-        if num_processes % fixed:
-            raise ConfigError(
-                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp} = {fixed} must divide the number of "
-                f"processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
-                "(torchrun --nproc-per-node), or lower these."
-            )
-        dp_shard = num_processes // fixed
-    elif dp_shard < 1:
-        raise ConfigError(f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for all processes that remain.")
-    shape = MeshShape(config.dp_replicate, dp_shard, config.cp)
-    if shape.world_size != num_processes:
-        raise ConfigError(
-            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp} = "
-            f"{shape.world_size} must equal the number of processes, {num_processes}: set mesh.dp_shard=-1, or "
-            f"start {shape.world_size}."
-        )
-    return shape
+from automodel_lite.config.sizes import MeshShape, launched, mesh_shape, rank, world_size
 
 
 @dataclass(frozen=True)
@@ -105,7 +39,7 @@ class Mesh:
 
     @property
     def local_rank(self) -> int:
-        return _launched("LOCAL_RANK", 0)
+        return launched("LOCAL_RANK", 0)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks; value is left as it is."""
@@ -175,7 +109,7 @@ _FOREVER = timedelta(days=30)
 
 def use_threads(num_threads: int) -> None:
     """CPU threads of this process; 0 = the cores divided by the processes on this host."""
-    share = max(1, len(os.sched_getaffinity(0)) // _launched("LOCAL_WORLD_SIZE", 1))
+    share = max(1, len(os.sched_getaffinity(0)) // launched("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(num_threads or share)
 
 
@@ -186,7 +120,7 @@ def init_mesh(config: MeshConfig) -> Mesh:
     then those of many ranks.
     """
     shape = mesh_shape(config, world_size())
-    local_rank = _launched("LOCAL_RANK", 0)
+    local_rank = launched("LOCAL_RANK", 0)
     # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of them
     index = local_rank % max(torch.cuda.device_count(), 1)
     device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")

@@ -90,6 +90,18 @@ def test_keys_and_sizes_are_named_together() -> None:
     assert keys == ["loss.chunk_tokens", "mesh.cp", "optimizer.lr", "optimizer.lrr", "training.max_stepz"]
 
 
+def test_sizes_that_do_not_divide_are_named_with_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = problems(
+        "training.max_stepz=3", "training.global_batch_size=7", "mesh.cp=2", "packed_sequence.packed_sequence_size=63",
+        "training.micro_batch_size=2",
+    )  # fmt: skip
+    assert found[0] == "training.max_stepz=3: unknown key; did you mean training.max_steps?"
+    assert found[1].startswith("training.global_batch_size=7 must be a multiple of 2 ")
+    assert found[2] == "packed_sequence.packed_sequence_size=63 must be a multiple of 4 (2 * mesh.cp): use 64."
+    assert len(found) == 3
+
+
 def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
     assert problems("model.config.time_step_limit=[0.0,inf]") == []
 

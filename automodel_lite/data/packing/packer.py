@@ -9,6 +9,7 @@ from typing import Annotated
 import numpy as np
 
 from automodel_lite.config.rules import Count, Positive, Range, Seed
+from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.balance import BALANCES
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import OVERLONG, PackPlan, check_settings, plan_packs
@@ -48,7 +49,7 @@ class Packer:
         self.overlong = _overlong(overlong, drop_long_samples)
         check_settings(packed_sequence_size, self.overlong, max_packs, 1)
         self.balance = balance
-        self.slot_multiple = _slot_multiple(packed_sequence_size, slot_multiple, cp_size)
+        self.slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size)
         self.seed = seed
         self.repack_each_epoch = repack_each_epoch
         self.padding_idx = padding_idx
@@ -103,20 +104,3 @@ def _overlong(overlong: str | None, drop_long_samples: bool | None) -> str:
             f"packed_sequence.overlong={overlong}: set only overlong."
         )
     return named
-
-
-def _slot_multiple(size: int, slot_multiple: int | None, cp_size: int) -> int:
-    needed = 2 * cp_size if cp_size > 1 else 1
-    multiple = needed if slot_multiple is None else slot_multiple
-    if multiple < 1 or multiple % needed:
-        raise ConfigError(
-            f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * mesh.cp): use "
-            f"{max(1, -(-multiple // needed)) * needed}, or null."
-        )
-    if size % multiple:
-        rule = "2 * mesh.cp" if slot_multiple is None else "packed_sequence.slot_multiple"
-        raise ConfigError(
-            f"packed_sequence.packed_sequence_size={size} must be a multiple of {multiple} ({rule}): use "
-            f"{-(-size // multiple) * multiple}."
-        )
-    return multiple
