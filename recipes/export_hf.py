@@ -2,6 +2,7 @@
 
 python recipes/export_hf.py runs/mine
 python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
+torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the whole model)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 
+    from automodel_lite.parallel.mesh import rank
     from automodel_lite.run.checkpoint_folder import step_of
     from automodel_lite.run.export import export_hf
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
@@ -37,11 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     target = args.to or args.run / "hf"
     step = step_of(trained.checkpoint) or 0
     try:
-        export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.model.logits, step)
+        export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error.strerror or error}).") from error
     merged = " (adapter merged)" if trained.was_merged else ""
-    print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
+    if rank() == 0:
+        print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
     return 0
 
 

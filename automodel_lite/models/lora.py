@@ -7,6 +7,7 @@ loss and sharding see the model that they know, with more and mostly frozen para
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.lora_targets import lora_targets
+from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import load_whole
 
 _PREFIX = "base_model.model."  # peft's names of the weights of the model that it wraps
@@ -139,8 +141,14 @@ class LoraAdapter:
         self.wrapped.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
 
     def merge(self) -> None:
-        """Raises RuntimeError when the merged weights are not finite."""
-        self.wrapped.merge_and_unload(safe_merge=True)
+        """Layer by layer, each whole while it is merged. Raises ValueError when merged weights are not finite."""
+        for layer in self.wrapped.base_model.modules():
+            if isinstance(layer, BaseTunerLayer) and isinstance(layer, nn.Module):
+                with _whole(layer):
+                    layer.merge(safe_merge=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # all adapters are merged already
+            self.wrapped.merge_and_unload()
 
 
 def _leave_casts_to_autocast(model: nn.Module) -> None:
@@ -167,6 +175,19 @@ def _take_from_base(layer: Any) -> None:
     for magnitude in layer.lora_magnitude_vector.values():
         local, weight = (_local(x) for x in (magnitude.weight, layer.get_base_layer().weight))
         local.copy_(torch.linalg.norm(weight.float(), dim=1))
+
+
+@contextlib.contextmanager
+def _whole(layer: nn.Module) -> Iterator[None]:
+    """The layer's sharded parameters are whole inside (a collective); then each rank keeps its part of them."""
+    shards: list[Any] = [(m, n, p) for m in layer.modules() for n, p in m._parameters.items() if isinstance(p, DTensor)]
+    for module, name, shard in shards:
+        module._parameters[name] = nn.Parameter(shard.full_tensor().detach(), requires_grad=False)
+    yield
+    for module, name, shard in shards:
+        whole: Any = module._parameters[name]
+        keep_part(shard, whole.detach())
+        module._parameters[name] = shard
 
 
 def _local(x: Tensor) -> Tensor:

@@ -255,6 +255,12 @@ class LossModel(nn.Module):
         logits_TV: Tensor = self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits[0]
         return logits_TV
 
+    @torch.no_grad()
+    def plain_logits(self, ids_T: Tensor) -> Tensor:
+        """[T, V] of one document by a model with an attention of transformers' own."""
+        logits_TV: Tensor = self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
+        return logits_TV
+
     def in_head(self, hidden_RC: Tensor, compute: HeadResult) -> Tensor:
         """`compute(hidden, weight)` inside the forward of the output head."""
         result: Tensor = self.lm.get_output_embeddings()(hidden_RC, compute=compute)

@@ -137,7 +137,7 @@ def _whole_parameters(module: nn.Module, written: set[int]) -> Iterator[None]:
         whole = module._parameters[name]
         assert whole is not None
         if id(shard) not in written:
-            _keep_part(shard, whole.detach())
+            keep_part(shard, whole.detach())
             written.add(id(shard))
         module._parameters[name] = shard
 
@@ -147,12 +147,14 @@ class _DrawnWhole(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], DTensor):
-            _keep_part(args[0], func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:], **(kwargs or {})))
+            keep_part(args[0], func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:], **(kwargs or {})))
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
-def _keep_part(shard: DTensor, whole: Tensor) -> None:
+@torch.no_grad()
+def keep_part(shard: DTensor, whole: Tensor) -> None:
+    """Copies this rank's part of `whole` into its shard."""
     part: Any = DtensorShardOperation(shard).shard_tensor(whole)
     shard.to_local().copy_(part)
 

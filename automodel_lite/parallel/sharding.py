@@ -58,6 +58,7 @@ class ParallelModel:
     mean_ranks: int
     compute_dtype: torch.dtype
     autocasts: bool
+    sharded_over: Mesh | None = None  # None = each rank has all of it
 
     def __call__(self, batch: ThdBatch) -> Tensor:
         # weights are cast once per use; a cache of the casts is 13 GiB of an 8B model, which recomputation never reads
@@ -100,7 +101,7 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
     autocasts = compute_dtype != torch.float32
     if strategy == "fsdp" and mesh.root is not None:
         fully_shard_model(model, mesh, compute_dtype)
-        return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False)
+        return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False, sharded_over=mesh)
     if not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     if strategy == "ddp":
@@ -130,7 +131,7 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) 
         )  # its gradient needs no weight
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
     shard(model)
-    for method in ("logits", "probe"):
+    for method in ("logits", "plain_logits", "probe"):
         register_fsdp_forward_method(model, method)
     if dist.get_backend() == "gloo":
         for module in model.modules():

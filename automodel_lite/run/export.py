@@ -14,16 +14,19 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.probe import stream_of, tolerance_std
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8
-from automodel_lite.models.loss import LossModel
-from automodel_lite.models.source import describe, embedding_rows, model_class, runs_remote_code, stored_dtypes
-from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.run.exported import fresh, replace
+from automodel_lite.models.loss import CrossEntropy, LossModel
+from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code, stored_dtypes
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.sharding import ParallelModel, fully_shard_model
+from automodel_lite.run.exported import fresh, replace, temporary_of
+from automodel_lite.run.weight_files import write_weights
 from automodel_lite.thd import ThdBatch
 
 _PROBE_TOKENS = 16
@@ -44,7 +47,7 @@ def export(
     if adapter:
         export_adapter(folder / "adapter", model.loss_model, adapter, tokenizer, step)
         return folder / "adapter"
-    export_hf(folder / "hf", model.loss_model, tokenizer, dtype, model.logits, step)
+    export_hf(folder / "hf", model.loss_model, tokenizer, dtype, model.logits, step, model.sharded_over)
     return folder / "hf"
 
 
@@ -83,26 +86,56 @@ def export_hf(
     dtype: torch.dtype,
     logits: Callable[[ThdBatch], Tensor],
     step: int,
+    mesh: Mesh | None = None,
 ) -> None:
-    """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it, rank 0 writes.
+    """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it and writes files.
 
-    The folder appears complete or not at all. Before it appears it is read back, and compared weight by weight, and
-    by what it answers to a few tokens with what the trained model does (`logits`, one forward on every rank).
+    The folder appears complete or not at all. Before it appears it is loaded again, as it is sharded in training, and
+    compared weight by weight, and by what it answers to a few tokens with what the trained model does (`logits`).
+
+    mesh   over which the model is sharded; None = each rank has all of it
     Raises RuntimeError when what is read back differs.
     """
-    probe = stream_of(_probe_ids(model.lm), next(model.parameters()).device)
-    expected_TV = _logits_of(model, logits, probe)
-    weights = full_weights(model)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        whole = _rebuild(model.lm, weights, dtype)
-        whole.generation_config = generation_config(whole.config, model.lm.generation_config, tokenizer)
-        with _written(folder, step) as temporary:
-            whole.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-            loaded = _compare(temporary, whole, runs_remote_code(model.lm))
-            _compare_logits(loaded, probe, expected_TV, _FP8_STD if has_fp8(model.lm) else 0.0)
+    expected_TV = probe_logits(model, logits)
+    dtypes = stored_dtypes(model.lm, dtype)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    temporary = temporary_of(folder)
+
+    def write() -> None:
+        write_weights(temporary, model.lm, dtypes, is_alone=mesh is None)
+
+    def check() -> None:
+        loaded = _load_again(temporary, model.lm, tokenizer, dtypes, mesh)
+        _compare(model.lm, loaded.lm, dtypes)
+        got_TV = loaded.plain_logits(_probe(model).input_ids).cpu()
+        _compare_logits(got_TV, expected_TV, min(dtypes.values(), key=lambda d: d.itemsize), has_fp8(model.lm))
+
+    try:
+        _together(lambda: _write_settings(fresh(folder), model.lm, tokenizer, dtype), is_first)
+        _together(write, is_first or mesh is not None)
+        _together(check, is_first or mesh is not None)
+        _together(lambda: replace(temporary, folder, step), is_first)
+    except BaseException:
+        if is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _together(act: Callable[[], None], is_mine: bool) -> None:
+    """One stage, done by the ranks whose it is; an error of one rank is raised on all of them."""
+    error: Exception | None = None
+    try:
+        if is_mine:
+            act()
+    except Exception as failure:
+        error = failure
     if dist.is_initialized():
-        dist.barrier()
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if error is None else str(error))
+        if error is None and (found := next(filter(None, texts), None)):
+            error = RuntimeError(found)
+    if error:
+        raise error
 
 
 def full_weights(model: LossModel, only_trained: bool = False) -> dict[str, Tensor]:
@@ -135,20 +168,17 @@ def generation_config(
     return result
 
 
-def _rebuild(
-    lm: transformers.PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
-) -> transformers.PreTrainedModel:
-    """An unsharded model holding the weights, in `dtype`; made on the meta device, so that nothing is initialised.
-
-    Weights that the family keeps in fp32 (routers' biases, state space decays) stay so.
-    """
-    whole = describe(lm.config, dtype)
-    whole.set_attn_implementation("eager")
-    dtypes = stored_dtypes(whole, dtype)
-    cast = {name: value.to(dtypes[name]) if value.is_floating_point() else value for name, value in weights.items()}
-    whole.load_state_dict(cast, strict=True, assign=True)
-    whole.tie_weights()
-    return whole
+def _write_settings(
+    folder: Path, lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> None:
+    """All but the weights: by `save_pretrained` of a model without any."""
+    bare = describe(lm.config, dtype)
+    bare.set_attn_implementation("eager")
+    bare.generation_config = generation_config(bare.config, lm.generation_config, tokenizer)
+    bare.save_pretrained(folder, state_dict={})
+    for empty in folder.glob("*.safetensors"):
+        empty.unlink()
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager
@@ -163,22 +193,40 @@ def _written(folder: Path, step: int) -> Iterator[Path]:
         raise
 
 
-def _compare(
-    folder: Path, expected: transformers.PreTrainedModel, trust_remote_code: bool
-) -> transformers.PreTrainedModel:
-    """The model as it is read back."""
-    read: Any = model_class(expected.config).from_pretrained(
-        folder, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code
-    )
-    loaded, report = read
-    if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
-        raise RuntimeError(f"the exported model does not load completely: {report}")
-    weights = loaded.state_dict()
-    for name, value in expected.state_dict().items():
-        if value.dtype != weights[name].dtype or not torch.equal(value, weights[name]):
+def _load_again(
+    folder: Path,
+    lm: transformers.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtypes: dict[str, torch.dtype],
+    mesh: Mesh | None,
+) -> LossModel:
+    """The model of the folder in the dtypes of its files, without any kernel of ours; sharded like `lm`."""
+    source = CausalLM(str(folder), trust_remote_code=runs_remote_code(lm))
+    made: list[LossModel] = []
+
+    def spread(read: transformers.PreTrainedModel) -> None:
+        read.requires_grad_(False)  # FSDP mixes dtypes of frozen parameters only
+        for name, parameter in read.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+        made.append(LossModel(read, CrossEntropy()))
+        if mesh:
+            fully_shard_model(made[-1], mesh, torch.float32)
+
+    if mesh:
+        torch.nn.Module.to(source.build_sharded(tokenizer, spread, mesh.device), mesh.device)
+    else:
+        spread(source.build(tokenizer))
+        made[-1].to(lm.device)
+    return made[-1].eval()
+
+
+def _compare(trained: nn.Module, read: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Raises RuntimeError when this rank's part of a weight that was read back is not the trained one, bit for bit."""
+    weights = read.state_dict()
+    for name, value in trained.state_dict().items():
+        want, got = (x.to_local() if isinstance(x, DTensor) else x for x in (value, weights[name]))
+        if not torch.equal(want.to(dtypes.get(name, want.dtype)), got.to(dtypes.get(name, got.dtype))):
             raise RuntimeError(f"the exported weight {name} differs from the trained one.")
-    assert isinstance(loaded, transformers.PreTrainedModel)
-    return loaded
 
 
 def _probe_ids(lm: transformers.PreTrainedModel) -> Tensor:
@@ -187,23 +235,23 @@ def _probe_ids(lm: transformers.PreTrainedModel) -> Tensor:
     return torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
 
 
+def _probe(model: LossModel) -> ThdBatch:
+    return stream_of(_probe_ids(model.lm), next(model.parameters()).device)
+
+
 @torch.no_grad()
-def _logits_of(model: nn.Module, logits: Callable[[ThdBatch], Tensor], probe: ThdBatch) -> Tensor:
-    """[T, V] on the CPU, without dropout."""
+def probe_logits(model: LossModel, logits: Callable[[ThdBatch], Tensor]) -> Tensor:
+    """What the model answers to a few tokens: [T, V] on the CPU, without dropout."""
     was_training = model.training
     model.eval()
-    result = logits(probe).cpu()
+    result = logits(_probe(model)).cpu()
     model.train(was_training)
     return result
 
 
-@torch.no_grad()
-def _compare_logits(
-    loaded: transformers.PreTrainedModel, probe: ThdBatch, expected_TV: Tensor, least_limit: float
-) -> None:
+def _compare_logits(got_TV: Tensor, expected_TV: Tensor, stored: torch.dtype, is_fp8: bool) -> None:
     """Compares the median token: in low precision single tokens of a mixture of experts take other experts."""
-    got_TV = loaded.eval()(probe.input_ids[None].cpu(), use_cache=False).logits[0]
-    limit = max(tolerance_std(got_TV.dtype), tolerance_std(expected_TV.dtype), least_limit)
+    limit = max(tolerance_std(stored), tolerance_std(expected_TV.dtype), _FP8_STD if is_fp8 else 0.0)
     off_T = (got_TV.float() - expected_TV.float()).abs().amax(1) / expected_TV.float().std()
     off = float(off_T.median())
     if not off <= limit:

@@ -24,12 +24,18 @@ _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|
 def fresh(folder: Path) -> Path:
     """An unused name beside `folder`, to write under; puts an old export back that a killed process had set aside."""
     folder = folder.resolve()
-    temporary, aside = folder.with_name(f".tmp-{folder.name}"), _aside(folder)
+    temporary, aside = temporary_of(folder), _aside(folder)
     if aside.exists() and not folder.exists():
         os.rename(aside, folder)
     shutil.rmtree(aside, ignore_errors=True)
     shutil.rmtree(temporary, ignore_errors=True)
     return temporary
+
+
+def temporary_of(folder: Path) -> Path:
+    """What `fresh` gives, known to every rank."""
+    folder = folder.resolve()
+    return folder.with_name(f".tmp-{folder.name}")
 
 
 def replace(temporary: Path, folder: Path, step: int) -> None:

@@ -1,26 +1,29 @@
-"""A run's trained model, whole and on the CPU, from its checkpoint; an adapter is merged into its base."""
+"""A run's trained model from its checkpoint, sharded over the ranks; an adapter is merged into its base."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.attention.probe import Logits
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with
-from automodel_lite.config.schema import Config
+from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.adapter import Peft
-from automodel_lite.models.loss import CrossEntropy, LossModel
+from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.run.checkpoint import load_weights
 from automodel_lite.run.checkpoint_folder import broken_files, survey
+from automodel_lite.run.export import probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
+from automodel_lite.training.build import assemble
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Trained:
     dtype: torch.dtype
     checkpoint: Path
     was_merged: bool
+    logits: Logits  # of the model before it was merged
+    mesh: Mesh | None  # over which it is sharded, when torchrun started several ranks
 
 
 def load_trained(
@@ -53,16 +58,20 @@ def load_trained(
     check_unharmed(checkpoint)
     tokenizer = _tokenizer(folder, config)
     source: CausalLM = build(config.model)
-    lm = source.build(tokenizer)
-    adapter = None
-    if config.peft:
-        peft: Peft = build(config.peft)
-        adapter = peft.adapt(lm, str(source.pretrained))
-    model = LossModel(lm, CrossEntropy())
-    load_weights(checkpoint, model)
+    alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
+    mesh = init_mesh(MeshConfig()) if world_size() > 1 else alone  # of torchrun's ranks, whatever mesh the run had
+    plain = replace(config, loss={"_target_": "automodel_lite.models.loss.CrossEntropy"})
+    plain = replace(plain, training=replace(plain.training, fp8="none"))
+    model, adapter = assemble(plain, source, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
+    load_weights(checkpoint, model.loss_model)
+    logits: Logits = model.logits
     if adapter:
+        adapted_TV = probe_logits(model.loss_model, model.logits)  # a merged model is to answer as the adapted one
+        logits = lambda _: adapted_TV  # noqa: E731
+        model.free_gathered()
         adapter.merge()
-    return Trained(model, tokenizer, source.dtype, checkpoint, adapter is not None)
+    was_merged = adapter is not None
+    return Trained(model.loss_model, tokenizer, source.dtype, checkpoint, was_merged, logits, model.sharded_over)
 
 
 def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:

@@ -11,13 +11,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.loss import LossModel
-from automodel_lite.run import export
+from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.run import export, weight_files
 from automodel_lite.run.exported import exported_folder
 from automodel_lite.tools.merge import load_trained
+from automodel_lite.training.build import assemble
 from recipes import export_hf
-from tests.recipes.runs import train
+from tests.attention.families import FAMILIES
+from tests.parallel.test_sharded_start import tokenizer
+from tests.ranks import run_ranks
+from tests.recipes.runs import config_of, train
 
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 FEW = ["training.max_steps=3", "training.val_every_steps=0", "optimizer.lr=1e-2"]
@@ -75,16 +84,15 @@ def test_a_setting_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypat
 def test_a_weight_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     train("smoke", tmp_path / "run", *FEW)
     trained = load_trained(tmp_path / "run")
-    compare = export._compare
+    write = export.write_weights
 
-    def damaged(folder: Path, *others: Any) -> Any:
-        path = folder / "model.safetensors"
-        with open(path, "r+b") as file:
+    def damaging(folder: Path, *others: Any, **more: Any) -> None:
+        write(folder, *others, **more)
+        with open(folder / "model.safetensors", "r+b") as file:
             file.seek(-2, os.SEEK_END)
             file.write(b"\x7f\x3f")
-        return compare(folder, *others)
 
-    monkeypatch.setattr(export, "_compare", damaged)
+    monkeypatch.setattr(export, "write_weights", damaging)
     with pytest.raises(RuntimeError, match=r"the exported weight .* differs"):
         export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3)
     assert isinstance(trained.model, LossModel)
@@ -199,3 +207,56 @@ def test_weights_that_a_family_keeps_in_fp32_survive_a_bf16_export(tmp_path: Pat
     assert list(kept) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert torch.equal(*kept.values(), bias)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+
+
+def test_ranks_write_files_of_their_own_in_the_names_of_the_hub(tmp_path: Path):
+    """Experts are fused in the model and lie one by one in checkpoints; the embedding is tied."""
+    config = FAMILIES["qwen3_moe"]()
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    run = config_of("smoke", tmp_path / "run", "model=pretrained", f"model.pretrained={tmp_path / 'base'}")
+    run_ranks(export_untrained, 2, run, tmp_path / "hf")
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())["weight_map"]
+    assert sorted(set(index.values())) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    expected = load_file(tmp_path / "base/model.safetensors")
+    written = {
+        name: weight for file in set(index.values()) for name, weight in load_file(tmp_path / "hf" / file).items()
+    }
+    assert written.keys() == expected.keys() == index.keys()
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in written
+    for name, weight in expected.items():
+        assert written[name].dtype == weight.dtype
+        assert torch.equal(written[name], weight), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(IDS).logits, base.eval()(IDS).logits)
+
+
+def export_untrained(rank: int, world: int, config: Config, folder: Path) -> None:
+    weight_files.LEAST_FILE_BYTES = 1000
+    mesh, source = init_mesh(config.mesh), build(config.model)
+    model, _ = assemble(config, source, tokenizer(), mesh, "fsdp", torch.float32)
+    install(model.loss_model.lm, ReferenceAttention())
+    export.export_hf(folder, model.loss_model, tokenizer(), source.dtype, model.logits, 0, model.sharded_over)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_is_merged_shard_by_shard(tmp_path: Path, kind: str):
+    train("smoke", tmp_path / "base", *FEW)
+    adapter = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf", f"peft={kind}", "peft.r=4"]
+    adapter += ["peft.modules_to_save=[lm_head]", "peft.target_modules=[q_proj,down_proj]"]
+    train("smoke", tmp_path / "run", *FEW, *(adapter if kind == "lora" else adapter[:-2]))
+    assert export_hf.main([str(tmp_path / "run"), "--to", str(tmp_path / "alone")]) == 0
+    run_ranks(merge_on_rank, 2, tmp_path / "run", tmp_path / "sharded")
+    alone, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded"))
+    before = load_file(tmp_path / "base/hf/model.safetensors")
+    assert not torch.equal(before["model.layers.0.mlp.down_proj.weight"], alone["model.layers.0.mlp.down_proj.weight"])
+    assert alone.keys() == sharded.keys()
+    for name, weight in alone.items():
+        torch.testing.assert_close(sharded[name], weight, atol=1e-7, rtol=1e-6)
+
+
+def merge_on_rank(rank: int, world: int, run: Path, to: Path) -> None:
+    assert export_hf.main([str(run), "--to", str(to)]) == 0

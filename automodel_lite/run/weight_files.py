@@ -1,0 +1,188 @@
+"""A model's weights as safetensors files under the names of its family's checkpoints, written by all ranks together.
+
+One parameter after the other is gathered, so that a rank holds its shards and one whole tensor; each file is written by
+one rank, in the order of its header, and different ranks write at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from automodel_lite.run import durable
+
+LARGEST_FILE_BYTES = 5 << 30
+LEAST_FILE_BYTES = 64 << 20
+"""A model is split so far that each rank has a file to write, but into no smaller ones."""
+INDEX = "model.safetensors.index.json"
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that become weights of the files together: nearly always one, which may be fused of many weights."""
+
+    parameters: list[str]
+    weights: dict[str, Tensor]  # on the meta device, in their dtypes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.values())
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    name: str
+    writer: int  # rank
+    groups: list[Group]
+
+    def header(self) -> bytes:
+        """Length, JSON; padded so that the data begin at a multiple of 8 bytes."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for group in self.groups:
+            for name, weight in group.weights.items():
+                start, end = end, end + weight.nbytes
+                shape = list(weight.shape)
+                entries[name] = {"dtype": _CODES[weight.dtype], "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def write_weights(
+    folder: Path, lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype], is_alone: bool = False
+) -> None:
+    """Writes `lm`, whose parameters may be sharded, into a folder that exists; every rank of the job calls it.
+
+    dtypes     of the parameters, by their names in the model
+    is_alone   one rank calls it, which has the whole model
+    Raises OSError when a file's bytes on the disk have another checksum than those that were written.
+    """
+    state = _unique(lm)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not is_alone else (0, 1)
+    files = plan_files(_groups(lm, state, dtypes), ranks)
+    mine = {file.name: _Writer(folder / file.name, file.header()) for file in files if file.writer == rank}
+    for file, group in _in_turn(files):
+        whole = {name: _whole(state[name], dtypes.get(name)) for name in group.parameters}
+        if file.name in mine:
+            written = revert_weight_conversion(lm, whole)
+            for name, weight in group.weights.items():
+                assert written[name].shape == weight.shape
+                mine[file.name].write(written[name].to(weight.dtype))
+            del written
+        del whole
+    for writer in mine.values():
+        writer.close()
+    if rank == 0 and len(files) > 1:
+        names = {name: file.name for file in files for group in file.groups for name in group.weights}
+        size = sum(group.num_bytes for file in files for group in file.groups)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
+        durable.write_file(folder / INDEX, json.dumps(index, indent=2))
+
+
+def plan_files(groups: list[Group], ranks: int) -> list[WeightFile]:
+    """Groups in order, dealt to files of about the same size, and these to the ranks."""
+    total = sum(group.num_bytes for group in groups)
+    wanted = max(math.ceil(total / LARGEST_FILE_BYTES), min(ranks, total // LEAST_FILE_BYTES), 1)
+    parts: list[list[Group]] = [[] for _ in range(wanted)]
+    before = 0
+    for group in groups:
+        parts[min(before * wanted // max(total, 1), wanted - 1)].append(group)
+        before += group.num_bytes
+    parts = [part for part in parts if part]
+    names = ["model.safetensors"]
+    if len(parts) > 1:
+        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    return [WeightFile(name, i % ranks, part) for i, (name, part) in enumerate(zip(names, parts))]
+
+
+def _in_turn(files: list[WeightFile]) -> Iterator[tuple[WeightFile, Group]]:
+    """The first group of each file, then the second of each: while one rank writes, the others go on."""
+    for groups in zip_longest(*(file.groups for file in files)):
+        for file, group in zip(files, groups):
+            if group is not None:
+                yield file, group
+
+
+def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers; of tied ones the first."""
+    ignored, seen, state = lm._keys_to_ignore_on_save or set(), set(), {}
+    for name, value in lm.state_dict(keep_vars=True).items():
+        if name not in ignored and id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value.detach()
+    return state
+
+
+def _groups(lm: transformers.PreTrainedModel, state: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> list[Group]:
+    """One for each parameter; a family whose checkpoints fuse several parameters into one weight is one group."""
+    described = {
+        name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in state.items()
+    }
+    groups = [Group([name], revert_weight_conversion(lm, {name: value})) for name, value in described.items()]
+    together = revert_weight_conversion(lm, described)
+    apart = {name: weight.shape for group in groups for name, weight in group.weights.items()}
+    if apart != {name: weight.shape for name, weight in together.items()}:
+        return [Group(list(described), together)]
+    return groups
+
+
+def _whole(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """On the CPU; a collective for a shard, which travels in the dtype of the file."""
+    value = value if dtype is None else value.to(dtype)
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+
+
+class _Writer:
+    """A file that is written from its first byte to its last, and then read again."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path, self.error = path, None  # type: Path, OSError | None
+        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by close()
+        self.checksum = zlib.crc32(header)
+        self.file.write(header)
+
+    def write(self, weight: Tensor) -> None:
+        if self.error:
+            return  # the other ranks go on, and are told at the end
+        data: Any = weight.contiguous().flatten().view(torch.uint8).numpy()
+        self.checksum = zlib.crc32(data, self.checksum)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+
+    def close(self) -> None:
+        if self.error:
+            raise self.error
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if durable.checksum(self.path) != f"{self.checksum:08x}":
+            raise OSError(f"{self.path.name} has other bytes on the disk than were written")
