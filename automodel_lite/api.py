@@ -38,7 +38,8 @@ def install_attention(model: transformers.PreTrainedModel, kernel: AttentionKern
     if kernel is None:
         kernel, why = auto_attention(spec)
     else:
-        kernel.check(spec)
+        for kind in spec.kinds:
+            kernel.check(kind)
     install(model, kernel)
     check_packing_isolation(model, model.device)
     return why

@@ -5,7 +5,7 @@ Legend: T tokens, H heads (Hq of the queries, Hkv of keys and values), D head di
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,6 +25,8 @@ class AttentionSpec:
     softcap        bound of the attention logits; None without
     sinks          True when each head has a learned extra logit
     own_exchange   True when the kernel itself must exchange between context-parallel ranks (mesh.cp_exchange=te)
+    num_layers     layers of this kind
+    others         what layers with other heads ask (Gemma 4: head dim 512 in one of six)
     """
 
     model_type: str
@@ -38,6 +40,13 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     own_exchange: bool = False
+    num_layers: int = 0
+    others: tuple[AttentionSpec, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[AttentionSpec, ...]:
+        """One for each kind of attention layer."""
+        return (replace(self, others=()), *self.others)
 
 
 class AttentionKernel(Protocol):

@@ -14,61 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from automodel_lite.attention.spec import config_value
+from automodel_lite.attention.spec import LayerShape, config_value, layer_shapes
 from automodel_lite.flops import CostModel
 from automodel_lite.models.layers import decoder_layers, text_decoder
 from automodel_lite.models.source import describe
 
-_ATTENTION_WORDS = ("attention", "hybrid")  # in the names of layer types whose layers attend; linear attention does not
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Attention of one decoder layer; `num_heads` is 0 in a layer without (state space, convolution, linear)."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    window: int | None = None  # keys that a query sees; None = all
-
-
-def layer_shapes(model_config: PretrainedConfig) -> list[LayerShape]:
-    """Of each layer; families name their sizes in several ways and may give each layer its own."""
-    text = model_config.get_text_config()
-    return [_layer_shape(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
-
-
-def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
-    config = text.per_layer_config[layer]
-    kinds = config_value(config, "layer_types")
-    kind = "full_attention" if kinds is None else kinds[layer % len(kinds)]
-    is_sliding = "sliding" in kind or "chunked" in kind
-
-    def value(key: str, default: Any) -> Any:
-        found = config_value(config, key, default)
-        if is_sliding:
-            found = config_value(config, f"swa_{key}", found)
-        return found[layer] if isinstance(found, list | tuple) else found
-
-    num_heads = value("num_attention_heads", 0)
-    if not num_heads or kind == "linear_attention" or not any(word in kind for word in _ATTENTION_WORDS):
-        return LayerShape(0, 0, 0, 0)
-    head_dim = value("head_dim", config.hidden_size // num_heads)
-    value_head_dim = value("v_head_dim", head_dim)
-    if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    window = None
-    if is_sliding or (kinds is None and config_value(config, "use_sliding_window", True)):
-        window = value("sliding_window", value("attention_chunk_size", None))
-    num_kv_heads = 1 if value("multi_query", False) else value("num_key_value_heads", num_heads)
-    return LayerShape(num_heads, num_kv_heads, head_dim, value_head_dim, window)
 
 
 def cost_model(model_config: PretrainedConfig) -> CostModel:

@@ -39,7 +39,8 @@ def check_cp_settings(
             f"(2 * mesh.cp): use {good}."
         )
     if exchange == "all_to_all":
-        check_heads_divide(cp_size, spec.num_heads, spec.num_kv_heads)
+        for kind in spec.kinds:
+            check_heads_divide(cp_size, kind.num_heads, kind.num_kv_heads)
     _refuse_length_dependent_rope(model_config.get_text_config(), cp_size, packed_sequence_size)
 
 

@@ -152,7 +152,8 @@ def choose_attention(
     if not config.attention:
         return auto_attention(spec)
     kernel: AttentionKernel = build(config.attention)
-    kernel.check(spec)
+    for kind in spec.kinds:
+        kernel.check(kind)
     return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
 
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
-from automodel_lite.attention.auto import auto_attention
+from automodel_lite.attention.adapter import install
+from automodel_lite.attention.auto import KernelByKind, auto_attention
 from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.attention.spec import attention_spec
+from automodel_lite.attention.spec import attention_spec, passes_sinks
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
-from tests.attention.families import FAMILIES
+from tests.attention.families import FAMILIES, documents, stream
 
 ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128, 128)
 
@@ -123,3 +124,63 @@ def test_a_softcap_of_a_config_is_an_option_of_the_spec() -> None:
     kernel, why = auto_attention(spec)
     assert kernel.name == "thd_flex"
     assert why.startswith("flex: ")
+
+
+GEMMA4: dict[str, Any] = {
+    **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16},
+    **{"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    **{"sliding_window": 8, "num_kv_shared_layers": 0, "vocab_size": 128, "vocab_size_per_layer_input": 128},
+    **{"hidden_size_per_layer_input": 8, "intermediate_size": 32, "num_global_key_value_heads": 2, "pad_token_id": 0},
+}
+
+
+def test_layers_of_two_kinds() -> None:
+    spec = attention_spec(AutoConfig.for_model("gemma4_text", **GEMMA4), "cpu", torch.float32)
+    assert [(kind.num_layers, kind.head_dim, kind.window) for kind in spec.kinds] == [(2, 8, 8), (1, 16, None)]
+
+
+def test_auto_takes_a_kernel_for_each_kind_of_layer() -> None:
+    wide = replace(ON_GPU, head_dim=512, value_head_dim=512, num_layers=5)
+    kernel, why = auto_attention(replace(ON_GPU, num_layers=25, others=(wide,)))
+    assert kernel.name == "thd_by_kind"
+    assert "25 layers with head dim 128 on varlen" in why
+    assert "5 layers with head dim 512 on flex" in why
+
+
+class NarrowHeads(ReferenceAttention):
+    """Cannot serve head dims over 8, and counts its calls."""
+
+    name = "thd_narrow"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def check(self, spec: AttentionSpec) -> None:
+        if spec.head_dim > 8:
+            raise ConfigError("too wide")
+
+    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.calls += 1
+        assert args[0].shape[2] <= 8
+        return super().__call__(*args, **options)
+
+
+def test_a_model_runs_on_a_kernel_for_each_kind_of_layer() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma4_text", **GEMMA4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    docs = documents([9, 20])
+    want = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids, _ in docs])
+    narrow = NarrowHeads()
+    install(model, KernelByKind(attention_spec(config, "cpu", torch.float32), (narrow, ReferenceAttention())))
+    got = model(**stream(docs).model_inputs()).logits[0]
+    assert narrow.calls == 2
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "has"),
+    [("gpt_oss", True), ("granite_swa", True), ("mimo_v2_flash", True), ("flint", True), ("llama", False)],
+)
+def test_sinks_are_found_in_the_code_of_the_family(family: str, has: bool) -> None:
+    assert passes_sinks(AutoConfig.for_model(family)) == has
