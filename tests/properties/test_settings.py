@@ -89,7 +89,7 @@ def check(case: tuple[tuple[str, ...], dict[str, Any]]) -> None:
     check_sizes(config, 1)
     try_settings(config, build(config.model))
     for key, value in changes.items():  # what was let through is what was asked for
-        if isinstance(value, float):
+        if isinstance(value, float) and not key.startswith("model.config."):  # where some families have no limit
             assert math.isfinite(value), key
 
 
