@@ -16,6 +16,7 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY automodel_lite automodel_lite
 COPY conf conf
 COPY recipes recipes
+COPY launch launch
 # torch stays the one of the image
 RUN pip freeze | grep -i "^torch==" > /tmp/torch.txt \
  && grep -v "^torch==" constraints.txt > /tmp/constraints.txt \

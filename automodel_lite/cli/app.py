@@ -187,7 +187,10 @@ class Job:
         known = groups_of(self.sources)
         if "--shell-completion" in flags or "--experimental-rerun" in flags:
             return list(self.typed)
-        if any(check_options(self.typed, known)):
+        is_multirun = "--multirun" in flags
+        if problems := list(check_options(self.typed, known, is_multirun)):
+            if is_multirun:
+                raise ConfigError("\n".join(problems))
             composed(self.sources, self.preset, self.typed)  # names the other mistakes too
         for text in self.typed:
             check_plugin(text)

@@ -98,7 +98,7 @@ def parsed(argv: Sequence[str]) -> Line:
         overrides=tuple(given.overrides),
         question=tuple(question),
         is_help=given.help,
-        is_multirun=given.multirun,
+        is_multirun=given.multirun or "hydra.mode=MULTIRUN" in given.overrides,
         rerun=given.experimental_rerun,
         launch={key: value for key, value in launch.items() if value is not None},
     )

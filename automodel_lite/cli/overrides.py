@@ -35,10 +35,20 @@ def opened(override: str, known: Mapping[str, Sequence[str]]) -> str:
     return f"++{key}={_quoted(value or '')}"
 
 
-def check_options(overrides: Sequence[str], known: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """A sentence for each choice of an option that does not exist, `group=x: no such option ...`."""
+def check_options(
+    overrides: Sequence[str], known: Mapping[str, Sequence[str]], is_multirun: bool = False
+) -> Iterator[str]:
+    """A sentence for each choice of an option that does not exist, `group=x: no such option ...`, and for several
+    values where there is one run.
+    """
     for text in overrides:
         group, value = group_of(text, known), split(text)[1]
+        if value is not None and not split(text)[0]:
+            yield f"{text}: cannot be read as key=value (there is no key)."
+            continue
+        if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):
+            yield f"{text}: several values: add --multirun to sweep over them, or write a list as {_as_list(text)}."
+            continue
         if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
             continue
         for option in chosen(text):
@@ -46,6 +56,11 @@ def check_options(overrides: Sequence[str], known: Mapping[str, Sequence[str]]) 
                 near = did_you_mean(option, known[group]) or "."
                 yield f"{text}: no such option{near} The options are {', '.join(known[group])}."
                 break
+
+
+def _as_list(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"{key}=[{value}]"
 
 
 def chosen(override: str) -> list[str]:

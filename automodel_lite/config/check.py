@@ -59,30 +59,30 @@ def with_defaults(raw: DictConfig) -> DictConfig:
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key; not those that point to one."""
-    named = [] if "name" in raw else ["name"]
-    yield from (f"{key} has no value: set {key}=..." for key in named)
+    missing = [] if "name" in list(raw) else ["name"]
+    broken: list[tuple[str, str, str]] = []  # key, value, cause
 
-    def walk(node: Any, literal: Any, prefix: str) -> Iterator[str]:
+    def walk(node: Any, literal: Any, prefix: str) -> None:
         for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
             path = prefix + str(key)
-            if OmegaConf.is_missing(node, key):
-                named.append(path)
-                yield f"{path} has no value: set {path}=..."
+            if literal[key] == "???":
+                missing.append(path)
                 continue
             try:
                 child = node[key]
             except OmegaConfBaseException as error:
-                if any(f"${{{other}}}" in str(literal[key]) for other in named):
-                    continue
-                named.append(path)
                 text = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
-                cause = text.strip('"').rstrip(".")
-                yield f"{path}={literal[key]}: {cause}."
+                broken.append((path, str(literal[key]), text.strip('"').rstrip(".")))
                 continue
             if OmegaConf.is_config(child) and not isinstance(literal[key], str):
-                yield from walk(child, literal[key], f"{path}.")
+                walk(child, literal[key], f"{path}.")
 
-    yield from walk(raw, OmegaConf.to_container(raw, resolve=False), "")
+    walk(raw, OmegaConf.to_container(raw, resolve=False), "")
+    yield from (f"{key} has no value: set {key}=..." for key in missing)
+    named = [*missing, *(key for key, _, _ in broken)]
+    for key, value, cause in broken:
+        if not any(f"${{{other}}}" in value for other in named):
+            yield f"{key}={value}: {cause}."
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:

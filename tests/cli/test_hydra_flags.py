@@ -63,6 +63,11 @@ REFUSED = [
     ([*PRESET, "hydra.run.dir=x"], "hydra.run.dir=x: the folder of a run is output_dir: set output_dir=x."),
     ([*PRESET, "hydra.job.chdir=true"], "hydra.job.chdir=true: a run stays in the folder where it was started: leave it out."),
     ([*PRESET, "hydra.searchpath=[file:///nix]"], "hydra.searchpath=file:///nix: there is no such folder."),
+    ([*PRESET, "=3"], "=3: cannot be read as key=value (there is no key)."),
+    (
+        [*PRESET, "seed=0,1"],
+        "seed=0,1: several values: add --multirun to sweep over them, or write a list as seed=[0,1].",
+    ),
     (["--experimental-rerun", "x.pickle"], "--experimental-rerun x.pickle: there is no such file."),
     (
         [*PRESET, "hydra/launcher=basik", "-m", "seed=0,1"],
