@@ -220,7 +220,8 @@ class TrainFinetuneRecipe:
             self.validate()
         self.feed = DeviceFeed(self.data.steps(self.cursor, self.mesh, self.costs), self.shard, self.mesh.device)
         if self.num_steps < self.plan.max_steps:
-            check_ranks_read_alike(self.feed.peek().micro_batches[0], self.mesh.cp)
+            for axis in (self.mesh.cp, self.mesh.tp):
+                check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
         self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
         while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
             self.watchdog.beat(f"in step {self.num_steps + 1}")
@@ -228,7 +229,7 @@ class TrainFinetuneRecipe:
             ready = next(self.feed)
             batches = ready.batches
             self.meter.lap("data")
-            seed_all(self.config.seed, self.num_steps, self.mesh.rank)
+            seed_all(self.config.seed, self.num_steps, self.mesh.token_rank)
             result = self.step(ready)
             self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
             logs = self.num_steps == 1 or self.is_due(training.log_every_steps)

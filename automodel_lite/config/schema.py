@@ -34,6 +34,8 @@ class MeshConfig:
     dp_replicate: Positive = 1  # replicas of the sharded model (HSDP); > 1 with dp_shard > 1
     dp_shard: Annotated[int, Range(-1)] = -1  # processes over which parameters are sharded; -1 = all that remain
     cp: Positive = 1  # processes that share one pack (context parallel)
+    tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
+    ep: Positive = 1  # processes over which experts are dealt, of those of dp_shard x cp x tp (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp or none
     cp_exchange: Annotated[str, OneOf(("all_gather", "all_to_all", "te"))] = "all_gather"  # te = its own
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a collective that takes longer ends the run

@@ -36,6 +36,8 @@ class MeshShape:
     dp_replicate: int
     dp_shard: int
     cp: int
+    tp: int = 1
+    ep: int = 1  # over ranks of the other axes: no factor of world_size
 
     @property
     def dp(self) -> int:
@@ -44,7 +46,7 @@ class MeshShape:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.cp
+        return self.dp * self.cp * self.tp
 
 
 def world_size() -> int:
@@ -72,24 +74,31 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
     processes.
     """
-    fixed = config.dp_replicate * config.cp
+    fixed = config.dp_replicate * config.cp * config.tp
+    tp = f" x mesh.tp={config.tp}" if config.tp > 1 else ""
     dp_shard = config.dp_shard
     if dp_shard == -1:
         if num_processes % fixed:
             raise ConfigError(
-                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp} = {fixed} must divide the number of "
-                f"processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
+                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp}{tp} = {fixed} must divide the number "
+                f"of processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
                 "(torchrun --nproc-per-node), or lower these."
             )
         dp_shard = num_processes // fixed
     elif dp_shard < 1:
         raise ConfigError(f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for all processes that remain.")
-    shape = MeshShape(config.dp_replicate, dp_shard, config.cp)
+    shape = MeshShape(config.dp_replicate, dp_shard, config.cp, config.tp, config.ep)
     if shape.world_size != num_processes:
         raise ConfigError(
-            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp} = "
+            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp}{tp} = "
             f"{shape.world_size} must equal the number of processes, {num_processes}: set mesh.dp_shard=-1, or "
             f"start {shape.world_size}."
+        )
+    ranks = shape.dp_shard * shape.cp * shape.tp
+    if ranks % shape.ep or (shape.ep > 1 and shape.ep % shape.tp):
+        raise ConfigError(
+            f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, over whose ranks experts are "
+            f"dealt, and be a multiple of mesh.tp={shape.tp}: use mesh.ep={ranks} or 1."
         )
     return shape
 

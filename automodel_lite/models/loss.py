@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automodel_lite.config.rules import Positive
 from automodel_lite.graphs import strict_graphs
@@ -237,7 +238,11 @@ class LossModel(nn.Module):
         self.lm = lm
         self.loss = loss
         self.softcap: float | None = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
-        head = lm.get_output_embeddings()
+        self.wrap_head()
+
+    def wrap_head(self) -> None:
+        """Lets the head compute a loss in place of its product; again when something else has replaced its forward."""
+        head = self.lm.get_output_embeddings()
         head.forward = _computing_inside(head)
 
     def forward(self, batch: ThdBatch) -> Tensor:
@@ -300,6 +305,9 @@ def _computing_inside(head: nn.Module) -> Callable[..., Tensor]:
     product = head.forward
 
     def forward(hidden: Tensor, compute: HeadResult | None = None) -> Tensor:
-        return product(hidden) if compute is None else compute(hidden, head.weight)  # type: ignore[arg-type]
+        if compute is None:
+            return product(hidden)
+        weight: Any = head.weight
+        return compute(hidden, weight.full_tensor() if isinstance(weight, DTensor) else weight)  # sharded over tp
 
     return forward

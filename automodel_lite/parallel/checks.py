@@ -64,7 +64,7 @@ def checkpointing_hint(
 
 
 def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:
-    """All ranks of a context-parallel group must read the same packs: compares a hash of one batch (not yet sharded).
+    """The ranks that share a pack (over cp or tp) must read the same: compares a hash of one batch (not yet sharded).
 
     Raises ConfigError on every rank of the group when they differ.
     """
@@ -78,7 +78,7 @@ def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=cp_mesh.get_group())
     if not torch.equal(largest, smallest):
         raise ConfigError(
-            f"the {cp_mesh.size()} context-parallel ranks of a group read different packs (hash of token ids, labels "
+            f"the {cp_mesh.size()} ranks that share a pack read different packs (hash of token ids, labels "
             "or boundaries): give all of them the same data, seed and packed_sequence settings."
         )
 

@@ -22,7 +22,7 @@ class Mesh:
 
     shape: MeshShape
     device: torch.device
-    root: DeviceMesh | None  # axes dp_replicate, dp_shard, cp
+    root: DeviceMesh | None  # axes dp_replicate, dp_shard, cp, tp
 
     @property
     def rank(self) -> int:
@@ -30,20 +30,31 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which packs this rank reads: the ranks of one context-parallel group read the same."""
-        return self.rank // self.shape.cp
+        """Which packs this rank reads: ranks that share a pack (cp) or its tokens (tp) read the same."""
+        return self.rank // (self.shape.cp * self.shape.tp)
+
+    @property
+    def token_rank(self) -> int:
+        """Which tokens this rank computes: the ranks of tp compute the same."""
+        return self.rank // self.shape.tp
 
     @property
     def cp(self) -> DeviceMesh | None:
         return self.root["cp"] if self.root and self.shape.cp > 1 else None
 
     @property
+    def tp(self) -> DeviceMesh | None:
+        return self.root["tp"] if self.root and self.shape.tp > 1 else None
+
+    @property
     def local_rank(self) -> int:
         return launched("LOCAL_RANK", 0)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks; value is left as it is."""
+        """Sum over all ranks, of those of tp the first; value is left as it is."""
         total = value.detach().clone()
+        if self.rank % self.shape.tp:
+            total.zero_()
         if self.root:
             dist.all_reduce(total)
         return total
@@ -133,9 +144,9 @@ def init_mesh(config: MeshConfig) -> Mesh:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         RENDEZVOUS.open_group(backend, timedelta(seconds=config.timeout_s))
-    names = ("dp_replicate", "dp_shard", "cp")
+    names = ("dp_replicate", "dp_shard", "cp", "tp")
     return Mesh(
         shape,
         device,
-        init_device_mesh(device.type, (shape.dp_replicate, shape.dp_shard, shape.cp), mesh_dim_names=names),
+        init_device_mesh(device.type, (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp), mesh_dim_names=names),
     )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss import LossModel
@@ -79,7 +80,9 @@ class ParallelModel:
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients are reduced after the last one only."""
         if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(is_last)
+            # the engine sums the gradients of norms inside heads over tp as they come: a second time, if they waited
+            has_tp = self.sharded_over is not None and self.sharded_over.shape.tp > 1
+            self.module.set_requires_gradient_sync(is_last or has_tp)
             self.module.set_is_last_backward(is_last)
             return nullcontext()
         if isinstance(self.module, DistributedDataParallel) and not is_last:
@@ -101,7 +104,8 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
     autocasts = compute_dtype != torch.float32
     if strategy == "fsdp" and mesh.root is not None:
         fully_shard_model(model, mesh, compute_dtype)
-        return ParallelModel(model, model, mesh.shape.world_size, compute_dtype, autocasts=False, sharded_over=mesh)
+        num_batches = mesh.shape.dp * mesh.shape.cp
+        return ParallelModel(model, model, num_batches, compute_dtype, autocasts=False, sharded_over=mesh)
     if not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     if strategy == "ddp":
@@ -119,7 +123,11 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) 
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    shard = partial(fully_shard, mesh=_fsdp_mesh(mesh.device.type, mesh.shape), mp_policy=policy)
+    if mesh.shape.tp > 1 or mesh.shape.ep > 1:
+        fsdp_mesh = locate("automodel_lite.parallel.engine.split_layers")(model, mesh, policy)
+    else:
+        fsdp_mesh = _fsdp_mesh(mesh.device.type, mesh.shape)
+    shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=policy)
     for layer in decoder_layers(model.lm):
         shard(layer)
     embedding, head = model.lm.get_input_embeddings(), model.lm.get_output_embeddings()

@@ -40,6 +40,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
+from automodel_lite.run.boxes import as_boxes, take_boxes
 from automodel_lite.run.checkpoint_folder import Retention
 from automodel_lite.run.folder import RunFolder, config_yaml
 from automodel_lite.run.sharded_files import BrokenCheckpointError, ShardReader, ShardWriter, check_fits, check_index
@@ -116,6 +117,7 @@ class Checkpointer:
         if self.newest == path:
             return True
         tensors, scalars = _flat_state(model, optimizer)
+        tensors = as_boxes(tensors)
         state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy that nobody changes
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_owed = current, False
@@ -270,14 +272,16 @@ class Checkpointer:
         state: JsonState = self.control.on_first(lambda: on_disk.read_state(path))
         reader = ShardReader(path / on_disk.TENSORS)
         tensors, _ = _flat_state(model, optimizer)
-        self.control.on_first(lambda: check_fits(reader.read_metadata(), tensors))
+        boxes = as_boxes(tensors)
+        self.control.on_first(lambda: check_fits(reader.read_metadata(), boxes))
         dcp.load(
-            tensors,
+            boxes,
             storage_reader=reader,
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self.control.group,
             no_dist=self.control.group is None,
         )
+        take_boxes(tensors, boxes)
         _set_flat_state(model, optimizer, tensors, state.pop("optimizer_scalars"))
         return state
 

@@ -18,6 +18,7 @@ from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import build_packer
+from automodel_lite.errors import ConfigError
 from automodel_lite.garbage import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, is_quantized
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
@@ -63,6 +64,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     check_layers(config.training.compile, config.training.activation_checkpointing)
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device.type == "cuda", is_quantized(config.peft))
     dtype = choose_precision(config.training.precision, mesh.device)
+    check_axes(config, strategy)
     model_config = source.config(tokenizer)
     kernel, reason = choose_attention(config, model_config, mesh.device, dtype)
     hint = check_cp(config, model_config, mesh, dtype)
@@ -79,6 +81,20 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     attention = f"{reason}\n{hint}" if hint else reason
     names = attention, loss_reason, strategy, compiled
     return BuiltModel(model, size.parameters, flops, memory, *names, source.dtype, source.pretrained, adapter)
+
+
+def check_axes(config: Config, strategy: str) -> None:
+    """Raises ConfigError for what transformers' engine, which has the axes tp and ep, does not combine them with."""
+    mesh, training = config.mesh, config.training
+    if mesh.tp == mesh.ep == 1:
+        return
+    axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
+    if strategy != "fsdp":
+        raise ConfigError(f"{axes} goes with mesh.strategy=fsdp alone, not with {strategy}.")
+    if config.peft:
+        raise ConfigError(f"{axes} with peft: the plans by which layers are cut know no adapters; use mesh.dp_shard.")
+    if training.fp8 != "none":
+        raise ConfigError(f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.")
 
 
 def assemble(

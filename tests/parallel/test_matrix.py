@@ -7,11 +7,11 @@ shows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -64,10 +64,11 @@ def one_process(family: str, num_micro_batches: int) -> tuple[Tensor, dict[str, 
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, exchange: str, families: list) -> dict:
+def spread(rank: int, world: int, shape: tuple[int, ...], strategy: str, exchange: str, families: list) -> dict:
     """For each family the largest differences of loss and gradients from one process."""
-    mesh_of_ranks = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
-    mesh = Mesh(MeshShape(*shape), torch.device("cpu"), mesh_of_ranks)
+    shape, ep = (*shape, 1)[:4], shape[4] if len(shape) == 5 else 1
+    mesh_of_ranks = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+    mesh = Mesh(MeshShape(*shape, ep), torch.device("cpu"), mesh_of_ranks)
     num_micro_batches = mesh.shape.dp * MICRO_BATCHES
     errors = {}
     for family in families:
@@ -81,7 +82,7 @@ def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, ex
                 loss = model(cp_shard(batch, mesh.cp, exchange)) / num_label_tokens
                 (loss * model.mean_ranks).backward()
             total += loss.detach()
-        dist.all_reduce(total)
+        total = mesh.sum(total)
         want, want_grads = one_process(family, num_micro_batches)
         grads = {
             name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
@@ -95,8 +96,8 @@ def spread(rank: int, world: int, shape: tuple[int, int, int], strategy: str, ex
     return errors
 
 
-def assert_equal(shape: tuple[int, int, int], strategy: str, exchange: str, families: list[str]) -> None:
-    world = shape[0] * shape[1] * shape[2]
+def assert_equal(shape: tuple[int, ...], strategy: str, exchange: str, families: list[str]) -> None:
+    world = math.prod(shape[:4])
     for errors in run_ranks(spread, world, shape, strategy, exchange, families):
         for family, (of_loss, of_grads) in errors.items():
             assert of_loss < LARGEST_ERROR * 5, (family, of_loss)  # of a loss near 5
@@ -140,6 +141,34 @@ def test_every_family_on_every_layout(layout: tuple[tuple[int, int, int], str, s
 @pytest.mark.parametrize("layout", FAST_LAYOUTS, ids=name_of)
 def test_hybrids_on_layouts(layout: tuple[tuple[int, int, int], str, str]) -> None:
     assert_equal(*layout, ONE_OF_EACH_KIND)
+
+
+AXES = [
+    ((1, 1, 1, 2), "llama"),
+    ((1, 1, 1, 2), "qwen3_moe"),
+    ((1, 2, 1, 1, 2), "qwen3_moe"),
+    ((1, 2, 1, 1, 2), "gpt_oss_sinks_window"),
+    ((1, 1, 1, 2), "gemma2_softcap_window"),
+    ((1, 1, 1, 2), "gpt_oss_sinks_window"),
+    ((1, 1, 1, 2), "qwen3"),
+    ((1, 1, 1, 2), "deepseek_v3_latent"),
+    ((1, 1, 2, 2), "llama"),
+    ((1, 1, 2, 1, 2), "qwen3_moe"),
+    ((2, 1, 1, 2), "llama"),
+    ((2, 2, 1, 1, 2), "qwen3_moe"),
+]
+"""dp_replicate, dp_shard, cp, tp, ep: tensor and expert parallelism are transformers', context parallelism is ours."""
+
+
+@pytest.mark.parametrize(("shape", "family"), AXES[:3], ids=str)
+def test_tensor_and_expert_parallel(shape: tuple[int, ...], family: str) -> None:
+    assert_equal(shape, "fsdp", "all_gather", [family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "family"), AXES[3:], ids=str)
+def test_tensor_and_expert_parallel_with_the_other_axes(shape: tuple[int, ...], family: str) -> None:
+    assert_equal(shape, "fsdp", "all_gather", [family])
 
 
 def test_a_shifted_label_is_noticed() -> None:

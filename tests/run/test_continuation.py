@@ -154,3 +154,19 @@ def test_a_torn_metrics_line_is_written_again(tmp_path: Path) -> None:
         file.write('{"step": 4, "loss": 1.0, "grad_norm": 1.0}\n{"step": 5, "lo')
     assert train(tmp_path)[0] == 0
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> None:
+    """2 ranks FSDP -> tp 2 -> dp 2 x tp 2 -> 1 rank: the same packs and the losses of one process."""
+    free = ["training.max_steps=8", "training.global_batch_size=null"]
+    assert train(tmp_path / "whole", "training.max_steps=8")[0] == 0
+    run = tmp_path / "run"
+    assert train_on(2, run, "training.max_steps=8", term_at=2)[0] == 75
+    assert train_on(2, run, *free, "mesh.tp=2", term_at=4)[0] == 75
+    assert train_on(4, run, *free, "mesh.tp=2", term_at=6)[0] == 75
+    assert train(run, *free)[0] == 0
+    want, got = losses(tmp_path / "whole"), losses(run)
+    assert want.keys() == got.keys()
+    for step, (loss, grad_norm) in want.items():
+        assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
