@@ -11,6 +11,7 @@ and submitit start processes. Each job leaves a note of what it is and how it en
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -108,7 +109,7 @@ def _start(config: DictConfig) -> Sweep:
             note.unlink()
     launcher = str(config.hydra.launcher._target_)
     if launcher != _BASIC_LAUNCHER and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        name = HydraConfig.get().runtime.choices["hydra/launcher"] if HydraConfig.initialized() else launcher
+        name = config.hydra.runtime.choices["hydra/launcher"]
         raise ConfigError(f"hydra/launcher={name} starts processes by itself: start the sweep without torchrun.")
     with read_write(config), open_dict(config):
         sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
@@ -133,7 +134,8 @@ def close() -> None:
     if "joblib" in sys.modules:
         from joblib.externals.loky import get_reusable_executor
 
-        get_reusable_executor().shutdown(wait=True)  # else it complains about what this process leaves behind
+        get_reusable_executor().shutdown(wait=True)
+        atexit._run_exitfuncs()  # this process will leave without its clean-up: joblib's tracker would name leaks
     if not _OPEN or not _is_first():
         return
     sweep = _OPEN.pop()
