@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-slow test-gpu-paths lint clean
+.PHONY: train test test-slow test-newest test-gpu-paths lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -33,6 +33,14 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 --editable ".[dev,liger,qlora]"
 	touch $@
+
+# the distributed tests against the newest transformers, in an environment of its own: a change of its engine is noticed
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]"
+	.venv-newest/bin/python -m pip install --quiet --upgrade transformers
+	.venv-newest/bin/python -m pytest tests/parallel tests/run/test_export.py tests/models/test_lora.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

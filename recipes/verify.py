@@ -163,7 +163,8 @@ class Verification:
                 exchange = self.config.mesh.cp_exchange
                 name = f"{self.kernel_name}, cp {shape.cp}, {exchange}"
                 checks.append((name, self.cp_step(model, exchange, self.dtype), self.noise_limit))
-        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}, {self.strategy}"
+        more = f", tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
+        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}, {self.strategy}"
         checks.append((f"the whole mesh: {axes}", self.mesh_step(), EXACT))
         return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
 

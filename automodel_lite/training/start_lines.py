@@ -74,7 +74,8 @@ def _device(mesh: Mesh, built: BuiltModel) -> str:
     shape = mesh.shape
     processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}, {built.strategy}"
+    more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
+    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}, {built.strategy}"
     threads = f", {torch.get_num_threads()} threads each" if mesh.device.type == "cpu" else ""
     return f"{name}: {processes} ({axes}){threads}"
 
