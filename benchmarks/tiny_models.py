@@ -252,6 +252,7 @@ TOWERS: dict[str, Any] = {
     "embed_dim": 32,
     "out_hidden_size": 32,
     "image_size": 28,
+    "patch_size": 14,
     "projection_dim": 32,
     "projector_hidden_size": 32,
     "text_hidden_size": 32,

@@ -113,7 +113,7 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
 
 def has_attention(config: PretrainedConfig) -> bool:
     """False for a family without attention layers (Mamba), of a text config."""
-    return config_value(config, "num_attention_heads") is not None
+    return any(shape.num_heads for shape in layer_shapes(config))
 
 
 def attention_spec(

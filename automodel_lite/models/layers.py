@@ -130,6 +130,31 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     return [layer for layers in alike for layer in layers]
 
 
+def towers(lm: nn.Module) -> list[nn.Module]:
+    """The parts of a composite that text does not meet: encoders of images and sound, their projections."""
+    of_text = {text_decoder(lm), lm.get_output_embeddings(), lm.get_input_embeddings()}  # type: ignore[operator]
+    found, stack = [], [lm]
+    while stack:
+        for child in stack.pop().children():
+            if child in of_text:
+                continue
+            if of_text.isdisjoint(child.modules()):
+                found += [child] if next(child.parameters(), None) is not None else []
+            else:
+                stack.append(child)
+    return found
+
+
+def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
+    """What text does not meet is not trained, in place; towers are held in `dtype`, that of their checkpoint."""
+    head: Any = lm.get_output_embeddings()  # type: ignore[operator]
+    trained = {id(p) for module in (text_decoder(lm), head) for p in module.parameters()}
+    for parameter in lm.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
+    for tower in towers(lm):
+        tower.to(dtype)
+
+
 def _layer_lists(module: nn.Module) -> list[nn.ModuleList]:
     """The outermost lists of modules with parameters."""
     if isinstance(module, nn.ModuleList):

@@ -128,8 +128,7 @@ def _routers(layer: nn.Module) -> Iterator[nn.Module]:
 def _shortest_modules(model: nn.Module, chosen: list[str]) -> str | list[str]:
     """Short names if they mean the chosen layers alone, as readers of adapters like them; else a pattern."""
     short = sorted({name.rpartition(".")[2] for name in chosen})
-    linear = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
-    if {name for name in linear if name.rpartition(".")[2] in short} == set(chosen):
+    if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short} == set(chosen):
         return short
     patterns = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen})
     pattern = "|".join(patterns)

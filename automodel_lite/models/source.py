@@ -21,11 +21,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import PathStr, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.models.layers import freeze_towers
 from automodel_lite.models.sharded import CannotReadSlicesError, Spread, draw_shards, load_shards
+
+DEQUANTIZED = frozenset({"fp8", "mxfp4"})
+"""Checkpoints of these kinds are loaded as plain weights; their exports are in the config's dtype."""
 
 
 class CausalLM:
@@ -78,6 +83,7 @@ class CausalLM:
             _check_settings(self.overrides, config)
             _described(self.overrides, partial(_set_all, config, self.overrides))
             check_described(config, self.overrides)
+            check_quantization(self.pretrained, config)
             return config
         settings = {**defaults, **self.overrides}
         kind = settings.pop("model_type")
@@ -100,8 +106,11 @@ class CausalLM:
         """
         config = self._checked_config(tokenizer)
         if self.pretrained:
-            return _load(self.pretrained, config, {**self.source, **(load_arguments or {})}).train()
-        return model_class(config).from_config(config, dtype=torch.float32).train()
+            lm = _load(self.pretrained, config, {**self.source, **(load_arguments or {})})
+        else:
+            lm = model_class(config).from_config(config, dtype=torch.float32)
+        freeze_towers(lm, self.dtype)
+        return lm.train()
 
     def build_sharded(
         self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
@@ -110,11 +119,18 @@ class CausalLM:
         the parts of its own shards. The same weights as `build` gives. Raises ConfigError as it does.
         """
         config = self._checked_config(tokenizer)
+
+        def spread_text(lm: transformers.PreTrainedModel) -> None:
+            freeze_towers(lm, self.dtype)
+            spread(lm)
+
         if not self.pretrained:
             make = partial(model_class(config).from_config, config, dtype=torch.float32)
-            return draw_shards(make, spread, device).train()
+            return draw_shards(make, spread_text, device).train()
         try:
-            return _load(self.pretrained, config, self.source, spread).train()
+            if quantization_of(config):
+                raise CannotReadSlicesError  # blocks and their scales do not lie along the shards
+            return _load(self.pretrained, config, self.source, spread_text).train()
         except CannotReadSlicesError:
             lm = self.build(tokenizer)  # whole on each rank
             spread(lm)
@@ -174,6 +190,26 @@ def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
     return model
 
 
+def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """`quantization_config` of a checkpoint whose weights are quantised, also of a composite's text part."""
+    for part in (config, config.get_text_config()):
+        found: Any = getattr(part, "quantization_config", None)
+        if found:
+            return dict(found if isinstance(found, dict) else found.to_dict())
+    return None
+
+
+def check_quantization(source: str, config: PretrainedConfig) -> None:
+    """Raises ConfigError for weights that cannot be turned back into numbers that are trained."""
+    quantization = quantization_of(config)
+    method = quantization and str(quantization["quant_method"])
+    if method and method not in DEQUANTIZED:
+        raise ConfigError(
+            f"model.pretrained={source} is quantised ({method}), and only {' and '.join(sorted(DEQUANTIZED))} weights "
+            "are dequantised here: give the checkpoint that it was made from (peft=qlora holds one in 4 bits)."
+        )
+
+
 def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """The model of a config on the meta device: shapes without memory. A config of remote code was trusted already."""
     own = copy.deepcopy(config)  # from_config writes the dtype into it
@@ -182,19 +218,6 @@ def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> tr
             own, dtype=dtype, trust_remote_code=is_remote_code(type(own))
         )
     return model
-
-
-def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each weight in a checkpoint of `dtype`: some families keep some weights in fp32 (the biases by which
-    routers choose, decays of state spaces), and `from_pretrained` gives them fp32 whatever it reads.
-    """
-    plan = model._get_dtype_plan(dtype)
-    pattern = re.compile("|".join(key.replace("*", ".*") for key in plan)) if plan else None
-    return {
-        name: torch.float32 if pattern and pattern.search(name) else dtype
-        for name, value in model.state_dict().items()
-        if value.is_floating_point()
-    }
 
 
 def is_remote_code(kind: type) -> bool:
@@ -293,6 +316,9 @@ def _load(
     source: str, config: PretrainedConfig, more: dict[str, Any], spread: Spread | None = None
 ) -> transformers.PreTrainedModel:
     """The whole model, or with `spread` each rank's shards of it."""
+    quantization = quantization_of(config)
+    if quantization and "quantization_config" not in more:
+        more = {**more, "quantization_config": _dequantizing(quantization)}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -324,6 +350,8 @@ def _load(
             f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
             f"than the config says, {first} first; they would train from random values."
         )
+    if quantization:
+        _forget_quantization(model)
     check_finite(model, f"model.pretrained={source}")
     return model
 
@@ -344,3 +372,18 @@ def _is_finite(weight: Tensor) -> bool:
     if not local.is_floating_point() or not local.numel():
         return True
     return all(bool(value.isfinite()) for value in local.detach().aminmax())
+
+
+def _dequantizing(quantization: dict[str, Any]) -> Any:
+    kind: Any = Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
+    return kind.from_dict({**quantization, "dequantize": True})
+
+
+def _forget_quantization(model: transformers.PreTrainedModel) -> None:
+    """All weights in fp32 and a config that names no quantization; in place."""
+    for part in (model.config, model.config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    bare: Any = model
+    bare.hf_quantizer, bare.is_quantized = None, False
+    model.float()

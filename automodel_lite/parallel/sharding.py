@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import decoder_layers
+from automodel_lite.models.layers import decoder_layers, towers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.thd import ThdBatch
@@ -128,8 +128,8 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) 
     else:
         fsdp_mesh = _fsdp_mesh(mesh.device.type, mesh.shape)
     shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=policy)
-    for layer in decoder_layers(model.lm):
-        shard(layer)
+    for unit in _units([*decoder_layers(model.lm), *towers(model.lm)]):  # towers are never gathered
+        shard(unit)
     embedding, head = model.lm.get_input_embeddings(), model.lm.get_output_embeddings()
     if _share_a_parameter(embedding, head):
         shard([embedding, head], reshard_after_forward=False)
@@ -165,6 +165,15 @@ class BroadcastGather:
         pending = [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]
         for work in pending:
             work.wait()
+
+
+def _units(modules: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
+    """What is gathered together: one module, or all that share parameters (Zamba's shared transformer)."""
+    groups: list[list[nn.Module]] = []
+    for module in modules:
+        alike = [group for group in groups if any(_share_a_parameter(module, other) for other in group)]
+        groups = [group for group in groups if group not in alike] + [[*(m for group in alike for m in group), module]]
+    return [group[0] if len(group) == 1 else group for group in groups]
 
 
 def _share_a_parameter(one: nn.Module, other: nn.Module) -> bool:

@@ -22,7 +22,8 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8
 from automodel_lite.models.loss import CrossEntropy, LossModel
-from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code, stored_dtypes
+from automodel_lite.models.original import stored_dtypes, take_over
+from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel, fully_shard_model
 from automodel_lite.run.exported import fresh, replace, temporary_of
@@ -113,6 +114,7 @@ def export_hf(
     try:
         _together(lambda: _write_settings(fresh(folder), model.lm, tokenizer, dtype), is_first)
         _together(write, is_first or mesh is not None)
+        _together(lambda: take_over(model.lm, temporary), is_first)
         _together(check, is_first or mesh is not None)
         _together(lambda: replace(temporary, folder, step), is_first)
     except BaseException:

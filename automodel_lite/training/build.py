@@ -118,7 +118,8 @@ def assemble(
     def spread(lm: transformers.PreTrainedModel) -> None:
         is_described = lm.device.type == "meta"
         adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
-        cast_frozen(lm, dtype)
+        if adapter:  # frozen towers of a model that is trained keep the dtype in which they are written back
+            cast_frozen(lm, dtype)
         if config.training.fp8 != "none":
             locate("automodel_lite.models.fp8.use_fp8")(decoder_layers(lm), config.training.fp8)
         loss: Loss = build(config.loss)

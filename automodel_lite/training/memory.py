@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.data.source import batch_shape
-from automodel_lite.models.flops import ModelSize, layer_shapes
+from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
@@ -74,9 +75,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """adapter: trained weights beside a frozen model, None without."""
     compute = dtype.itemsize
-    trained = Trained(size.parameters, adapter)
+    trained = Trained(size.parameters - size.towers, adapter)
     shards = shape.dp_shard * shape.cp if strategy == "fsdp" else 1
-    frozen = 0 if adapter is None else size.parameters * compute
+    frozen = (size.towers if adapter is None else size.parameters) * compute
     tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size
     gradients = _MASTER * trained.weights / shards
     if strategy == "fsdp" and batch_shape(config.training, shape.dp).micro_steps > 1:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import build_packer
-from automodel_lite.models.flops import layer_shapes, model_size, step_flops
+from automodel_lite.models.flops import model_size, step_flops
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.memory import estimate_memory
 

@@ -1,0 +1,88 @@
+"""Vision-language checkpoints trained on text: their language model alone learns, and they are written back whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from automodel_lite.models.flops import model_size
+from automodel_lite.models.layers import decoder_layers, freeze_towers, towers
+from automodel_lite.models.lora import Lora
+from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
+from benchmarks.tiny_models import tiny_model
+from tests.ranks import run_ranks
+
+FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_text_does_not_meet_is_frozen(family: str) -> None:
+    model = tiny_model(family)
+    freeze_towers(model, torch.bfloat16)
+    of_towers = {p for tower in towers(model) for p in tower.parameters()}
+    assert of_towers
+    assert {p for p in model.parameters() if not p.requires_grad} == of_towers
+    assert {p.dtype for p in of_towers} == {torch.bfloat16}
+    assert sum(p.numel() for p in of_towers) == model_size(model.config).towers
+    assert len(decoder_layers(model)) == model.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_lie_in_the_language_model_alone(family: str) -> None:
+    model = tiny_model(family)
+    Lora(r=2).adapt(model, "base")
+    adapted = [name for name, _ in model.named_parameters() if "lora_" in name]
+    assert adapted
+    assert all(".language_model." in name for name in adapted)
+
+
+def add_untouched(folder: Path) -> None:
+    """What the model does not load: layers that predict several tokens, and the settings of the images."""
+    weights = load_file(folder / "model.safetensors") | {"mtp.layers.0.weight": torch.randn(4, 4)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+
+
+def test_a_composite_is_written_back_whole(tmp_path: Path) -> None:
+    """Class, config, keys and dtypes as they were; towers and unread weights bit by bit; the language model trained."""
+    save(tiny_model("qwen3_5"), tmp_path / "model")
+    add_untouched(tmp_path / "model")
+    row = json.loads(run(tmp_path, "full"))
+    want = step_of(separate(load(tmp_path)))
+    assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+    assert weights_of(tmp_path / "full/hf") == weights_of(tmp_path / "model")
+    before = load_file(tmp_path / "model/model.safetensors")
+    after = {}
+    for path in (tmp_path / "full/hf").glob("*.safetensors"):
+        after |= load_file(path)
+    trained = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert trained
+    assert all(".language_model." in name or name == "lm_head.weight" for name in trained)
+    assert torch.equal(after["mtp.layers.0.weight"], before["mtp.layers.0.weight"])
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "full/hf")]
+    assert configs[0]["architectures"] == configs[1]["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert configs[0]["vision_config"] == configs[1]["vision_config"]
+    assert (tmp_path / "full/hf/preprocessor_config.json").is_file()
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "full/hf")
+    assert type(loaded).__name__ == "Qwen3_5ForConditionalGeneration"
+
+
+def _train_on_rank(rank: int, world_size: int, folder: Path) -> str:
+    return run(folder, "two", "mesh.cp=2")
+
+
+def test_two_ranks_train_and_write_the_composite_of_one(tmp_path: Path) -> None:
+    save(tiny_model("gemma3"), tmp_path / "model")
+    want = step_of(separate(load(tmp_path)))
+    row = json.loads(run_ranks(_train_on_rank, 2, tmp_path)[0])
+    assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert weights_of(tmp_path / "two/hf") == weights_of(tmp_path / "model")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "two/hf"))
+    assert torch.equal(
+        after["vision_tower.vision_model.post_layernorm.weight"],
+        before["vision_tower.vision_model.post_layernorm.weight"],
+    )

@@ -1,0 +1,62 @@
+"""Checkpoints whose weights are quantised: turned back into one dtype, or refused before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.source import CausalLM
+from benchmarks.survey_models import run, save
+from benchmarks.tiny_models import tiny_model
+
+BLOCK = 16
+
+
+def quantize(folder: Path) -> dict[str, torch.Tensor]:
+    """Linear layers of a checkpoint in fp8 with a scale for each block, as DeepSeek's -> what they stand for."""
+    path, meant, stored = folder / "model.safetensors", {}, {}
+    for name, weight in load_file(path).items():
+        meant[name] = stored[name] = weight
+        if name.endswith("_proj.weight"):
+            blocks = weight.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+            scale = blocks.abs().amax((1, 3)) / 448
+            stored[name] = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            whole = stored[name].float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+            meant[name] = (whole * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    save_file(stored, path, metadata={"format": "pt"})
+    change_config(folder, quant_method="fp8", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK])
+    return meant
+
+
+def change_config(folder: Path, **quantization: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+
+
+def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path) -> None:
+    save(tiny_model("qwen3"), tmp_path / "model")
+    meant = quantize(tmp_path / "model")
+    source = CausalLM(str(tmp_path / "model"))
+    lm = source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}
+    for name, value in lm.state_dict().items():
+        torch.testing.assert_close(value, meant[name].float(), atol=4e-3, rtol=1e-2)  # transformers' own rounds to bf16
+    run(tmp_path, "full")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "full/hf", dtype="auto")
+    assert exported.dtype == torch.bfloat16
+    assert not hasattr(exported.config, "quantization_config")
+    assert load_file(tmp_path / "full/hf/model.safetensors").keys() == meant.keys()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
+def test_others_are_refused_before_anything_is_loaded(method: str, tmp_path: Path) -> None:
+    save(tiny_model("llama"), tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    change_config(tmp_path / "model", quant_method=method, bits=4, load_in_4bit=True)
+    with pytest.raises(ConfigError, match=rf"is quantised \({method}\).*: give the checkpoint that it was made from"):
+        run(tmp_path, "full")
