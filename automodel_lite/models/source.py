@@ -385,5 +385,5 @@ def _forget_quantization(model: transformers.PreTrainedModel) -> None:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     bare: Any = model
-    bare.hf_quantizer, bare.is_quantized = None, False
+    bare.hf_quantizer, bare.is_quantized, bare._weight_conversions = None, False, None
     model.float()
