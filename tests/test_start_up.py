@@ -35,7 +35,7 @@ def cpu_seconds(*command: str) -> float:
     "arguments", [["--help"], ["--config-name", "llama_packed", "--cfg", "job"]], ids=["help", "cfg"]
 )
 def test_questions_are_answered_without_torch(arguments: list[str]) -> None:
-    assert cpu_seconds("recipes/train_ft.py", *arguments) <= 0.6  # torch alone takes 1.3
+    assert cpu_seconds("recipes/train_ft.py", *arguments) <= 0.8  # torch alone takes 1.3
 
 
 def imported_of(names: str, code: str) -> list[str]:

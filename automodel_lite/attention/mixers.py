@@ -66,10 +66,13 @@ class PackedMixer:
         self.signature = inspect.signature(mixer.forward)
         self.__signature__ = self.signature
         self.called: Recorded | None = None
+        self._outside_of_graphs = torch.compiler.disable(self._mix)
         patch_functions(mixer)
 
-    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outside_of_graphs(*args, **kwargs)
+
+    def _mix(self, *args: Any, **kwargs: Any) -> Any:
         documents = NOW.get()
         if documents is None:
             if is_recomputed():

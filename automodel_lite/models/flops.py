@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import LayerShape, config_value, layer_shapes
 from automodel_lite.flops import CostModel
@@ -77,7 +78,7 @@ def model_size(config: PretrainedConfig) -> ModelSize:
     return size_of(describe(config))
 
 
-def size_of(lm: PreTrainedModel) -> ModelSize:
+def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     """Of a whole model without adapters, on any device."""
     decoder, layers, head = text_decoder(lm), decoder_layers(lm), lm.get_output_embeddings()
     text = lm.config.get_text_config()

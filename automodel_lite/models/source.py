@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
@@ -27,7 +26,9 @@ from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import PathStr, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.models.layers import freeze_towers
-from automodel_lite.models.sharded import CannotReadSlicesError, Spread, draw_shards, load_shards
+
+if TYPE_CHECKING:
+    from automodel_lite.models.sharded import Spread
 
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 """Checkpoints of these kinds are loaded as plain weights; their exports are in the config's dtype."""
@@ -87,6 +88,8 @@ class CausalLM:
             return config
         settings = {**defaults, **self.overrides}
         kind = settings.pop("model_type")
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # with the names of all families
+
         if kind not in CONFIG_MAPPING:
             near = did_you_mean(str(kind), CONFIG_MAPPING) or ", such as llama, qwen3 or gemma3_text."
             raise ConfigError(f"model.config.model_type={kind}: transformers has no such model{near}")
@@ -118,6 +121,8 @@ class CausalLM:
         """The model as `spread` has sharded it while it was described on the meta device; each rank reads, or draws,
         the parts of its own shards. The same weights as `build` gives. Raises ConfigError as it does.
         """
+        from automodel_lite.models.sharded import CannotReadSlicesError, draw_shards  # with the models' code
+
         config = self._checked_config(tokenizer)
 
         def spread_text(lm: transformers.PreTrainedModel) -> None:
@@ -331,7 +336,12 @@ def _load(
             ignore_mismatched_sizes=True,  # they are in the report, and an error below
             **more,
         )
-        model, report = load_shards(read, spread) if spread else read()
+        if spread:
+            from automodel_lite.models.sharded import load_shards
+
+            model, report = load_shards(read, spread)
+        else:
+            model, report = read()
     except OSError as error:
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
     except SafetensorError as error:

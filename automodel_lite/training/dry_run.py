@@ -23,7 +23,6 @@ from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import choose_attention
 from automodel_lite.training.memory import estimate_memory, out_of_memory_text
-from automodel_lite.training.simulation import simulate
 from automodel_lite.training.start_lines import count, data_lines, packing_text, steps_text, warmup_steps
 from automodel_lite.training.trial import try_settings
 
@@ -74,6 +73,8 @@ def _simulated(
         return ""
     if strategy == "ddp" or "qlora" in str(config.peft.get("_target_", "")):
         return "not for this strategy: the line above is arithmetic"
+    from automodel_lite.training.simulation import simulate  # a run that trains has no use for it
+
     try:
         with activity(f"simulating a step of {shape.world_size} ranks"):
             return f"rank 0 of {shape.world_size}: {simulate(config, model_config, shape, dtype)}"
