@@ -19,7 +19,6 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 _INDEX = "model.safetensors.index.json"
 _NO_SETTINGS = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"})
@@ -80,7 +79,15 @@ def _wide_keys(model: transformers.PreTrainedModel) -> set[str]:
 
 def _keys_of(model: transformers.PreTrainedModel, name: str, value: Tensor) -> set[str]:
     """Under which keys transformers saves a weight."""
-    return set(revert_weight_conversion(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta")}))
+    return set(as_saved(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta")}))
+
+
+def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the model under the names, and in the parts, that its checkpoints have."""
+    from transformers.core_model_loading import revert_weight_conversion  # brings the models' code
+
+    saved: dict[str, Tensor] = revert_weight_conversion(model, weights)
+    return saved
 
 
 def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:

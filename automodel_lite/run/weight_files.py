@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from automodel_lite.models.original import as_saved
 from automodel_lite.run import durable
 
 LARGEST_FILE_BYTES = 5 << 30
@@ -90,7 +91,7 @@ def write_weights(
     for file, group in _in_turn(files):
         whole = {name: _whole(state[name], dtypes.get(name)) for name in group.parameters}
         if file.name in mine:
-            written = _as_in_files(lm, whole)
+            written = as_saved(lm, whole)
             for name, weight in group.weights.items():
                 assert written[name].shape == weight.shape
                 mine[file.name].write(written[name].to(weight.dtype))
@@ -144,8 +145,8 @@ def _groups(lm: transformers.PreTrainedModel, state: dict[str, Tensor], dtypes: 
     described = {
         name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in state.items()
     }
-    groups = [Group([name], _as_in_files(lm, {name: value})) for name, value in described.items()]
-    together = _as_in_files(lm, described)
+    groups = [Group([name], as_saved(lm, {name: value})) for name, value in described.items()]
+    together = as_saved(lm, described)
     apart = {name: weight.shape for group in groups for name, weight in group.weights.items()}
     if apart != {name: weight.shape for name, weight in together.items()}:
         return [Group(list(described), together)]
@@ -185,11 +186,3 @@ class _Writer:
         self.file.close()
         if durable.checksum(self.path) != f"{self.checksum:08x}":
             raise OSError(f"{self.path.name} has other bytes on the disk than were written")
-
-
-def _as_in_files(lm: transformers.PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's weights under the names, and in the parts, that its checkpoints have."""
-    from transformers.core_model_loading import revert_weight_conversion  # with the models' code
-
-    written: dict[str, Tensor] = revert_weight_conversion(lm, weights)
-    return written
