@@ -205,6 +205,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": WINDOW},
     "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "mrope_section": [1, 1, 2]},
     "glm4v_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
     "step3p5": {"sliding_window": WINDOW},
@@ -268,6 +269,8 @@ TOWERS: dict[str, Any] = {
 """Sizes of vision and audio towers, whose other names are those of SMALL."""
 TOWERS_OF: dict[str, dict[str, Any]] = {
     "gemma4_vision": {"position_embedding_size": 16, "pooling_kernel_size": 1},
+    "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [4], "hidden_sizes": [32], "depths": [1]},
+    "radio": {"video_temporal_patch_size": 2},
 }
 NO_DECODERS = {"git", "trocr", "moshi", "musicgen", "musicgen_melody", "bert-generation", "xlnet", "blt"}
 

@@ -114,7 +114,7 @@ def _refuse_what_packing_cannot(
         raise ConfigError(f"{name} got {query.shape[0]} rows: packed attention takes one stream of tokens.")
     if dropout:
         raise ConfigError(f"{name} asks for attention dropout {dropout}: set model.config.attention_dropout=0.")
-    if is_causal is False:
+    if is_causal is False or vars(module).get("is_causal") is False:  # PaliGemma's, a mask away from bidirectional
         raise ConfigError(f"{name} is not causal: packed attention is. {UNPACKED.capitalize()}.")
 
 

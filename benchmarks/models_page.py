@@ -1,0 +1,89 @@
+"""docs/models.md, from what benchmarks/survey_models.py found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import transformers
+
+from benchmarks.survey_models import LENGTHS, MOST_USED, Finding
+from benchmarks.tiny_models import COMPOSITES
+
+
+def markdown(findings: Iterable[Finding]) -> str:
+    findings = list(findings)
+    decoders = [finding for finding in findings if finding.family not in COMPOSITES]
+    composites = [finding for finding in findings if finding.family in COMPOSITES]
+    most = {family for family in MOST_USED.split()}
+    exact = [f.family.removesuffix("_text") for f in findings if f.verdict == "exact"]
+    used = sum(family in exact for family in most)
+    lines = [
+        "# Model families on packed sequences",
+        "",
+        "Written by `python benchmarks/survey_models.py --write docs/models.md`: do not edit, run it again.",
+        "",
+        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on CPU. Every decoder-only "
+        "causal LM that this transformers ships, and the composites (vision, audio) whose language model is trained on "
+        "text, each as a tiny random bf16 checkpoint, trained by the recipe itself in fp32. Truth is the family's own "
+        f"code on documents of {LENGTHS} tokens one by one.",
+        "",
+        f"**{summary(decoders)} of {len(decoders)} decoder-only families; {summary(composites)} of {len(composites)} "
+        f"composites; {used} of the {len(most)} most fine-tuned families exact end to end.** A refusal is a sentence "
+        "before training starts, never a quiet leak.",
+        "",
+        "| column | what is compared, and the limit |",
+        "|---|---|",
+        "| packed | logits and all gradients of one pack against separate documents, relative to the largest; 1e-5 |",
+        "| step | loss and gradient norm of a run's first step, in training mode; relative, 1e-5 |",
+        "| cp 2 | the same over two ranks, model sharded, each pack cut in two; 1e-5 |",
+        "| LoRA | the first step's loss with fresh adapters; the saved adapter loads, its routers untouched |",
+        "| export | bf16; same keys, dtypes and class as the checkpoint, every weight read back and compared |",
+        "| transformers' own packing | `position_ids` alone, `use_cache=False` |",
+        "",
+        "## Decoder-only families, exact end to end",
+        "",
+        *table(decoders),
+        "",
+        "## Composites trained on text, exact end to end",
+        "",
+        "Loaded under their own class; towers frozen and out of the step; written back whole.",
+        "",
+        *table(composites),
+    ]
+    lines += section("Refused before training", [f for f in findings if f.verdict == "refused"], lambda f: f.refused)
+    lines += section("Exact in part", [f for f in findings if f.verdict == "in part"], words)
+    lines += section("Wrong or broken", [f for f in findings if f.verdict in ("WRONG", "BROKEN")], words)
+    lines += section("Not tried", [f for f in findings if f.verdict == "not tried"], lambda f: f.native)
+    return "\n".join(lines) + "\n"
+
+
+def summary(findings: list[Finding]) -> str:
+    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ("exact", "refused")}
+    return f"{counts['exact']} exact end to end, {counts['refused']} refused"
+
+
+def table(findings: list[Finding]) -> list[str]:
+    rows = [
+        "| family | packed | step | cp 2 | LoRA | export | transformers' own packing |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for finding in findings:
+        if finding.verdict == "exact":
+            cells = [
+                finding.steps[name].removeprefix("exact, ") for name in ("packed", "step", "cp 2", "LoRA", "export")
+            ]
+            rows.append(f"| {finding.family} | {' | '.join(cells)} | {finding.native} |")
+    return rows
+
+
+def section(title: str, findings: list[Finding], text: object) -> list[str]:
+    if not findings:
+        return []
+    assert callable(text)
+    rows = [f"| {f.family} | {' '.join(str(text(f)).split()).replace('|', '/')} | {f.native} |" for f in findings]
+    return ["", f"## {title}", "", "| family | what is said | transformers' own packing |", "|---|---|---|", *rows]
+
+
+def words(finding: Finding) -> str:
+    return "; ".join(f"{name}: {word}" for name, word in finding.steps.items() if not word.startswith("exact"))
