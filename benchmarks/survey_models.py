@@ -98,13 +98,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="*", default=[*decoder_families(), *COMPOSITES])
     parser.add_argument("--write", type=Path, help="a Markdown file to write")
-    parser.add_argument("--json", type=Path, help="findings, one JSON object a line")
+    parser.add_argument("--json", type=Path, help="findings, one JSON object per line; those that it has are kept")
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
     arguments = parser.parse_args()
     quiet()
-    findings = survey(arguments.families, arguments.jobs, show)
-    if arguments.json:
-        arguments.json.write_text("".join(json.dumps(asdict(finding)) + "\n" for finding in findings))
+    known = {finding.family: finding for finding in kept(arguments.json)}
+
+    def tell(finding: Finding) -> None:
+        show(finding)
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(asdict(finding)) + "\n")
+
+    fresh = survey([family for family in arguments.families if family not in known], arguments.jobs, tell)
+    known |= {finding.family: finding for finding in fresh}
+    findings = [known[family] for family in arguments.families]
     if arguments.write:
         from benchmarks.models_page import markdown
 
@@ -112,6 +120,11 @@ def main() -> int:
     counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in sorted({f.verdict for f in findings})}
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
     return int(any(finding.verdict in ("WRONG", "BROKEN") for finding in findings))
+
+
+def kept(path: Path | None) -> list[Finding]:
+    lines = path.read_text().splitlines() if path and path.is_file() else []
+    return [Finding(**json.loads(line)) for line in lines]
 
 
 def quiet() -> None:

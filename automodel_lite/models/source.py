@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import transformers
@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config.rules import PathStr, looks_local
+from automodel_lite.config.rules import OneOf, PathStr, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.models.layers import freeze_towers
 
@@ -43,6 +43,8 @@ class CausalLM:
     revision    of a hub model: a branch, a tag or a commit
     trust_remote_code   run the Python code of the model's repository; given on the command line only, with a commit as
                 the revision
+    experts     how a mixture's experts are computed, transformers' `experts_implementation`: grouped_mm (one product of
+                groups), batched_mm, eager (expert by expert); auto = what transformers takes
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class CausalLM:
         config: dict[str, Any] | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        experts: Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))] = "auto",
     ) -> None:
+        self.experts = experts
         self.pretrained = pretrained
         self.source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         if trust_remote_code and not (pretrained and Path(pretrained).is_dir()):
@@ -85,6 +89,7 @@ class CausalLM:
             _described(self.overrides, partial(_set_all, config, self.overrides))
             check_described(config, self.overrides)
             check_quantization(self.pretrained, config)
+            _check_padding(self.pretrained, config)
             return config
         settings = {**defaults, **self.overrides}
         kind = settings.pop("model_type")
@@ -151,6 +156,8 @@ class CausalLM:
                 f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own "
                 f"tokenizer, or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
             )
+        if self.experts != "auto":
+            config._experts_implementation = self.experts
         return config
 
 
@@ -212,6 +219,15 @@ def check_quantization(source: str, config: PretrainedConfig) -> None:
         raise ConfigError(
             f"model.pretrained={source} is quantised ({method}), and only {' and '.join(sorted(DEQUANTIZED))} weights "
             "are dequantised here: give the checkpoint that it was made from (peft=qlora holds one in 4 bits)."
+        )
+
+
+def _check_padding(source: str, config: PretrainedConfig) -> None:
+    """Raises ConfigError where transformers 5.23 zeroes a row of the embedding after it has read it (Youtu)."""
+    if config.model_type == "youtu" and config.pad_token_id is not None:
+        raise ConfigError(
+            f"model.pretrained={source}: transformers zeroes row {config.pad_token_id} of this family's embedding when "
+            "it loads it: set model.config.pad_token_id=null."
         )
 
 

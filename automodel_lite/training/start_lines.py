@@ -87,8 +87,14 @@ def _model(built: BuiltModel) -> str:
     masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
     return (
         f"{lm.config.model_type} {source}: {count(built.num_parameters)} parameters, {dtype} compute, "
-        f"{masters}, loss {built.loss}"
+        f"{masters}, loss {built.loss}{_experts(lm)}"
     )
+
+
+def _experts(lm: transformers.PreTrainedModel) -> str:
+    """How a mixture's experts are computed; nothing for a dense model."""
+    has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
+    return f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
 
 
 def count(number: float) -> str:

@@ -1,0 +1,28 @@
+"""The survey of model families: a family of each kind always, all of them in the slow tests."""
+
+import pytest
+
+from benchmarks.survey_models import Finding, quiet, survey
+from benchmarks.tiny_models import COMPOSITES, decoder_families
+
+
+def found(families: list[str]) -> list[Finding]:
+    quiet()
+    return survey(families, 2, lambda finding: None)
+
+
+def test_a_family_of_each_kind() -> None:
+    refused, hybrid = found(["bloom", "qwen3_5_moe_text"])
+    assert refused.verdict == "refused"
+    assert "does not take its attention" in refused.refused
+    assert (hybrid.verdict, [*hybrid.steps]) == (
+        "exact",
+        ["costs", "packed", "step", "export", "LoRA", "adapter", "cp 2"],
+    )
+
+
+@pytest.mark.slow
+def test_every_family_is_exact_or_refused_in_a_sentence() -> None:
+    findings = found([*decoder_families(), *COMPOSITES])
+    assert [f.family for f in findings if f.verdict in ("WRONG", "BROKEN")] == []
+    assert sum(f.verdict == "exact" for f in findings) >= 120
