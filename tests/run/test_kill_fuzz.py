@@ -35,16 +35,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("kills", [20, *(pytest.param(many, marks=pytest.mark.slow) for many in (100, 1000))])
 @pytest.mark.parametrize(("worlds", "overrides", "tolerance", "share"), CASES)
-def test_100_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float) -> None:
-    found = fuzz(tmp_path, round(100 * share), worlds, 1, *overrides)
-    assert found["worst_rel"] <= tolerance
-    assert found["not_equal"] == 0 or tolerance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("worlds", "overrides", "tolerance", "share"), CASES)
-def test_1000_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float) -> None:
-    found = fuzz(tmp_path, round(1000 * share), worlds, 2, *overrides)
+def test_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float, kills: int) -> None:
+    found = fuzz(tmp_path, round(kills * share), worlds, kills, *overrides)
     assert found["worst_rel"] <= tolerance
     assert found["not_equal"] == 0 or tolerance
