@@ -94,6 +94,7 @@ def main(config: Config) -> int:
         if message:
             Console(is_silent=rank() != 0).print(message)
             return 0
+        check_sizes(config, world_size())  # all at once, before any part asks for one of them
         return TrainFinetuneRecipe(config, peers).train()
 
 
