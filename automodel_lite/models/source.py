@@ -95,7 +95,7 @@ class CausalLM:
         kind = settings.pop("model_type")
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # with the names of all families
 
-        if kind not in CONFIG_MAPPING:
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
             near = did_you_mean(str(kind), CONFIG_MAPPING) or ", such as llama, qwen3 or gemma3_text."
             raise ConfigError(f"model.config.model_type={kind}: transformers has no such model{near}")
         _check_settings(settings, _described({}, lambda: transformers.AutoConfig.for_model(kind)))
