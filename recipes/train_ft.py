@@ -105,7 +105,7 @@ class TrainFinetuneRecipe:
         self.config, self.peers = config, peers or Peers(None)
         self.folder = folder = RunFolder(config.output_dir)
         self.lock = RunLock(folder.lock)
-        self.memory_text = out_of_memory_text(config, None)
+        self.memory_text = ""
         self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
         self.num_steps = 0
         self.console = Console(is_silent=rank() != 0)
@@ -131,6 +131,7 @@ class TrainFinetuneRecipe:
         batches = check_sizes(config, world_size())
         self.source: CausalLM = build(config.model)
         try_settings(config, self.source)
+        self.memory_text = out_of_memory_text(config, None)
         self.data = prepare_data(config, batches)
         self.show(data_lines(self.data))
         self.plan = self.data.plan(config.training)

@@ -36,7 +36,7 @@ def adamw_8bit(
     """`block_size` values share one scale, fewer where a row is no multiple of it. Vectors and tensors below 4096
     values stay in fp32.
     """
-    beta1, beta2 = betas or (0.9, 0.999)
+    beta1, beta2 = map(float, betas or (0.9, 0.999))
     defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps}
     return AdamW8bit(param_groups(model, weight_decay), defaults, block_size)
 

@@ -39,7 +39,7 @@ def adamw(
     fused: bool = True,
 ) -> LocalAdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
-    beta1, beta2 = betas or (0.9, 0.999)
+    beta1, beta2 = map(float, betas or (0.9, 0.999))
     return LocalAdamW(param_groups(model, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
 
 

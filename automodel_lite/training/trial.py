@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
 from automodel_lite.config.components import build
@@ -102,6 +103,11 @@ def try_optimizer(config: Config) -> None:
         raise
     except Exception as error:  # the user's own class may raise anything
         raise ConfigError(f"optimizer or lr_scheduler: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(scheduler, LambdaLR):
+        raise ConfigError(
+            f"lr_scheduler gives a {type(scheduler).__name__}: a torch.optim.lr_scheduler.LambdaLR is needed, with "
+            "no state but its step."
+        )
     for step in sorted({0, 1, steps // 2, steps - 1, steps}):
         rates = [base * frac(step) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):

@@ -84,7 +84,7 @@ def test_positions_that_run_on_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return replace(thd, position_ids=torch.arange(len(thd.input_ids)))
 
     monkeypatch.setattr(recipes.verify, "to_thd", counting_on)
-    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2}
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "attn_pdrop": 0}
     learned = replace(config_of("smoke", tmp_path / "run"), model={"_target_": CAUSAL_LM, "config": gpt2})
     assert recipes.verify.main(learned) == 1
     monkeypatch.setattr(recipes.verify, "to_thd", right_to_thd)

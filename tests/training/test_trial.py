@@ -22,6 +22,10 @@ from tests.data.templates import MARKED, byte_tokenizer
 from tests.run.small_run import train
 
 
+def no_lambda(optimizer: torch.optim.Optimizer, max_steps: int) -> torch.optim.lr_scheduler.ConstantLR:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
 def tried(*overrides: str) -> str:
     config = check_config(compose_config("smoke", list(overrides)))
     try:
@@ -60,6 +64,10 @@ def test_a_model_type_that_does_not_exist() -> None:
 def test_all_at_once_and_the_right_ones_pass() -> None:
     assert tried() == ""
     assert tried("model.config.hidden_size=64", "lr_scheduler=wsd", "training.max_steps=1") == ""
+    assert tried("optimizer.betas=[0,0]") == ""  # whole numbers are numbers
+    constant = ["~lr_scheduler.warmup_steps", "~lr_scheduler.min_lr_frac"]
+    constant += ["lr_scheduler._target_=tests.training.test_trial.no_lambda", "security.allow_targets=[tests]"]
+    assert tried(*constant).startswith("lr_scheduler gives a ConstantLR: a torch.optim.lr_scheduler.LambdaLR is needed")
     both = tried("model.config.num_hidden_layers=0", "~optimizer.lr")
     assert both.splitlines()[1] == "automodel_lite.training.optimizers.adamw: missing a required argument: 'lr'."
 
