@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
-    from automodel_lite.data.collate import packed_sequence_thd_collater
+    from automodel_lite.data.loader import packed_sequence_thd_collater
     from automodel_lite.data.packing.packer import Packer
     from automodel_lite.data.packing.packs import PackedDataset
     from automodel_lite.data.packing.plan import plan_packs

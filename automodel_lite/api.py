@@ -9,16 +9,15 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.attention.adapter import install
-from automodel_lite.attention.auto import auto_attention
+from automodel_lite.attention.adapter import auto_attention, install
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.cli import compose_config, imported
 from automodel_lite.config.check import check_config
-from automodel_lite.data.chat import TrainOn
-from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.data.documents import DocumentList
+from automodel_lite.data.encode import TrainOn
+from automodel_lite.data.loader import packed_sequence_thd_collater
 from automodel_lite.data.token_rows import TokenRows
 from automodel_lite.data.tokenize import Job, tokenize_in_memory
 from automodel_lite.errors import RunStoppedError

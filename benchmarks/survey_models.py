@@ -49,9 +49,9 @@ from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.lora import load_adapted
-from automodel_lite.models.original import stored_dtypes
 from automodel_lite.models.source import model_class
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
+from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model
 

@@ -13,8 +13,8 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.prepare_data:main")
 
 from automodel_lite.config.schema import Config
+from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import prepare_data
-from automodel_lite.data.source import batch_shape
 
 
 def main(config: Config) -> int:

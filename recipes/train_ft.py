@@ -28,17 +28,15 @@ import torch
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.loader import DeviceFeed, ReadyStep
+from automodel_lite.data.loader import Cursor, DeviceFeed, ReadyStep
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
-from automodel_lite.data.source import Cursor
 from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError
-from automodel_lite.garbage import collecting_seldom
+from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, runs_remote_code
 from automodel_lite.parallel.checks import check_ranks_read_alike
-from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
-from automodel_lite.parallel.peers import Peers, flat, open_peers, together, versions
+from automodel_lite.parallel.peers import Peers, flat, open_control, open_peers, together, versions
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint import Checkpointer

@@ -28,7 +28,7 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.data.loader import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size

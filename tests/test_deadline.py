@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from automodel_lite.deadline import Deadline, DeadlineExceeded
+from automodel_lite.interpreter import Deadline, DeadlineExceeded
 
 
 def spin(seconds: float) -> int:
@@ -37,7 +37,7 @@ def test_an_endless_block_is_ended_here_and_in_a_thread() -> None:
 
 
 def test_short_blocks_go_on_and_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("automodel_lite.deadline.CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr("automodel_lite.interpreter.CHECK_EVERY_S", 0.001)
     deadline = pickle.loads(pickle.dumps(Deadline(0.05)))
     for _ in range(50):
         with deadline:
@@ -48,7 +48,7 @@ def test_short_blocks_go_on_and_errors_pass(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_exception_never_leaks_behind_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that end just when their time does: each is either ended or not, and what follows is left alone."""
-    monkeypatch.setattr("automodel_lite.deadline.CHECK_EVERY_S", 0.0005)
+    monkeypatch.setattr("automodel_lite.interpreter.CHECK_EVERY_S", 0.0005)
     deadline = Deadline(0.002)
     ended = 0
     for number in range(400):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.garbage import collecting_seldom
+from automodel_lite.interpreter import collecting_seldom
 
 ONLY_SOME_CONFIGS = (
     "datasets pandas peft wandb mlflow trackio torch.utils.tensorboard matplotlib liger_kernel torchao bitsandbytes "

@@ -21,8 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from automodel_lite.document_rows import DocumentRows
-from automodel_lite.thd import MixerPlan
+from automodel_lite.thd import DocumentRows, MixerPlan
 
 
 @dataclass(frozen=True)

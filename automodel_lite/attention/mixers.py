@@ -1,6 +1,6 @@
 """Layers that mix tokens in other ways than attention (state spaces, delta rules, convolutions), document by document.
 
-Any causal mixer gets the documents of the stream as right-padded rows (document_rows.py): exact by construction, on any
+Any causal mixer gets the documents of the stream as right-padded rows (thd.py): exact by construction, on any
 device, with no line for any family. Which modules are mixers follows from transformers' conventions: a token mixer
 takes a cache or a mask, and attention asks transformers' registry for its function. What the conventions miss, the
 isolation probe finds.

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.spec import UNPACKED
-from automodel_lite.document_rows import document_rows
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch
+from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, document_rows
 
 DOCUMENT_TOKENS = 16
 _TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.2

@@ -45,7 +45,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
-from automodel_lite.garbage import collecting_seldom
+from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.run.stopping import SIGNALS
 
 

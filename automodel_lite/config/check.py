@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.config.components import CodePath, check_origin, code_problem, locate, own_targets, target_problem
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
-from automodel_lite.config.schema import Config, Part
-from automodel_lite.config.sizes import size_problems
+from automodel_lite.config.schema import Config, Part, size_problems
 from automodel_lite.errors import ConfigError, did_you_mean
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it

@@ -1,7 +1,14 @@
-"""What every dataset offers to the tokeniser: normalised documents that know where they came from."""
+"""What every dataset offers to the tokeniser: normalised documents that know where they came from.
+
+The turn of a chat becomes `{"role", "content", ...}`, from the shapes that turns have in the wild. What is understood
+is mapped to what it means: OpenAI's messages and its older `function_call`, ShareGPT's turns with their function calls,
+lists of text parts. What is not understood is an error that names the place: a part, a weight or a picture that is
+passed over in silence trains another model than the data describe.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -106,3 +113,143 @@ def _texts(document: Document) -> Iterator[str]:
     for key in ("system", "prompt", "completion", "text"):
         if document.get(key):
             yield document[key]
+
+
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "function_response": "tool", "function": "tool", "function_call": "assistant",
+}  # fmt: skip
+"""ShareGPT's names, and older ones of OpenAI -> the names that chat templates know; other roles stay as they are."""
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_KEYS = ("text", "value", "content")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MASKS = ("train", "training", "trainable", "train_detail", "loss", "loss_mask", "mask", "masked", "learn")
+"""Keys by which other programs say what is trained on; here it is `weight`."""
+
+
+def read_turn(turn: Any, where: str) -> Message:
+    """The message of one turn.
+
+    Args:
+        where: its place in the row, `messages[2]`.
+
+    Raises:
+        DataError: names the place and what is wrong there.
+    """
+    if not isinstance(turn, dict):
+        raise DataError(f"{where} must be an object with role and content, not {type(turn).__name__}.")
+    message = {key: value for key, value in turn.items() if value is not None}
+    _check_keys(message, where)
+    if "from" in message:
+        message = _sharegpt(message, where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{where}.role must be a text, not {role!r}.")
+    message["role"] = ROLES.get(role, role)
+    if "function_call" in message:  # OpenAI's own, before there were tool_calls
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    if message.get("tool_calls"):
+        calls = maybe_json(message["tool_calls"], f"{where}.tool_calls")
+        if not isinstance(calls, list):
+            raise DataError(f"{where}.tool_calls must be a list, not {type(calls).__name__}.")
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+    if "weight" in message:
+        message["weight"] = _weight(message["weight"], where)
+    message["content"] = _content(message.get("content"), where, may_lack=bool(message.get("tool_calls")))
+    return message
+
+
+def _check_keys(message: Message, where: str) -> None:
+    for key in MASKS:
+        if key in message:
+            raise DataError(
+                f"{where}.{key}={message[key]!r} is how another program says what is trained on: write weight: 1 for a "
+                "turn that is, and weight: 0 for one that is not."
+            )
+    for key in MEDIA:
+        if message.get(key) not in (None, [], {}, ""):
+            raise DataError(f"{where}.{key} would be left out: this program trains on text.")
+
+
+def _sharegpt(message: Message, where: str) -> Message:
+    """`{"from", "value"}` as `{"role", "content"}`; the value of a function call is JSON."""
+    sender, value = message["from"], message.get("value", message.get("content"))
+    if not isinstance(sender, str) or sender not in ROLES:
+        raise DataError(f"{where}: from={sender!r} is none of {', '.join(ROLES)}.")
+    rest = {key: item for key, item in message.items() if key not in ("from", "value", "content")}
+    if sender != "function_call":
+        return {**rest, "role": sender, "content": value}
+    calls = maybe_json(value, f"{where}.value")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(
+            f'{where}.value of a function_call must be JSON such as {{"name": "f", "arguments": {{}}}}, not '
+            f"{str(value)[:40]!r}."
+        )
+    return {**rest, "role": sender, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """OpenAI keeps a call's arguments as JSON text; templates write them out as an object."""
+    if not isinstance(call, dict):
+        raise DataError(f"{where}.tool_calls must hold objects, not {type(call).__name__}.")
+    function = call.get("function", call if "name" in call else None)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}.tool_calls must hold objects with a function and its name, not {str(call)[:40]!r}.")
+    arguments = maybe_json(function.get("arguments", {}), f"{where}.tool_calls.arguments")
+    rest = {key: value for key, value in call.items() if key not in ("name", "arguments")}
+    return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def _weight(weight: Any, where: str) -> int:
+    """0 or 1; anything between would be trained like 1."""
+    if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
+        raise DataError(f"{where}.weight must be 0 (not trained on) or 1, not {weight!r}.")
+    return int(weight)
+
+
+def _content(content: Any, where: str, may_lack: bool) -> str:
+    if content is None and may_lack:
+        return ""
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+    if not isinstance(content, str):
+        shown = "missing" if content is None else f"{type(content).__name__}"
+        raise DataError(f"{where}.content must be a text, not {shown}.")
+    return sound_text(content, f"{where}.content")
+
+
+def _part(part: Any, where: str) -> str:
+    """The text of one part of a content: `{"type": "text", "text": "Hi"}`, or its text under another name."""
+    if not isinstance(part, dict):
+        raise DataError(f'{where} must be an object such as {{"type": "text", "text": ...}}, not {part!r:.40}.')
+    kind = part.get("type", "text")
+    if kind not in TEXT_PARTS:
+        raise DataError(f"{where} is of type {kind!r}, and only text is trained on: take it out, or write it as text.")
+    found = {key: part[key] for key in TEXT_KEYS if part.get(key) is not None}
+    if len(found) != 1 or not all(isinstance(value, str) for value in found.values()):
+        shown = str(part)
+        raise DataError(f"{where} must hold its text once, under text: it is {shown[:60]}{'...' * (len(shown) > 60)}.")
+    _check_keys(part, where)
+    return str(next(iter(found.values())))
+
+
+def maybe_json(value: Any, where: str) -> Any:
+    """The value, parsed if it is a text of JSON."""
+    if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is a text that is not JSON: {error}.") from error
+
+
+def sound_text(value: str, where: str) -> str:
+    """The text, if it is one that can be written as UTF-8: JSON may hold half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} holds half of a surrogate pair at character {error.start + 1}.") from error
+    return value

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_lite.data.documents import Document, Message
+from automodel_lite.data.documents import MEDIA, Document, Message, maybe_json, read_turn, sound_text
 from automodel_lite.data.readers import RawRow, RawRows
 from automodel_lite.data.token_rows import packed_tokens, tokens
-from automodel_lite.data.turns import MEDIA, maybe_json, read_turn, sound_text
 from automodel_lite.errors import ConfigError, DataError
 
 Normalise = Callable[[RawRow], Document]

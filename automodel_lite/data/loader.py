@@ -8,6 +8,11 @@
 The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may
 continue on another layout. The recipe owns the position, which advances with finished steps: what workers have read
 ahead is not part of it.
+
+Every source of packs offers the same to training, whether its packs are planned beforehand or made from a stream. Rows
+are not changed by the collater: datasets may cache them.
+
+Legend: B rows, S row length.
 """
 
 from __future__ import annotations
@@ -15,24 +20,217 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.schema import DataloaderConfig
-from automodel_lite.data.collate import packed_sequence_thd_collater
-from automodel_lite.data.packing.order import seeded_order
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
-from automodel_lite.data.source import BatchShape, Cursor, StepBatches
-from automodel_lite.seed import derive_seed
-from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.config.schema import DataloaderConfig, TrainingConfig, global_batch_size_of
+from automodel_lite.data.documents import Documents
+from automodel_lite.data.packing.packer import Packer
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, StackedPacks
+from automodel_lite.data.packing.report import PackingReport
+from automodel_lite.flops import CostModel
+from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.seed import derive_seed, seeded_order
+from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING, ThdBatch, to_thd
+
+PAD_TOKEN_IDS_KEY = "___PAD_TOKEN_IDS___"
+"""Key of a row under which a dataset may name a pad value for each of its fields."""
+
+
+def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPacks) -> dict[str, Any]:
+    """Packs (or loose rows) -> the batch that `thd.to_thd` and `thd.process_input_for_thd` take.
+
+    input_ids, labels, position_ids  int64 [B, S]
+    seq_lens, seq_lens_padded        int64 [B, longest list], filled up with SEQ_LENS_PADDING
+    qkv_format                       "thd"
+    Rows without `seq_lens` become one document each, padded to the longest row of the batch. Raises ValueError for
+    packs of unequal length. StackedPacks, which a DataLoader fetches from PackedDataset, hold the batch already.
+    """
+    if not batch:
+        return {}
+    if isinstance(batch, StackedPacks):
+        return batch.columns | {"qkv_format": "thd"}
+    packed = ["seq_lens" in row for row in batch]
+    if any(packed) and not all(packed):
+        raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")
+    rows = batch if all(packed) else _rows_as_documents(batch)
+    dtypes = {name: getattr(torch, COLUMNS[name].batched) for name in COLUMNS if name in rows[0]}
+    collated: dict[str, Any] = {
+        key: _stack_rows(key, [row[key] for row in rows], dtype)
+        for key, dtype in (dtypes | {"position_ids": torch.long}).items()
+    }
+    for key in ("seq_lens", "seq_lens_padded"):
+        collated[key] = torch.nn.utils.rnn.pad_sequence(
+            [torch.as_tensor(row[key], dtype=torch.long) for row in rows],
+            batch_first=True,
+            padding_value=SEQ_LENS_PADDING,
+        )
+    return collated | {"qkv_format": "thd"}
+
+
+def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of any lengths -> packs of one document each, as long as the longest."""
+    longest = max(len(row["input_ids"]) for row in batch)
+    packs = []
+    for row in batch:
+        ids = as_list(row["input_ids"])
+        padding = {name: column.padding for name, column in COLUMNS.items()}
+        padding["input_ids"] = row.get(PAD_TOKEN_IDS_KEY, {}).get("input_ids", 0)
+        columns = {name: as_list(row[name]) for name in COLUMNS if name in row}
+        mask = row.get("attention_mask")
+        num_real = len(ids) if mask is None else int(sum(as_list(mask))) or len(ids)
+        packs.append(
+            {
+                **{name: values + [padding[name]] * (longest - len(values)) for name, values in columns.items()},
+                "position_ids": list(range(longest)),
+                "seq_lens": [num_real],
+                "seq_lens_padded": [longest],
+            }
+        )
+    return packs
+
+
+def _stack_rows(key: str, rows: list[Any], dtype: torch.dtype) -> Tensor:
+    """[B, S]."""
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        raise ValueError(f"{key}: packs of a batch must have one length, got {lengths}.")
+    return torch.stack([torch.as_tensor(row, dtype=dtype) for row in rows])
+
+
+def as_list(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Position in the data: packs of `epoch` consumed so far, over all ranks.
+
+    shards: of a stream, the state of each shard (by its number) after the packs that were consumed.
+    """
+
+    epoch: int = 0
+    packs: int = 0
+    shards: dict[str, Any] | None = None
+
+    def gathered(self, mesh: Mesh) -> Cursor:
+        """The position with the states of all shards, which are spread over the ranks; for a checkpoint."""
+        if self.shards is None or mesh.root is None:
+            return self
+        own = {k: v for k, v in self.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
+        parts: list[dict[str, Any]] = [{}] * mesh.shape.world_size
+        dist.all_gather_object(parts, own)
+        return replace(self, shards={shard: state for part in parts for shard, state in part.items()})
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How an optimizer step is cut: global_batch_size packs over dp_size ranks in micro-batches."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_size: int
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes of each rank for a whole step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+
+def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
+    """Raises ConfigError when the global batch is not whole micro-batches of all data-parallel ranks."""
+    size = global_batch_size_of(config, dp_size)
+    return BatchShape(size, config.micro_batch_size, dp_size)
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one rank reads for one optimizer step."""
+
+    micro_batches: list[Batch]  # collated [B, S] tensors
+    pack_ids: list[int]  # of the whole step, all ranks
+    epoch: int
+    after: Cursor  # the position once this step is done
+    wait_s: float  # how long the trainer waited for it
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Optimizer steps of the run and of its first epoch."""
+
+    max_steps: int
+    steps_per_epoch: int | None  # None: of a stream, not known
+    shape: BatchShape
+
+    @property
+    def num_epochs(self) -> float | None:
+        return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
+
+
+class PackSource(Protocol):
+    """Where the packs of a run come from. A position means the same packs on every number of ranks and workers."""
+
+    @property
+    def documents(self) -> Documents: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+    @property
+    def packer(self) -> Packer: ...
+
+    @property
+    def shape(self) -> BatchShape: ...
+
+    @property
+    def dataloader(self) -> DataloaderConfig: ...
+
+    @property
+    def val_packs(self) -> Mapping[str, PackedDataset]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What tokenizing did, a line per set."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was read and left out, for metrics.jsonl; empty for a stream, whose position counts."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document (or piece of one) that a pack may hold."""
+
+    def plan(self, config: TrainingConfig) -> TrainingPlan:
+        """How many steps; raises ConfigError when the settings do not say."""
+
+    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
+        """The steps of this rank that follow `cursor`, without end."""
+
+    def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
+        """Documents left out up to `cursor`, where this was not known before the start. Every rank calls it."""
+
+    def report(self, costs: CostModel | None = None) -> PackingReport | None:
+        """What the packs of the first epoch cost and gain; None where they are not known before the start."""
+
+    def lengths(self) -> dict[str, list[float]]:
+        """For drawing: documents in equal bins of length, and the lengths in one pack of the first epoch."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the order of the data follows from, for checkpoints: other values are other data."""
+
 
 _NEVER = 1 << 60
 _STAY_S = 120.0  # of a worker that was told to stop; it leaves sooner with its rank

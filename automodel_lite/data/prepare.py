@@ -19,14 +19,24 @@ from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
 from automodel_lite.data.documents import Documents
-from automodel_lite.data.loader import MicroBatchSampler, deal_to_ranks, epoch_order, read_batches, steps_per_epoch
-from automodel_lite.data.packing.balance import deal, pack_costs
-from automodel_lite.data.packing.packer import Packer
+from automodel_lite.data.files import StreamingDataset
+from automodel_lite.data.loader import (
+    BatchShape,
+    Cursor,
+    MicroBatchSampler,
+    PackSource,
+    StepBatches,
+    TrainingPlan,
+    batch_shape,
+    deal_to_ranks,
+    epoch_order,
+    read_batches,
+    steps_per_epoch,
+)
+from automodel_lite.data.packing.packer import Packer, deal, pack_costs
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.source import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, batch_shape
 from automodel_lite.data.stream_loader import StreamedPacks, TokenStream
-from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.tokenize import Job, TokenizedData, tokenize_documents, tokenize_validation
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError

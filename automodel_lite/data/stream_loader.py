@@ -24,16 +24,19 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.chat import Sample
-from automodel_lite.data.collate import packed_sequence_thd_collater
 from automodel_lite.data.documents import Document
-from automodel_lite.data.encode import Encoder, SampleRenderer
-from automodel_lite.data.loader import outlive_signals
+from automodel_lite.data.encode import Encoder, Sample, SampleRenderer
+from automodel_lite.data.files import StreamingDataset
+from automodel_lite.data.loader import (
+    BatchShape,
+    Cursor,
+    StepBatches,
+    TrainingPlan,
+    outlive_signals,
+    packed_sequence_thd_collater,
+)
 from automodel_lite.data.packing.packer import Packer
-from automodel_lite.data.packing.packs import PackedDataset, lay_out
-from automodel_lite.data.packing.stream import PackStream
-from automodel_lite.data.source import BatchShape, Cursor, StepBatches, TrainingPlan
-from automodel_lite.data.streaming import StreamingDataset
+from automodel_lite.data.packing.packs import PackedDataset, PackStream, lay_out
 from automodel_lite.data.token_rows import flatten, next_token_labels
 from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError

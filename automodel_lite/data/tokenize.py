@@ -22,13 +22,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.data.cache import CacheEntry, Key, build_once, default_cache_dir, short_hash
-from automodel_lite.data.chat import Sample, TrainOn
 from automodel_lite.data.documents import Document, DocumentRows, Documents
-from automodel_lite.data.encode import Encoder, SampleRenderer
+from automodel_lite.data.encode import Encoder, Sample, SampleRenderer, TrainOn
+from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.memmap import MemmapCorpus, check_token_ids
 from automodel_lite.data.mixture import Mixture, prefixed
 from automodel_lite.data.row_checks import Chunk, RowCounts, Tally, check_rows
-from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.token_rows import CONTENT_HASH, Rows, RowsWriter, TokenRows, load_rows, next_token_labels
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
-from automodel_lite.deadline import Deadline
 from automodel_lite.errors import ConfigError
+from automodel_lite.interpreter import Deadline
 from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
 
 MAX_RENDER_S = 20.0

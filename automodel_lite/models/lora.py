@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.lora_targets import lora_targets
+from automodel_lite.models.adapter import lora_targets
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import load_whole
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from automodel_lite.data import collate
-from automodel_lite.data.collate import PAD_TOKEN_IDS_KEY
+from automodel_lite.data import loader
+from automodel_lite.data.loader import PAD_TOKEN_IDS_KEY
 from automodel_lite.thd import IGNORE_INDEX
 
 PAD_TOKEN_IDS = {"labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "input_ids": 0}
@@ -28,9 +28,9 @@ Columns = dict[str, list]
 
 def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Packs (or loose rows) -> `input_ids, labels, position_ids` [B, S], `seq_lens, seq_lens_padded` filled up with
-    -1000, `qkv_format`. The recipe's own collater (`data.collate`).
+    -1000, `qkv_format`. The recipe's own collater (`data.loader`).
     """
-    return collate.packed_sequence_thd_collater(batch)
+    return loader.packed_sequence_thd_collater(batch)
 
 
 def pack_features_for_thd(
@@ -45,8 +45,8 @@ def pack_features_for_thd(
         raise ValueError("pack_features_for_thd requires at least one feature")
     record: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "seq_lens": []}
     for feature in features:
-        ids = collate.as_list(feature["input_ids"])
-        labels = collate.as_list(feature["labels"]) if feature.get("labels") is not None else [ignore_index] * len(ids)
+        ids = loader.as_list(feature["input_ids"])
+        labels = loader.as_list(feature["labels"]) if feature.get("labels") is not None else [ignore_index] * len(ids)
         if not ids:
             raise ValueError("pack_features_for_thd cannot pack an empty sequence")
         if len(labels) != len(ids):

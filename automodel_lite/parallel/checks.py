@@ -11,12 +11,11 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.probe import Logits, logits_of, tolerance_std
 from automodel_lite.attention.spec import config_value
-from automodel_lite.document_rows import document_rows
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import check_heads_divide
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.zigzag import shard_indices
-from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch
+from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, document_rows
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 MUCH_KV_GIB = 2.0

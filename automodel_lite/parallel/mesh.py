@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from automodel_lite.config.schema import MeshConfig
-from automodel_lite.config.sizes import MeshShape, launched, mesh_shape, rank, world_size
+from automodel_lite.config.schema import MeshConfig, MeshShape, launched, mesh_shape, rank, world_size
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_lite.document_rows import DocumentRows, document_rows
 from automodel_lite.parallel.exchange import AllToAll
 from automodel_lite.parallel.zigzag import concatenated_ranges, inverse_permutation
+from automodel_lite.thd import DocumentRows, document_rows
 
 
 class AllToAllRows(torch.autograd.Function):

@@ -37,13 +37,20 @@ from torch.distributed.checkpoint.state_dict import (
 
 from automodel_lite.config.schema import CheckpointConfig, Config
 from automodel_lite.errors import ConfigError, RunStoppedError
-from automodel_lite.parallel.control import Control
+from automodel_lite.parallel.peers import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
-from automodel_lite.run.boxes import as_boxes, take_boxes
 from automodel_lite.run.checkpoint_folder import Retention
 from automodel_lite.run.folder import RunFolder, config_yaml
-from automodel_lite.run.sharded_files import BrokenCheckpointError, ShardReader, ShardWriter, check_fits, check_index
+from automodel_lite.run.sharded_files import (
+    BrokenCheckpointError,
+    ShardReader,
+    ShardWriter,
+    as_boxes,
+    check_fits,
+    check_index,
+    take_boxes,
+)
 
 JsonState = dict[str, Any]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.errors import ConfigError, DataError, RunStoppedError
-from automodel_lite.parallel.control import Control
+from automodel_lite.parallel.peers import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import RunFolder

@@ -10,8 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.adapter import install
-from automodel_lite.attention.auto import auto_attention
+from automodel_lite.attention.adapter import auto_attention, install
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.spec import attention_spec
@@ -19,7 +18,7 @@ from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
-from automodel_lite.garbage import returning_blocks
+from automodel_lite.interpreter import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, is_quantized
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
+from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import prepare_data
-from automodel_lite.data.source import batch_shape
 from automodel_lite.models.adapter import Peft, is_quantized
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM, describe

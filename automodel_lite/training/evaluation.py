@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from automodel_lite.attention.probe import stream_of
 from automodel_lite.config.rules import Count, Positive
 from automodel_lite.config.schema import SamplesConfig
-from automodel_lite.data.loader import DeviceFeed, validation_steps
+from automodel_lite.data.loader import DeviceFeed, PackSource, validation_steps
 from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.source import PackSource
 from automodel_lite.models.generate import load_model
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel

@@ -21,8 +21,8 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
+from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import build_packer
-from automodel_lite.data.source import batch_shape
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import CausalLM

@@ -29,7 +29,7 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.data.loader import packed_sequence_thd_collater
 from automodel_lite.models.adapter import Peft, cast_frozen
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel

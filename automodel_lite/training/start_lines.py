@@ -9,8 +9,8 @@ import transformers
 
 import automodel_lite
 from automodel_lite.config.schema import Config
+from automodel_lite.data.loader import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.data.source import PackSource, TrainingPlan
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
 

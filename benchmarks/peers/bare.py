@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from automodel_lite.config.components import build
+from automodel_lite.data.loader import BatchShape, Cursor
 from automodel_lite.data.prepare import prepare_data
-from automodel_lite.data.source import BatchShape, Cursor
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel

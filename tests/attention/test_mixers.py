@@ -13,10 +13,9 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.mixers import mixers_of
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.attention.reference import ReferenceAttention
-from automodel_lite.document_rows import document_rows
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, document_rows
 from tests.attention.families import documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 

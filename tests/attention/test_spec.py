@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
-from automodel_lite.attention.adapter import install
-from automodel_lite.attention.auto import KernelByKind, auto_attention
+from automodel_lite.attention.adapter import KernelByKind, auto_attention, install
 from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.reference import ReferenceAttention

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from automodel_lite.data.loader import DeviceFeed
-from automodel_lite.data.source import Cursor, StepBatches
+from automodel_lite.data.loader import Cursor, DeviceFeed, StepBatches
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

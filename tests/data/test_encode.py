@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.chat import ChatRenderer, Sample
-from automodel_lite.data.encode import Encoder
+from automodel_lite.data.encode import ChatRenderer, Encoder, Sample
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
 from automodel_lite.data.toy_chat import ToyChat
 from tests.data.templates import FAMILIES, MISTRAL, byte_tokenizer

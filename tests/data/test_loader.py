@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
+from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packer import Packer
 from automodel_lite.data.prepare import PlannedPacks
-from automodel_lite.data.source import BatchShape, Cursor, StepBatches
 from automodel_lite.data.tokenize import TokenizedData, tokenize_documents
 from automodel_lite.data.toy_chat import ToyChat
 from automodel_lite.flops import CostModel

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from automodel_lite.data.loader import MicroBatchSampler, deal_to_ranks, epoch_order, steps_per_epoch
+from automodel_lite.data.loader import BatchShape, MicroBatchSampler, deal_to_ranks, epoch_order, steps_per_epoch
 from automodel_lite.data.packing.packs import EMPTY_PACK
-from automodel_lite.data.source import BatchShape
 
 
 def test_a_step_is_dealt_to_ranks_and_micro_batches() -> None:

@@ -12,10 +12,10 @@ import datasets
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
+from automodel_lite.data.files import StreamingDataset
+from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packer import Packer
-from automodel_lite.data.source import BatchShape, Cursor, StepBatches
 from automodel_lite.data.stream_loader import StreamedPacks, TokenStream
-from automodel_lite.data.streaming import StreamingDataset
 from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.flops import CostModel

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from automodel_lite.data.chat import ChatRenderer
-from automodel_lite.data.encode import SampleRenderer
+from automodel_lite.data.encode import ChatRenderer, SampleRenderer
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.memmap import MemmapCorpus, write_memmap
 from automodel_lite.data.tokenize import tokenize_documents

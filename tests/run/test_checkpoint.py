@@ -16,7 +16,7 @@ from torch import nn
 
 from automodel_lite.config.schema import CheckpointConfig, Config
 from automodel_lite.errors import ConfigError, RunStoppedError
-from automodel_lite.parallel.control import Control
+from automodel_lite.parallel.peers import Control
 from automodel_lite.run import checkpoint_folder, durable, sharded_files
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.checkpoint_folder import Retention

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from automodel_lite.data.collate import packed_sequence_thd_collater
+from automodel_lite.data.loader import packed_sequence_thd_collater
 from automodel_lite.flops import CostModel
 from automodel_lite.models.flops import StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape

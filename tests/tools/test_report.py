@@ -9,12 +9,13 @@ from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.report import (
     LiveReport,
     _thinned,
+    differences,
     facts_of,
     page_of,
+    read_run,
     warnings_of,
     write_report,
 )
-from automodel_lite.tools.report.record import differences, read_run
 from tests.recipes.runs import train
 
 

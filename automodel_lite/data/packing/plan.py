@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from automodel_lite.data.packing.histogram import lower_bound
-from automodel_lite.data.packing.order import seeded_order
 from automodel_lite.data.packing.strategies import Packed, Strategy, strategy_of
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.seed import seeded_order
 
 OVERLONG = ("drop", "truncate", "split", "error")
 PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail

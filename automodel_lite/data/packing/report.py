@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
-from automodel_lite.data.packing.order import seeded_order
+from automodel_lite.data.packing.packer import deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.flops import CostModel
+from automodel_lite.seed import seeded_order
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BAR = "█"

@@ -11,10 +11,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from automodel_lite.config.rules import Positive
-from automodel_lite.data.packing.exact_fill import LOOKAHEAD, ExactFiller
-from automodel_lite.data.packing.histogram import assign, best_fit, fewest_bins
-from automodel_lite.data.packing.order import seeded_order
+from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller, assign, best_fit, fewest_bins
 from automodel_lite.errors import ConfigError
+from automodel_lite.seed import seeded_order
 
 WORSE_THAN_BEST_FIT = 1.002  # above it exact_fill gives way to best_fit
 TRIAL_PACKS = 1024  # exact_fill is judged early, once it has made so many packs

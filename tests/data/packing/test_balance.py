@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.balance import deal, imbalance, pack_costs
+from automodel_lite.data.packing.packer import deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.flops import CostModel
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from automodel_lite.data.packing.order import longest_first, seeded_order
+from automodel_lite.seed import longest_first, seeded_order
 
 
 def test_a_known_order() -> None:

@@ -188,7 +188,7 @@ def test_realistic_mixes_are_within_two_packs_of_the_lower_bound(strategy: str, 
 def test_exact_fill_keeps_documents_near_their_place_in_the_epoch() -> None:
     lengths = np.random.default_rng(0).integers(8, 700, 20_000)
     plan = plan_packs(lengths, 2048, seed=4)
-    from automodel_lite.data.packing.order import seeded_order
+    from automodel_lite.seed import seeded_order
 
     place = np.empty(len(lengths), int)
     place[seeded_order(len(lengths), 4, 0)] = np.arange(len(lengths))
