@@ -38,7 +38,7 @@ class DocumentRows:
     """rows       int64 [n, L] each: positions in the stream; behind its end, a document's last position is repeated
     to_stream  int64 [T]: where each position of the stream is in all rows, flattened one after the other
     cu_seqlens int32 [N + 1] and seq_idx int32 [1, T] (the document of each token): what kernels of packages want
-    cu_host    cu_seqlens, never moved: some of those kernels read it on the host
+    cu_host    cu_seqlens, never mapped: some of those kernels read it on the host
     """
 
     rows: tuple[Tensor, ...]
@@ -47,13 +47,13 @@ class DocumentRows:
     seq_idx: Tensor
     cu_host: Tensor
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> DocumentRows:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DocumentRows:
         return replace(
             self,
-            rows=tuple(move(rows) for rows in self.rows),
-            to_stream=move(self.to_stream),
-            cu_seqlens=move(self.cu_seqlens),
-            seq_idx=move(self.seq_idx),
+            rows=tuple(function(rows) for rows in self.rows),
+            to_stream=function(self.to_stream),
+            cu_seqlens=function(self.cu_seqlens),
+            seq_idx=function(self.seq_idx),
         )
 
     def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
@@ -145,8 +145,8 @@ class Exchange(Protocol):
     def after(self, out_THD: Tensor) -> Tensor:
         """The kernel's output -> the output of this rank's own tokens."""
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Exchange:
-        """The same exchange with each of its tensors moved."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Exchange:
+        """The same exchange with `function` of each of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,11 @@ class AttentionPlan:
     max_k: int
     exchange: Exchange | None = None
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> AttentionPlan:
-        """The plan with its tensors moved; what was one tensor stays one."""
-        cu_q = move(self.cu_q)
-        cu_k = cu_q if self.cu_k is self.cu_q else move(self.cu_k)
-        exchange = None if self.exchange is None else self.exchange.moved(move)
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AttentionPlan:
+        """The plan with `function` of its tensors; what was one tensor stays one."""
+        cu_q = function(self.cu_q)
+        cu_k = cu_q if self.cu_k is self.cu_q else function(self.cu_k)
+        exchange = None if self.exchange is None else self.exchange.map_tensors(function)
         return replace(self, cu_q=cu_q, cu_k=cu_k, exchange=exchange)
 
 
@@ -202,8 +202,8 @@ class MixerExchange(Protocol):
     def from_owner(self, x_TC: Tensor) -> Tensor:
         """[T', ...] -> [T / cp, ...]."""
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> MixerExchange:
-        """The same exchange with each of its tensors moved."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> MixerExchange:
+        """The same exchange with `function` of each of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,9 @@ class MixerPlan:
     stream: DocumentRows
     exchange: MixerExchange | None = None
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> MixerPlan:
-        exchange = None if self.exchange is None else self.exchange.moved(move)
-        return replace(self, stream=self.stream.moved(move), exchange=exchange)
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> MixerPlan:
+        exchange = None if self.exchange is None else self.exchange.map_tensors(function)
+        return replace(self, stream=self.stream.map_tensors(function), exchange=exchange)
 
 
 @dataclass(frozen=True)
@@ -251,18 +251,22 @@ class ThdBatch:
     attention: AttentionPlan
     mixers: MixerPlan
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> ThdBatch:
-        """The batch with each of its tensors moved."""
-        tensors: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors, attention=self.attention.moved(move), mixers=self.mixers.moved(move))
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ThdBatch:
+        """The batch with `function` of each of its tensors."""
+        tensors: dict[str, Any] = {
+            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(
+            self, **tensors, attention=self.attention.map_tensors(function), mixers=self.mixers.map_tensors(function)
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
         """The batch on `device`. The copies overlap with work on the GPU only if the batch was pinned."""
-        return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ThdBatch:
         """The batch in page-locked memory; the name is the one that torch's pinning thread calls."""
-        return self.moved(lambda tensor: tensor.pin_memory())
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face causal LM that runs on one of our kernels.

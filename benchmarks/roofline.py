@@ -136,7 +136,7 @@ def counted(job: Job, num_layers: int) -> list[tuple[str, float, float]]:
     model = LossModel(lm, FusedLinearCrossEntropy())
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_fake_cpu(model)
-        batch = batch.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        batch = batch.map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         with torch.autocast("cpu", torch.bfloat16, enabled=job.lora, cache_enabled=False), count:
             model(batch).backward()
     return count.operations

@@ -45,6 +45,7 @@ from automodel_lite.run.failures import (
     BadSteps,
     Place,
     StepNumbers,
+    Watchdog,
     are_finite,
     has_failed,
     is_lost_peer,
@@ -55,7 +56,6 @@ from automodel_lite.run.failures import (
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepEdge, deadline_of, ending_of
-from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts

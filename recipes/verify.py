@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import packed_sequence_thd_collater

@@ -41,7 +41,7 @@ def test_to_thd_counts_and_boundaries() -> None:
 
 
 def test_a_moved_batch_keeps_one_tensor_one() -> None:
-    moved = to_thd(batch_of([[4]], [[4]], 4)).moved(torch.clone)
+    moved = to_thd(batch_of([[4]], [[4]], 4)).map_tensors(torch.clone)
     assert moved.attention.cu_q is moved.attention.cu_k
 
 

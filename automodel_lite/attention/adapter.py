@@ -19,9 +19,8 @@ import transformers
 from torch import Tensor, nn
 
 from automodel_lite.attention.documents import NOW, hold_documents
-from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec
+from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec, ReferenceAttention
 from automodel_lite.attention.mixers import install_mixers
-from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.attention.spec import UNPACKED, has_attention, layer_chunk, layer_window
 from automodel_lite.errors import ConfigError
 

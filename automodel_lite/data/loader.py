@@ -364,7 +364,7 @@ class DeviceFeed:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._copies)
             for part in ready.parts:
-                part.moved(lambda tensor: _used_on(tensor, compute))
+                part.map_tensors(lambda tensor: _used_on(tensor, compute))
         return ready
 
     def _ready(self, batches: StepBatches) -> ReadyStep:

@@ -89,8 +89,8 @@ class AllGatherKV:
     def after(self, out_THD: Tensor) -> Tensor:
         return out_THD
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> AllGatherKV:
-        return replace(self, key_rows=move(self.key_rows))
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AllGatherKV:
+        return replace(self, key_rows=function(self.key_rows))
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Ulysses:
         slices = out_THD.index_select(0, self.to_ranks).unflatten(0, (self.group.size(), -1))
         return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Ulysses:
-        return replace(self, to_stream=move(self.to_stream), to_ranks=move(self.to_ranks))
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Ulysses:
+        return replace(self, to_stream=function(self.to_stream), to_ranks=function(self.to_ranks))
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class TransformerEngine:
     def after(self, out_THD: Tensor) -> Tensor:
         return out_THD
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> TransformerEngine:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> TransformerEngine:
         return self
 
 

@@ -98,16 +98,16 @@ class DealtMixers:
         rows = x_TC.index_select(0, self.unarrange)
         return AllToAllRows.apply(rows, self.counts_in, self.counts_out, self.group).index_select(0, self.unsend)
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> DealtMixers:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DealtMixers:
         return replace(
             self,
-            to_stream=move(self.to_stream),
-            to_ranks=move(self.to_ranks),
-            owned=self.owned.moved(move),
-            send=move(self.send),
-            unsend=move(self.unsend),
-            arrange=move(self.arrange),
-            unarrange=move(self.unarrange),
+            to_stream=function(self.to_stream),
+            to_ranks=function(self.to_ranks),
+            owned=self.owned.map_tensors(function),
+            send=function(self.send),
+            unsend=function(self.unsend),
+            arrange=function(self.arrange),
+            unarrange=function(self.unarrange),
         )
 
 

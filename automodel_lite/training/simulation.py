@@ -147,7 +147,7 @@ def _run(config: Config, model_config: PretrainedConfig, mesh: Mesh, part: ThdBa
             decoder_layers(lm), config.training.activation_checkpointing, config.training.recompute_every_layers
         )
         optimizer = build(config.optimizer, model.loss_model)
-        inputs = part.moved(mode.from_tensor)
+        inputs = part.map_tensors(mode.from_tensor)
         micro_steps = max(
             1, (config.training.global_batch_size or 0) // (config.training.micro_batch_size * mesh.shape.dp)
         )

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec, ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.parallel.zigzag import concatenated_ranges, owned_segments, shard_indices
@@ -27,7 +26,7 @@ KERNELS = {
     "flash": "automodel_lite.attention.flash.FlashAttention",
     "te": "automodel_lite.attention.te.TransformerEngineAttention",
     "flex": "automodel_lite.attention.flex.FlexAttention",
-    "reference": "automodel_lite.attention.reference.ReferenceAttention",
+    "reference": "automodel_lite.attention.kernel.ReferenceAttention",
 }
 LENGTHS = [48, 16, 160, 16, 320, 80]  # multiples of 2 * 8
 CP_SIZES = (2, 4, 8)

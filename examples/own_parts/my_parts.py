@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.documents import DocumentList, Question
 from automodel_lite.telemetry.tracker import Row, RunInfo
 from automodel_lite.training.optimizers import param_groups

@@ -19,9 +19,8 @@ from transformers import (
 )
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention
 from automodel_lite.attention.probe import check_packing_isolation
-from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from tests.attention.families import BASE, build, documents, stream
 

@@ -13,7 +13,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
 from automodel_lite.attention.flex import FlexAttention, _segments, _visible, compiled_flex, packed_block_mask
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
 from tests.attention.test_kernels import attend, boundaries
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from automodel_lite.attention import reference
+from automodel_lite.attention import kernel as reference
 from automodel_lite.attention.flex import FlexAttention
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 
 
 def token_by_token(

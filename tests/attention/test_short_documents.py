@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_lite.attention import reference
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention import kernel as reference
+from automodel_lite.attention.kernel import ReferenceAttention
 
 
 def attended(dtype: torch.dtype, num_kv_heads: int) -> list[Tensor]:

@@ -47,7 +47,7 @@ def test_every_step_once_in_order(device: str, staged: bool) -> None:
 
 
 def test_what_is_placed_is_what_the_device_gets() -> None:
-    feed = DeviceFeed(steps(1, []), lambda batch: batch.moved(lambda tensor: tensor + 7), torch.device("cpu"))
+    feed = DeviceFeed(steps(1, []), lambda batch: batch.map_tensors(lambda tensor: tensor + 7), torch.device("cpu"))
     ready = next(feed)
     assert ready.parts[0].input_ids.tolist() == [7] * 4
     assert ready.micro_batches[0].input_ids.tolist() == [0] * 4

@@ -16,7 +16,7 @@ import torch
 
 import automodel_lite
 from automodel_lite import hf_collater, install_attention
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, TransformerEngine, Ulysses
 from automodel_lite.parallel.shard import attention_plan, cp_shard
@@ -67,7 +67,7 @@ def test_an_unknown_exchange_is_refused() -> None:
 def test_moving_a_plan_moves_its_exchange() -> None:
     plan = attention_plan(stream(documents([7, 3]), 4), GROUP, 2, 0, "all_gather")
     seen: list[int] = []
-    moved = plan.moved(lambda tensor: seen.append(tensor.numel()) or tensor.clone())
+    moved = plan.map_tensors(lambda tensor: seen.append(tensor.numel()) or tensor.clone())
     assert sorted(seen) == [5, 5, 15]
     assert moved.exchange is not plan.exchange
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel import shard as context_parallel
 from automodel_lite.parallel.mesh import Mesh, MeshShape

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.reference import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError

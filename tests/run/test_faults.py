@@ -20,10 +20,10 @@ import torch
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run import checkpoint_folder, durable
+from automodel_lite.run.failures import Watchdog
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import Deadline, deadline_of, seconds_of
-from automodel_lite.run.watchdog import Watchdog
 from tests.ranks import run_ranks
 from tests.run.disk_faults import Faults
 from tests.run.small_run import QUICK, config_of, losses, train
@@ -571,7 +571,7 @@ def test_a_rank_that_holds_the_interpreters_lock_writes_its_own_stack(tmp_path: 
     log = tmp_path / "logs" / "rank_00000.log"
     script = (
         "import ctypes, pathlib, sys\n"
-        "from automodel_lite.run.watchdog import Watchdog\n"
+        "from automodel_lite.run.failures import Watchdog\n"
         "watchdog = Watchdog(pathlib.Path(sys.argv[1]), 0.5)\n"
         "watchdog.start(0, 'token')\n"
         "ctypes.PyDLL(None).sleep(6)\n"  # a call that keeps the lock; the signal cuts it short

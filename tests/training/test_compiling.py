@@ -10,8 +10,8 @@ import torch
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.loss import FusedLinearCrossEntropy, linear_cross_entropy
-from automodel_lite.training import build, compiling
-from automodel_lite.training.compiling import compiles
+from automodel_lite.training import build
+from automodel_lite.training.build import compiles
 from tests.run.small_run import losses, train
 
 
@@ -27,7 +27,7 @@ def test_auto_compiles_on_a_gpu() -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are traced as on a GPU, and run uncompiled."""
     torch._dynamo.reset()
-    real = compiling.speed_up
+    real = build.speed_up
     monkeypatch.setattr(build, "speed_up", lambda config, model, mesh: real(config, model, mesh, "aot_eager"))
 
 
@@ -52,11 +52,11 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypa
         raise RuntimeError("no such instruction")
 
     torch._dynamo.reset()
-    real = compiling.speed_up
+    real = build.speed_up
     monkeypatch.setattr(build, "speed_up", lambda config, model, mesh: real(config, model, mesh, broken))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         train(tmp_path / "asked", "training.compile=true")
-    monkeypatch.setattr(compiling, "compiles", lambda training, is_gpu: True)
+    monkeypatch.setattr(build, "compiles", lambda training, is_gpu: True)
     code, screen = train(tmp_path / "auto", "training.log_every_steps=1")
     assert code == 0
     assert "no such instruction" in next(line for line in screen.splitlines() if line.startswith("compile"))
