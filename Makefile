@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-slow test-newest test-gpu-paths lint clean
+.PHONY: train test test-slow test-newest test-gpu-paths survey newest lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -35,12 +35,18 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	touch $@
 
 # the distributed tests against the newest transformers, in an environment of its own: a change of its engine is noticed
-test-newest:
+test-newest: newest
+	.venv-newest/bin/python -m pytest tests/parallel tests/run/test_export.py tests/models/test_lora.py
+
+# docs/models.md for the newest transformers: every family that it ships; stopped, it goes on where it was
+survey: newest
+	.venv-newest/bin/python benchmarks/survey_models.py --json .venv-newest/survey.jsonl --write docs/models.md
+
+newest:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --constraint constraints.txt torch
 	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]"
 	.venv-newest/bin/python -m pip install --quiet --upgrade transformers
-	.venv-newest/bin/python -m pytest tests/parallel tests/run/test_export.py tests/models/test_lora.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

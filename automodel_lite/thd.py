@@ -187,6 +187,12 @@ class MixerExchange(Protocol):
     def owned(self) -> DocumentRows:
         """The documents that this rank mixes when whole documents are dealt, as rows of [T']."""
 
+    def own(self, x_T: Tensor) -> Tensor:
+        """[T, ...] -> [T / cp, ...]."""
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, without gradients."""
+
     def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]:
         """[T / cp, H, ...] -> [T, H / cp, ...], of each."""
 

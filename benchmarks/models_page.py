@@ -23,6 +23,10 @@ def markdown(findings: Iterable[Finding]) -> str:
         "",
         "Written by `python benchmarks/survey_models.py --write docs/models.md`: do not edit, run it again.",
         "",
+        "**A new release of transformers**: `make survey` installs the newest and surveys every family (stopped, it goes on where it was) and "
+        "writes this page; families that are new come in by themselves. The same survey is the slow test "
+        "`tests/benchmarks/test_survey.py`.",
+        "",
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on CPU. Every decoder-only "
         "causal LM that this transformers ships, and the composites (vision, audio) whose language model is trained on "
         "text, each as a tiny random bf16 checkpoint, trained by the recipe itself in fp32. Truth is the family's own "
@@ -41,13 +45,23 @@ def markdown(findings: Iterable[Finding]) -> str:
         "| export | bf16; same keys, dtypes and class as the checkpoint, every weight read back and compared |",
         "| transformers' own packing | `position_ids` alone, `use_cache=False` |",
         "",
+        "## Mixtures of experts",
+        "",
+        "`model.experts` chooses how experts are computed. `model.router_aux_loss=0.001` adds the load-balancing loss of "
+        "transformers, of each document by itself, so that packs, micro-batches and ranks do not change it; the loss that "
+        "is logged stays the cross-entropy. Families that balance their experts by a bias (DeepSeek V3, GLM 4.5) have no "
+        "such loss: the bias is left as it is and exported in fp32. LoRA reaches attention and shared experts, routed "
+        "experts by `peft.experts=true` ([lora.md](lora.md)), routers never.",
+        "",
         "## Decoder-only families, exact end to end",
         "",
         *table(decoders),
         "",
         "## Composites trained on text, exact end to end",
         "",
-        "Loaded under their own class; towers frozen and out of the step; written back whole.",
+        "Loaded under their own class; towers frozen and out of the step; written back whole, each weight that was not "
+        "trained bit by bit. `python recipes/export_hf.py runs/mine --text-only --to mine_text` writes the language model "
+        "alone, for families of which transformers has a class for it (not Qwen-VL, for one).",
         "",
         *table(composites),
     ]

@@ -81,6 +81,7 @@ class Finding:
     refused: str = ""
     steps: dict[str, str] = field(default_factory=dict)  # name -> "exact, 3e-07" | "refused: ..." | "WRONG ..." | ...
     seconds: float = 0.0
+    version: str = transformers.__version__
 
     @property
     def verdict(self) -> str:
@@ -98,7 +99,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="*", default=[*decoder_families(), *COMPOSITES])
     parser.add_argument("--write", type=Path, help="a Markdown file to write")
-    parser.add_argument("--json", type=Path, help="findings, one JSON object per line; those that it has are kept")
+    parser.add_argument(
+        "--json", type=Path, help="findings, one JSON object per line; those of this transformers are kept"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
     arguments = parser.parse_args()
     quiet()
@@ -124,7 +127,8 @@ def main() -> int:
 
 def kept(path: Path | None) -> list[Finding]:
     lines = path.read_text().splitlines() if path and path.is_file() else []
-    return [Finding(**json.loads(line)) for line in lines]
+    found = [Finding(**json.loads(line)) for line in lines]
+    return [finding for finding in found if finding.version == transformers.__version__]
 
 
 def quiet() -> None:

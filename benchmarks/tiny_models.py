@@ -205,10 +205,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": WINDOW},
     "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "mrope_section": [1, 1, 2]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
+    },
     "glm4v_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
     "step3p5": {"sliding_window": WINDOW},
+    "youtu": {"pad_token_id": None},  # transformers zeroes its row when it loads the checkpoint
     "zamba": ZAMBA,
     "zamba2": ZAMBA,
     "zaya": {

@@ -2,6 +2,7 @@
 
 python recipes/export_hf.py runs/mine
 python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
+python recipes/export_hf.py runs/mine --text-only --to /models/mine_text      (of a vision-language model)
 torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the whole model)
 """
 
@@ -20,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
     parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
     parser.add_argument("--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)")
+    parser.add_argument("--text-only", action="store_true", help="of a vision-language model its language model alone")
     parser.add_argument("--allow-targets", nargs="+", default=[], help="packages of your own that the run was allowed")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
@@ -39,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     target = args.to or args.run / "hf"
     step = step_of(trained.checkpoint) or 0
     try:
-        export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh)
+        export_hf(
+            *(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh),
+            is_text_only=args.text_only,
+        )
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error.strerror or error}).") from error
     merged = " (adapter merged)" if trained.was_merged else ""

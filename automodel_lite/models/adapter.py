@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from automodel_lite.config.components import build
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import decoder_layers
+from automodel_lite.models.layers import decoder_layers, output_head
 
 
 class Adapter(Protocol):
@@ -116,7 +116,7 @@ def _ends(name: str, end: str) -> bool:
 
 def _outside_of_layers(model: transformers.PreTrainedModel) -> list[str]:
     """The language model's embedding and its output head."""
-    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    ends = {model.get_input_embeddings(), output_head(model)}
     return [name for name, module in model.named_modules() if module in ends]
 
 

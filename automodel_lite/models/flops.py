@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import LayerShape, config_value, layer_shapes
 from automodel_lite.flops import CostModel
-from automodel_lite.models.layers import decoder_layers, text_decoder
+from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
 from automodel_lite.models.source import describe
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
@@ -80,7 +80,7 @@ def model_size(config: PretrainedConfig) -> ModelSize:
 
 def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     """Of a whole model without adapters, on any device."""
-    decoder, layers, head = text_decoder(lm), decoder_layers(lm), lm.get_output_embeddings()
+    decoder, layers, head = text_decoder(lm), decoder_layers(lm), output_head(lm)
     text = lm.config.get_text_config()
     visited = sum(_visited_weights(layer, text) for layer in layers)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
@@ -105,9 +105,14 @@ def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: i
     return StepFlops(per_token, 4.0 * size.head_weights, cost_of(size, layer_shapes(config)))
 
 
+def chosen_experts(text: PretrainedConfig) -> int | None:
+    """Experts that each token is sent to; None where the config names no number."""
+    return next((value for key in _CHOSEN_EXPERTS if (value := config_value(text, key)) is not None), None)
+
+
 def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:
     """In a layer's matrices, those that work on one token: of routed experts, as many as are chosen."""
-    chosen = next((value for key in _CHOSEN_EXPERTS if (value := config_value(text, key)) is not None), 1)
+    chosen = chosen_experts(text) or 1
     total = 0.0
     for name, weight in layer.named_parameters():
         if weight.ndim < 2:

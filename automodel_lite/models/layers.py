@@ -7,6 +7,7 @@ of attention inside of a checkpoint, gives the frame up and runs it eager withou
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,14 @@ def text_decoder(lm: nn.Module) -> nn.Module:
     return text_decoder(found) if has_head else found  # a causal LM with its head, inside a composite
 
 
+def output_head(lm: nn.Module) -> Any:
+    """The layer that turns hidden states into logits; of a composite without one (Nemotron Omni), that of the causal LM
+    inside it.
+    """
+    models = (module for module in lm.modules() if isinstance(module, transformers.PreTrainedModel))
+    return next(filter(None, (model.get_output_embeddings() for model in models)))
+
+
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     """The language model's layers, in the order of the forward: of its outermost lists the one as long as the config
     says, else the first, and those of the same kind beside it. Raises ValueError without one.
@@ -131,8 +140,13 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def towers(lm: nn.Module) -> list[nn.Module]:
-    """The parts of a composite that text does not meet: encoders of images and sound, their projections."""
-    of_text = {text_decoder(lm), lm.get_output_embeddings(), lm.get_input_embeddings()}  # type: ignore[operator]
+    """The parts of a composite that text does not meet: encoders of images and sound, their projections. What other
+    models have beside their layers is of text: ModernBERT's head before its output embedding.
+    """
+    assert isinstance(lm, transformers.PreTrainedModel)
+    if lm.config.get_text_config() is lm.config:
+        return []
+    of_text = {text_decoder(lm), output_head(lm), lm.get_input_embeddings()}
     found, stack = [], [lm]
     while stack:
         for child in stack.pop().children():
@@ -145,14 +159,33 @@ def towers(lm: nn.Module) -> list[nn.Module]:
     return found
 
 
+def text_part(lm: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The language model of a composite as a causal LM of its own, of the same layers, sharded ones included; raises
+    ConfigError where transformers has no class for it.
+    """
+    config = copy.deepcopy(lm.config.get_text_config())
+    if (
+        config.model_type == lm.config.model_type
+        or type(config) not in transformers.AutoModelForCausalLM._model_mapping
+    ):
+        raise ConfigError(f"{type(lm).__name__} has no language model that transformers loads by itself.")
+    decoder, head, embedding = text_decoder(lm), output_head(lm), lm.get_input_embeddings()
+    config._name_or_path = ""  # it has other keys than the checkpoint
+    config.tie_word_embeddings = embedding.weight is head.weight
+    with torch.device("meta"):
+        text: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    names = {module: name for name, module in text.named_modules()}
+    for own, given in ((text_decoder(text), decoder), (output_head(text), head)):
+        assert type(own) is type(given)
+        text.set_submodule(names[own], given)
+    text.generation_config = lm.generation_config
+    return text
+
+
 def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
     """What text does not meet is not trained, in place; towers are held in `dtype`, that of their checkpoint."""
-    head: Any = lm.get_output_embeddings()  # type: ignore[operator]
-    trained = {id(p) for module in (text_decoder(lm), head) for p in module.parameters()}
-    for parameter in lm.parameters():
-        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
     for tower in towers(lm):
-        tower.to(dtype)
+        tower.to(dtype).requires_grad_(False)
 
 
 def _layer_lists(module: nn.Module) -> list[nn.ModuleList]:

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.config.rules import Positive
 from automodel_lite.graphs import strict_graphs
-from automodel_lite.models.layers import text_decoder
+from automodel_lite.models.balance import Balance, recorded_routers
+from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
 LEAST_CHUNK_TOKENS = 512
@@ -233,26 +234,36 @@ class LossModel(nn.Module):
     A loss that includes the head runs inside the head's own forward: only there has FSDP gathered its weight.
     """
 
-    def __init__(self, lm: transformers.PreTrainedModel, loss: Loss) -> None:
+    def __init__(self, lm: transformers.PreTrainedModel, loss: Loss, balance: Balance | None = None) -> None:
         super().__init__()
         self.lm = lm
         self.loss = loss
+        self.balance = balance
         self.softcap: float | None = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
         self.wrap_head()
 
     def wrap_head(self) -> None:
         """Lets the head compute a loss in place of its product; again when something else has replaced its forward."""
-        head = self.lm.get_output_embeddings()
+        head = output_head(self.lm)
         head.forward = _computing_inside(head)
 
     def forward(self, batch: ThdBatch) -> Tensor:
+        """The load-balancing loss of a mixture has gradients in training, but is no part of the value."""
+        if self.balance is None or not self.training:
+            return self._cross_entropy(batch, batch.model_inputs())
+        with recorded_routers(self.lm) as router_logits:
+            loss = self._cross_entropy(batch, batch.model_inputs() | {"output_router_logits": True})
+        balance = self.balance(router_logits, batch)
+        return loss + (balance - balance.detach())
+
+    def _cross_entropy(self, batch: ThdBatch, inputs: dict[str, Any]) -> Tensor:
         labels_R = batch.labels.index_select(0, batch.label_rows)
         if self.loss.includes_head:
-            hidden_TC = text_decoder(self.lm)(**batch.model_inputs()).last_hidden_state[0]
+            hidden_TC = text_decoder(self.lm)(**inputs).last_hidden_state[0]
             hidden_RC = hidden_TC.index_select(0, batch.label_rows)
             loss = self.loss
             return self.in_head(hidden_RC, lambda hidden, weight: loss(hidden, weight, labels_R, self.softcap))
-        logits_RV = self.lm(**batch.model_inputs(), logits_to_keep=batch.label_rows).logits[0]
+        logits_RV = self.lm(**inputs, logits_to_keep=batch.label_rows).logits[0]
         return self.loss(logits_RV, labels_R)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
@@ -268,7 +279,7 @@ class LossModel(nn.Module):
 
     def in_head(self, hidden_RC: Tensor, compute: HeadResult) -> Tensor:
         """`compute(hidden, weight)` inside the forward of the output head."""
-        result: Tensor = self.lm.get_output_embeddings()(hidden_RC, compute=compute)
+        result: Tensor = output_head(self.lm)(hidden_RC, compute=compute)
         return result
 
     @torch.no_grad()
@@ -278,7 +289,7 @@ class LossModel(nn.Module):
         """
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
-        head = self.lm.get_output_embeddings()
+        head = output_head(self.lm)
         hooks = [
             head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
             text_decoder(self.lm).register_forward_hook(lambda *call: outputs.append(call[2].last_hidden_state)),

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config.rules import OneOf, PathStr, looks_local
+from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.models.layers import freeze_towers
 
@@ -45,6 +45,7 @@ class CausalLM:
                 the revision
     experts     how a mixture's experts are computed, transformers' `experts_implementation`: grouped_mm (one product of
                 groups), batched_mm, eager (expert by expert); auto = what transformers takes
+    router_aux_loss   coefficient of the loss that balances the experts of a mixture, each document by itself; 0 = none
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class CausalLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         experts: Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))] = "auto",
+        router_aux_loss: Annotated[float, Range(0)] = 0.0,
     ) -> None:
+        self.router_aux_loss = router_aux_loss
         self.experts = experts
         self.pretrained = pretrained
         self.source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}

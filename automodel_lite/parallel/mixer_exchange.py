@@ -69,6 +69,14 @@ class DealtMixers:
     def size(self) -> int:
         return self.group.size()
 
+    def own(self, x_T: Tensor) -> Tensor:
+        return x_T.index_select(0, self.to_ranks.view(self.size, -1)[self.group.rank()])
+
+    def summed(self, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
     def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]:
         """One collective for all tensors of a dtype: under autocast, gates and decays are fp32."""
         by_rank = [x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in xs_TH]  # [cp, T/cp, H/cp, ...]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import decoder_layers, towers
+from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.thd import ThdBatch
@@ -130,7 +130,7 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) 
     shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=policy)
     for unit in _units([*decoder_layers(model.lm), *towers(model.lm)]):  # towers are never gathered
         shard(unit)
-    embedding, head = model.lm.get_input_embeddings(), model.lm.get_output_embeddings()
+    embedding, head = model.lm.get_input_embeddings(), output_head(model.lm)
     if _share_a_parameter(embedding, head):
         shard([embedding, head], reshard_after_forward=False)
     else:

@@ -30,7 +30,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from automodel_lite.attention.probe import stream_of, tolerance_std
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Adapter
-from automodel_lite.models.layers import has_fp8
+from automodel_lite.models.layers import has_fp8, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code
 from automodel_lite.parallel.mesh import Mesh
@@ -206,6 +206,7 @@ def export_hf(
     logits: Callable[[ThdBatch], Tensor],
     step: int,
     mesh: Mesh | None = None,
+    is_text_only: bool = False,
 ) -> None:
     """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it and writes files.
 
@@ -213,26 +214,32 @@ def export_hf(
     compared weight by weight, and by what it answers to a few tokens with what the trained model does (`logits`).
 
     mesh   over which the model is sharded; None = each rank has all of it
+    is_text_only  of a composite its language model alone, as a causal LM of its own
     Raises RuntimeError when what is read back differs.
     """
     expected_TV = probe_logits(model, logits)
-    dtypes = stored_dtypes(model.lm, dtype)
+    lm, dtypes = model.lm, stored_dtypes(model.lm, dtype)
+    if is_text_only:
+        of_weights = {id(weight): dtypes.get(name) for name, weight in lm.state_dict(keep_vars=True).items()}
+        lm = text_part(lm)
+        found = {name: of_weights[id(weight)] for name, weight in lm.state_dict(keep_vars=True).items()}
+        dtypes = {name: kept for name, kept in found.items() if kept is not None}
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     temporary = temporary_of(folder)
 
     def write() -> None:
-        write_weights(temporary, model.lm, dtypes, is_alone=mesh is None)
+        write_weights(temporary, lm, dtypes, is_alone=mesh is None)
 
     def check() -> None:
-        loaded = _load_again(temporary, model.lm, tokenizer, dtypes, mesh)
-        _compare(model.lm, loaded.lm, dtypes)
+        loaded = _load_again(temporary, lm, tokenizer, dtypes, mesh)
+        _compare(lm, loaded.lm, dtypes)
         got_TV = loaded.plain_logits(_probe(model).input_ids).cpu()
-        _compare_logits(got_TV, expected_TV, min(dtypes.values(), key=lambda d: d.itemsize), has_fp8(model.lm))
+        _compare_logits(got_TV, expected_TV, min(dtypes.values(), key=lambda d: d.itemsize), has_fp8(lm))
 
     try:
-        _together(lambda: _write_settings(fresh(folder), model.lm, tokenizer, dtype), is_first)
+        _together(lambda: _write_settings(fresh(folder), lm, tokenizer, dtype), is_first)
         _together(write, is_first or mesh is not None)
-        _together(lambda: take_over(model.lm, temporary), is_first)
+        _together(lambda: take_over(lm, temporary), is_first)
         _together(check, is_first or mesh is not None)
         _together(lambda: replace(temporary, folder, step), is_first)
     except BaseException:
@@ -326,8 +333,8 @@ def _load_again(
 
     def spread(read: transformers.PreTrainedModel) -> None:
         read.requires_grad_(False)  # FSDP mixes dtypes of frozen parameters only
-        for name, parameter in read.named_parameters():
-            parameter.data = parameter.data.to(dtypes[name])
+        for name, value in (*read.named_parameters(), *read.named_buffers()):
+            value.data = value.data.to(dtypes.get(name, value.dtype))
         made.append(LossModel(read, CrossEntropy()))
         if mesh:
             fully_shard_model(made[-1], mesh, torch.float32)

@@ -92,8 +92,11 @@ def _wide_keys(model: transformers.PreTrainedModel) -> set[str]:
 
 
 def _keys_of(model: transformers.PreTrainedModel, name: str, value: Tensor) -> set[str]:
-    """Under which keys transformers saves a weight."""
-    return set(as_saved(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta")}))
+    """Under which keys transformers saves a weight; its own name for one that is saved with others alone."""
+    try:
+        return set(as_saved(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta")}))
+    except ValueError:
+        return {name}
 
 
 def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,6 +158,8 @@ LARGEST_FILE_BYTES = 5 << 30
 LEAST_FILE_BYTES = 64 << 20
 """A model is split so far that each rank has a file to write, but into no smaller ones."""
 INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r".*?\.\d+\.|")
+"""`model.layers.3.` of a parameter's name."""
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -267,16 +272,31 @@ def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _groups(lm: transformers.PreTrainedModel, state: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> list[Group]:
-    """One for each parameter; a family whose checkpoints fuse several parameters into one weight is one group."""
+    """One for each parameter; where checkpoints fuse several parameters (Ernie's experts of text and of images), these
+    of a layer are one group.
+    """
     described = {
         name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in state.items()
     }
-    groups = [Group([name], as_saved(lm, {name: value})) for name, value in described.items()]
     together = as_saved(lm, described)
+    of_layers: dict[str, list[str]] = {}
+    for name, value in described.items():
+        is_alone = _is_saved_alone(lm, name, value, together)
+        of_layers.setdefault(name if is_alone else _LAYER.match(name)[0], []).append(name)  # type: ignore[index]
+    groups = [Group(names, as_saved(lm, {name: described[name] for name in names})) for names in of_layers.values()]
     apart = {name: weight.shape for group in groups for name, weight in group.weights.items()}
     if apart != {name: weight.shape for name, weight in together.items()}:
         return [Group(list(described), together)]
     return groups
+
+
+def _is_saved_alone(lm: transformers.PreTrainedModel, name: str, value: Tensor, together: dict[str, Tensor]) -> bool:
+    """Does a parameter become the same weights without the others?"""
+    try:
+        weights = as_saved(lm, {name: value})
+    except ValueError:  # a conversion misses its other parts
+        return False
+    return all(key in together and together[key].shape == weight.shape for key, weight in weights.items())
 
 
 def _whole(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -25,10 +25,11 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, is_quantized
+from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel
-from automodel_lite.models.source import CausalLM, embedding_rows
+from automodel_lite.models.source import CausalLM, describe, embedding_rows
 from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.shard import cp_shard
@@ -71,6 +72,8 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     model_config = source.config(tokenizer)
     kernel, reason = choose_attention(config, model_config, mesh.device, dtype)
     hint = check_cp(config, model_config, mesh, dtype)
+    if source.router_aux_loss:
+        check_balance(config, describe(model_config), source.router_aux_loss)
     with returning_blocks():
         model, adapter = assemble(config, source, tokenizer, mesh, strategy, dtype)
         lm = model.loss_model.lm
@@ -100,6 +103,16 @@ def check_axes(config: Config, strategy: str) -> None:
         raise ConfigError(f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.")
 
 
+def check_balance(config: Config, described: transformers.PreTrainedModel, coefficient: float) -> None:
+    """Raises ConfigError for a model without such a loss, and where its routers are not seen."""
+    balance_of(described, coefficient)
+    if config.training.compile is True:
+        raise ConfigError(
+            f"model.router_aux_loss={coefficient} with training.compile=true: what the routers answer is recorded, "
+            "which compiled layers cannot do: set training.compile=false."
+        )
+
+
 def assemble(
     config: Config,
     source: CausalLM,
@@ -126,7 +139,8 @@ def assemble(
         if config.training.fp8 != "none":
             locate("automodel_lite.models.fp8.use_fp8")(decoder_layers(lm), config.training.fp8)
         loss: Loss = build(config.loss)
-        made.append((parallelize(LossModel(lm, loss), mesh, strategy, dtype), adapter))
+        loss_model = LossModel(lm, loss, balance_of(lm, source.router_aux_loss))
+        made.append((parallelize(loss_model, mesh, strategy, dtype), adapter))
         if adapter and is_described:
             loading.enter_context(adapter.hidden())
 
@@ -213,7 +227,8 @@ def speed_up(config: Config, model: ParallelModel, mesh: Mesh, backend: str = "i
     training = config.training
     layers = decoder_layers(model.loss_model.lm)
     how = (training.activation_checkpointing, training.recompute_every_layers)
-    if not compiles(training, mesh.device.type == "cuda"):
+    records_routers = model.loss_model.balance is not None  # refused beside training.compile=true
+    if records_routers or not compiles(training, mesh.device.type == "cuda"):
         recompute_layers(layers, *how)
         return "off"
     undo, plain_loss = compile_layers(layers, backend), model.loss_model.loss

@@ -12,7 +12,8 @@ def found(families: list[str]) -> list[Finding]:
 
 
 def test_a_family_of_each_kind() -> None:
-    refused, hybrid = found(["bloom", "qwen3_5_moe_text"])
+    """MiniMax M1: lightning attention, experts, and buffers that its checkpoints hold in bf16."""
+    refused, hybrid = found(["bloom", "minimax"])
     assert refused.verdict == "refused"
     assert "does not take its attention" in refused.refused
     assert (hybrid.verdict, [*hybrid.steps]) == (

@@ -6,16 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size
-from automodel_lite.models.layers import decoder_layers, freeze_towers, towers
+from automodel_lite.models.layers import (
+    decoder_layers,
+    freeze_towers,
+    output_head,
+    text_decoder,
+    text_part,
+    towers,
+)
 from automodel_lite.models.lora import Lora
+from automodel_lite.run.weight_files import _groups, _unique, as_saved, stored_dtypes
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model
+from recipes import export_hf
 from tests.ranks import run_ranks
 
-FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25"]
+FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25", "nemotron_h_omni"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,13 +40,43 @@ def test_what_text_does_not_meet_is_frozen(family: str) -> None:
     assert len(decoder_layers(model)) == model.config.get_text_config().num_hidden_layers
 
 
+def test_a_head_of_several_layers_is_no_tower() -> None:
+    model = tiny_model("modernbert-decoder")
+    freeze_towers(model, torch.bfloat16)
+    assert towers(model) == []
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_head_of_a_language_model_that_is_whole_inside_a_composite() -> None:
+    model = tiny_model("nemotron_h_omni")
+    assert model.get_output_embeddings() is None
+    assert output_head(model) is model.language_model.lm_head
+    assert text_decoder(model) is model.language_model.model
+
+
+def test_weights_that_are_fused_of_several_parameters_are_written_layer_by_layer() -> None:
+    """Ernie's checkpoints hold the experts of text and those of images in one list."""
+    model = tiny_model("ernie4_5_vl_moe")
+    dtypes = stored_dtypes(model, torch.bfloat16)
+    groups = _groups(model, _unique(model), dtypes)
+    together = max(groups, key=lambda group: len(group.parameters))
+    assert {name.split(".experts")[0] for name in together.parameters if ".experts." in name} == {
+        "model.language_model.layers.1.mlp.text_moe",
+        "model.language_model.layers.1.mlp.vision_moe",
+    }
+    assert all(".layers.1.mlp." in name for name in together.parameters)
+    names = [name for group in groups for name in group.weights]
+    assert len(names) == len({*names})
+    assert {*names} == as_saved(model, _unique(model)).keys()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_lie_in_the_language_model_alone(family: str) -> None:
     model = tiny_model(family)
     Lora(r=2).adapt(model, "base")
     adapted = [name for name, _ in model.named_parameters() if "lora_" in name]
     assert adapted
-    assert all(".language_model." in name for name in adapted)
+    assert all("language_model." in name for name in adapted)
 
 
 def add_untouched(folder: Path) -> None:
@@ -67,8 +107,40 @@ def test_a_composite_is_written_back_whole(tmp_path: Path) -> None:
     assert configs[0]["architectures"] == configs[1]["architectures"] == ["Qwen3_5ForConditionalGeneration"]
     assert configs[0]["vision_config"] == configs[1]["vision_config"]
     assert (tmp_path / "full/hf/preprocessor_config.json").is_file()
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "full/hf")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "full/hf", dtype="auto")
     assert type(loaded).__name__ == "Qwen3_5ForConditionalGeneration"
+    assert export_hf.main([str(tmp_path / "full"), "--text-only", "--to", str(tmp_path / "text")]) == 0
+    check_text_only(tmp_path / "text", loaded)
+
+
+def check_text_only(folder: Path, composite: PreTrainedModel) -> None:
+    """The language model of `composite`, bit by bit and dtype by dtype, under a class of its own."""
+    text = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert type(text).__name__ == "Qwen3_5ForCausalLM"
+    want = text_decoder(composite).state_dict()
+    assert len(weights_of(folder)) == len(want) + 1
+    for name, value in text.model.state_dict().items():
+        assert value.dtype == want[name].dtype
+        assert torch.equal(value, want[name]), name
+    assert torch.equal(text.lm_head.weight, composite.lm_head.weight)
+    ids = torch.arange(5, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(text(ids).logits, composite(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "kimi_k25", "nemotron_h_omni", "gemma4", "llama4", "mistral3"])
+def test_the_language_model_by_itself_answers_as_inside_the_composite(family: str) -> None:
+    model, ids = tiny_model(family), torch.arange(5, 20)[None]
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+        got = text_part(model).eval()(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
+def test_what_transformers_has_no_class_for_is_refused(family: str) -> None:
+    with pytest.raises(ConfigError, match="has no language model that transformers loads by itself"):
+        text_part(tiny_model(family))
 
 
 def _train_on_rank(rank: int, world_size: int, folder: Path) -> str:
