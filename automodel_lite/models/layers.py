@@ -147,7 +147,8 @@ def towers(lm: nn.Module) -> list[nn.Module]:
     if lm.config.get_text_config() is lm.config:
         return []
     of_text = {text_decoder(lm), output_head(lm), lm.get_input_embeddings()}
-    found, stack = [], [lm]
+    found: list[nn.Module] = []
+    stack: list[nn.Module] = [lm]
     while stack:
         for child in stack.pop().children():
             if child in of_text:

@@ -10,9 +10,9 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.documents import hold_documents
+from automodel_lite.attention.mixers import install_mixers
 from automodel_lite.attention.probe import Logits
-from automodel_lite.attention.reference import ReferenceAttention
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, MeshConfig
@@ -65,7 +65,8 @@ def load_trained(
     plain = replace(config, loss={"_target_": "automodel_lite.models.loss.CrossEntropy"})
     plain = replace(plain, training=replace(plain.training, fp8="none"))
     model, adapter = assemble(plain, source, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
-    install(model.loss_model.lm, ReferenceAttention())
+    hold_documents(model.loss_model.lm)
+    install_mixers(model.loss_model.lm)
     load_weights(checkpoint, model.loss_model)
     logits: Logits = model.logits
     if adapter:
