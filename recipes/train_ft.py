@@ -64,9 +64,11 @@ from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.training.build import build_model
 from automodel_lite.training.dry_run import dry_run
+from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
-from automodel_lite.training.optimizers import apply_gradients, move_to
+from automodel_lite.training.optimizers import apply_gradients
+from automodel_lite.training.schedules import move_to
 from automodel_lite.training.start_lines import (
     Line,
     data_lines,
@@ -151,6 +153,7 @@ class TrainFinetuneRecipe:
             check_exportable(self.model.loss_model.lm, self.data.tokenizer)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.optimizer = build(config.optimizer, self.model.loss_model)
+        self.average = WeightAverage(self.optimizer, config.training.ema_decay)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.control, self.patient = open_control(config.mesh), open_control(config.mesh, is_patient=True)
         self.checkpointer = Checkpointer(
@@ -300,15 +303,17 @@ class TrainFinetuneRecipe:
         self.owes_validation = True
         self.watchdog.beat(f"validating after step {self.num_steps}")
         losses = {}
-        for name, packs in self.data.val_packs.items():
-            loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.edge.must_stop)
-            if loss is None:
-                return
-            losses[name] = loss
+        with self.average.applied(self.model):
+            for name, packs in self.data.val_packs.items():
+                loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.edge.must_stop)
+                if loss is None:
+                    return
+                losses[name] = loss
+            answers = sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer)
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
             self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
-        for prompt, answer in sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer):
+        for prompt, answer in answers:
             self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
             self.metrics.text(self.num_steps, prompt, answer)
         self.meter.lap("validation")
@@ -323,6 +328,7 @@ class TrainFinetuneRecipe:
             self.console.print(f"{self.num_steps:7d}  WARNING: the step is not saved: its weights are not finite")
             return
         cursor = asdict(self.cursor.gathered(self.mesh))
+        self.average.settle()
         self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
         self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
         is_last = self.num_steps == self.plan.max_steps
@@ -430,14 +436,15 @@ class TrainFinetuneRecipe:
     def export(self) -> Path:
         """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
         try:
-            return export(
-                self.folder.path,
-                self.model,
-                self.data.tokenizer,
-                self.built.source_dtype,
-                self.num_steps,
-                self.built.adapter,
-            )
+            with self.average.applied(self.model):
+                return export(
+                    self.folder.path,
+                    self.model,
+                    self.data.tokenizer,
+                    self.built.source_dtype,
+                    self.num_steps,
+                    self.built.adapter,
+                )
         except (OSError, ValueError, RuntimeError) as error:
             if is_lost_peer(error) or is_out_of_memory(error):
                 raise

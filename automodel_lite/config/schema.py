@@ -45,6 +45,10 @@ class MeshConfig:
     ep: Positive = 1  # processes over which experts are dealt, of those of dp_shard x cp x tp (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp or none
     cp_exchange: Annotated[str, OneOf(("all_gather", "all_to_all", "te"))] = "all_gather"  # te = its own
+    reduce_every_micro_batch: Annotated[bool | str, OneOf(("auto", "true", "false"))] = (
+        "auto"  # gradients (FSDP); auto = where their unsharded sum over micro-batches does not fit the GPU
+    )
+    cpu_offload: bool = False  # FSDP's shards, gradients and optimizer states wait, and are stepped, in host memory
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a collective that takes longer ends the run
 
 
@@ -78,10 +82,16 @@ class TrainingConfig:
     micro_batch_size: Positive = 1  # packs a forward of one data-parallel rank
     global_batch_size: Positive | None = None  # packs an optimizer step over all ranks; null = micro_batch_size x ranks
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # gradients are scaled down to this norm; 0 = never
+    ema_decay: Annotated[float, Range(0, below=1)] = (
+        0.0  # of an average of the weights, which is validated and exported
+    )
     log_every_steps: Positive = 10
     val_every_steps: Count = 0  # 0 = only at the end
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on a GPU
-    activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective"))] = "none"  # selective = cheap ops
+    master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"  # and gradients; bf16 with optimizer=adamw_bf16
+    activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective", "offload"))] = (
+        "none"  # selective = cheap ops; offload = full, and the layers' inputs wait in host memory
+    )
     recompute_every_layers: Positive = 1  # activation_checkpointing of every n-th layer only
     compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on a GPU
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scales of linear layers (torchao)

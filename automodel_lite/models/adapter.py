@@ -72,6 +72,13 @@ def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None
             parameter.data = parameter.data.to(dtype)
 
 
+def cast_trained(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
+    """The weights that are trained, in place; buffers, such as the frequencies of rotations, keep fp32."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 _FUSED_BY_KERNELS = frozenset({"out_proj", "conv1d"})
 """In these families the kernels of the state space read the weights themselves, past an adapter; peft refuses them."""

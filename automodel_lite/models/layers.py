@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_lite.attention.documents import WithContext, WithinDocuments
@@ -40,7 +42,8 @@ _KEPT_NAMESPACES = frozenset({"torch_attn", "flash_attn"})  # of torch's varlen_
 def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> None:
     """Replaces the forward of every n-th layer.
 
-    how   none | full (only the layer's input is kept) | selective (results of matrix products and attention are kept)
+    how   none | full (only the layer's input is kept) | selective (results of matrix products and attention are kept) |
+          offload (full, with the input in host memory until the backward pass)
     """
     if how == "none":
         return
@@ -48,7 +51,7 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
     if how == "selective":
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers[::every_layers]:
-        layer.forward = _checkpointed(layer.forward, contexts)  # type: ignore[method-assign]
+        layer.forward = _checkpointed(layer.forward, how == "offload", contexts)  # type: ignore[method-assign]
 
 
 def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> Callable[[], None]:
@@ -87,14 +90,27 @@ def has_fp8(model: nn.Module) -> bool:
     return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
-def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], offloads: bool, contexts: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return WithContext(checkpoint)(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        with saved_tensors_hooks(to_host, from_host) if offloads else nullcontext():  # of what the region is given
+            return WithContext(checkpoint)(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     return recomputed
+
+
+def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """torch's `save_on_cpu`, which waits for the device at every copy; here the copy waits its turn on the device."""
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
+    """Back on the device, when the layer is recomputed."""
+    device, tensor = kept
+    return tensor.to(device, non_blocking=True)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

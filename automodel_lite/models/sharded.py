@@ -131,13 +131,14 @@ def _whole_parameters(module: nn.Module, written: set[int]) -> Iterator[None]:
     """
     shards: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     for name, shard in shards.items():
-        module._parameters[name] = nn.Parameter(torch.empty(shard.shape, dtype=shard.dtype), shard.requires_grad)
+        whole = torch.empty(shard.shape, dtype=torch.float32)  # drawn as a single process draws it, then cast
+        module._parameters[name] = nn.Parameter(whole, shard.requires_grad)
     yield
     for name, shard in shards.items():
-        whole = module._parameters[name]
-        assert whole is not None
+        drawn = module._parameters[name]
+        assert drawn is not None
         if id(shard) not in written:
-            keep_part(shard, whole.detach())
+            keep_part(shard, drawn.detach())
             written.add(id(shard))
         module._parameters[name] = shard
 
@@ -147,7 +148,7 @@ class _DrawnWhole(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], DTensor):
-            keep_part(args[0], func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:], **(kwargs or {})))
+            keep_part(args[0], func(torch.empty(args[0].shape, dtype=torch.float32), *args[1:], **(kwargs or {})))
             return args[0]
         return func(*args, **(kwargs or {}))
 

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_lite.config.components import locate
@@ -60,6 +67,7 @@ class ParallelModel:
     compute_dtype: torch.dtype
     autocasts: bool
     sharded_over: Mesh | None = None  # None = each rank has all of it
+    reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
 
     def __call__(self, batch: ThdBatch) -> Tensor:
         # weights are cast once per use; a cache of the casts is 13 GiB of an 8B model, which recomputation never reads
@@ -78,11 +86,14 @@ class ParallelModel:
             return self.loss_model.probe(batch)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch: gradients are reduced after the last one only."""
+        """Around forward and backward of a micro-batch: gradients are reduced after the last one only, unless their sum
+        would not fit; over replicas (HSDP) after the last one in any case.
+        """
         if isinstance(self.module, FSDPModule):
             # the engine sums the gradients of norms inside heads over tp as they come: a second time, if they waited
             has_tp = self.sharded_over is not None and self.sharded_over.shape.tp > 1
-            self.module.set_requires_gradient_sync(is_last or has_tp)
+            self.module.set_requires_gradient_sync(is_last or has_tp or self.reduces_every)
+            self.module.set_requires_all_reduce(is_last or has_tp)
             self.module.set_is_last_backward(is_last)
             return nullcontext()
         if isinstance(self.module, DistributedDataParallel) and not is_last:
@@ -99,11 +110,13 @@ class ParallelModel:
         return self.loss_model.parameters()
 
 
-def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torch.dtype) -> ParallelModel:
+def parallelize(
+    model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torch.dtype, offloads: bool = False
+) -> ParallelModel:
     """Wraps a model that every rank has whole, or on the meta device; `strategy` as `choose_strategy` gave it."""
     autocasts = compute_dtype != torch.float32
     if strategy == "fsdp" and mesh.root is not None:
-        fully_shard_model(model, mesh, compute_dtype)
+        fully_shard_model(model, mesh, compute_dtype, offloads)
         num_batches = mesh.shape.dp * mesh.shape.cp
         return ParallelModel(model, model, num_batches, compute_dtype, autocasts=False, sharded_over=mesh)
     if not any(p.is_meta for p in model.parameters()):
@@ -114,11 +127,12 @@ def parallelize(model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torc
     return ParallelModel(model, model, 1, compute_dtype, autocasts)
 
 
-def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, offloads: bool = False) -> None:
     """FSDP2, in place: each decoder layer, the embedding and the head are gathered apart, the rest with the root.
 
     Not transformers' own wrapping: the root has to be the module that returns the loss, adapters and fp8 layers stand
-    between the bare model and its shards, and families without an `fsdp_plan` are sharded too.
+    between the bare model and its shards, and families without an `fsdp_plan` are sharded too. `offloads`: shards and
+    their gradients are held in host memory.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
@@ -127,7 +141,8 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype) 
         fsdp_mesh = locate("automodel_lite.parallel.engine.split_layers")(model, mesh, policy)
     else:
         fsdp_mesh = _fsdp_mesh(mesh.device.type, mesh.shape)
-    shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=policy)
+    held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
+    shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=policy, offload_policy=held)
     for unit in _units([*decoder_layers(model.lm), *towers(model.lm)]):  # towers are never gathered
         shard(unit)
     embedding, head = model.lm.get_input_embeddings(), output_head(model.lm)

@@ -302,15 +302,24 @@ class Checkpointer:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Restores the trained weights alone from a checkpoint, in place, in one process: for export."""
+    """Restores the trained weights alone from a checkpoint, in place, in one process: for export. Of a run with
+    training.ema_decay it is their average.
+    """
     reader = ShardReader(path / on_disk.TENSORS)
-    tensors = _model_state(model)
-    if missing := sorted(tensors.keys() - reader.read_metadata().state_dict_metadata.keys()):
+    known = reader.read_metadata().state_dict_metadata.keys()
+    names = {name: _average_name(name) for name in _model_state(model)}
+    tensors = {names[name] if names[name] in known else name: value for name, value in _model_state(model).items()}
+    if missing := sorted(tensors.keys() - known):
         raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    weights: dict[str, Any] = {name.removeprefix("model."): value for name, value in tensors.items()}
+    weights: dict[str, Any] = {name.removeprefix("model."): value for name, value in zip(names, tensors.values())}
     set_model_state_dict(model, weights, options=_TRAINED)
+
+
+def _average_name(name: str) -> str:
+    """Of `model.<name>`, in the optimizer's state."""
+    return f"optimizer.state.{name.removeprefix('model.')}.ema"
 
 
 def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:

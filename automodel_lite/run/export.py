@@ -217,7 +217,8 @@ def export_hf(
     is_text_only  of a composite its language model alone, as a causal LM of its own
     Raises RuntimeError when what is read back differs.
     """
-    expected_TV = probe_logits(model, logits)
+    device = mesh.device if mesh else next(model.parameters()).device
+    expected_TV = probe_logits(model, logits, device)
     lm, dtypes = model.lm, stored_dtypes(model.lm, dtype)
     if is_text_only:
         of_weights = {id(weight): dtypes.get(name) for name, weight in lm.state_dict(keep_vars=True).items()}
@@ -233,7 +234,7 @@ def export_hf(
     def check() -> None:
         loaded = _load_again(temporary, lm, tokenizer, dtypes, mesh)
         _compare(lm, loaded.lm, dtypes)
-        got_TV = loaded.plain_logits(_probe(model).input_ids).cpu()
+        got_TV = loaded.plain_logits(_probe(model, device).input_ids).cpu()
         _compare_logits(got_TV, expected_TV, min(dtypes.values(), key=lambda d: d.itemsize), has_fp8(lm))
 
     try:
@@ -352,7 +353,8 @@ def _compare(trained: nn.Module, read: nn.Module, dtypes: dict[str, torch.dtype]
     weights = read.state_dict()
     for name, value in trained.state_dict().items():
         want, got = (x.to_local() if isinstance(x, DTensor) else x for x in (value, weights[name]))
-        if not torch.equal(want.to(dtypes.get(name, want.dtype)), got.to(dtypes.get(name, got.dtype))):
+        stored = dtypes.get(name, want.dtype)
+        if not torch.equal(want.to(stored), got.to(want.device, stored)):
             raise RuntimeError(f"the exported weight {name} differs from the trained one.")
 
 
@@ -362,16 +364,16 @@ def _probe_ids(lm: transformers.PreTrainedModel) -> Tensor:
     return torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def _probe(model: LossModel) -> ThdBatch:
-    return stream_of(_probe_ids(model.lm), next(model.parameters()).device)
+def _probe(model: LossModel, device: torch.device) -> ThdBatch:
+    return stream_of(_probe_ids(model.lm), device)
 
 
 @torch.no_grad()
-def probe_logits(model: LossModel, logits: Callable[[ThdBatch], Tensor]) -> Tensor:
+def probe_logits(model: LossModel, logits: Callable[[ThdBatch], Tensor], device: torch.device) -> Tensor:
     """What the model answers to a few tokens: [T, V] on the CPU, without dropout."""
     was_training = model.training
     model.eval()
-    result = logits(_probe(model)).cpu()
+    result = logits(_probe(model, device)).cpu()
     model.train(was_training)
     return result
 

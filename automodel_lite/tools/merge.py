@@ -63,14 +63,14 @@ def load_trained(
     alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     mesh = init_mesh(MeshConfig()) if world_size() > 1 else alone  # of torchrun's ranks, whatever mesh the run had
     plain = replace(config, loss={"_target_": "automodel_lite.models.loss.CrossEntropy"})
-    plain = replace(plain, training=replace(plain.training, fp8="none"))
+    plain = replace(plain, training=replace(plain.training, fp8="none"), mesh=MeshConfig())
     model, adapter = assemble(plain, source, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
     hold_documents(model.loss_model.lm)
     install_mixers(model.loss_model.lm)
     load_weights(checkpoint, model.loss_model)
     logits: Logits = model.logits
     if adapter:
-        adapted_TV = probe_logits(model.loss_model, model.logits)  # a merged model is to answer as the adapted one
+        adapted_TV = probe_logits(model.loss_model, model.logits, mesh.device)  # to be those of the merged one
         logits = lambda _: adapted_TV  # noqa: E731
         model.free_gathered()
         adapter.merge()

@@ -24,7 +24,7 @@ from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
-from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, is_quantized
+from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, cast_trained, is_quantized
 from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers
@@ -40,7 +40,7 @@ from automodel_lite.parallel.sharding import (
     parallelize,
 )
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.memory import MemoryEstimate, estimate_memory
+from automodel_lite.training.memory import MemoryEstimate, gpu_bytes, plan_memory
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class BuiltModel:
     loss: str
     strategy: str
     compiled: str  # how many graphs, and in what time
+    masters: str  # fp32 or bf16
+    reduction: str  # of gradients after every micro-batch, and why; empty = after the last
     source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
     pretrained: str | None = None  # where the weights come from; None = from scratch
     adapter: Adapter | None = None  # LoRA and the like: only this is trained and saved
@@ -69,6 +71,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device.type == "cuda", is_quantized(config.peft))
     dtype = choose_precision(config.training.precision, mesh.device)
     check_axes(config, strategy)
+    check_offload(config, strategy)
     model_config = source.config(tokenizer)
     kernel, reason = choose_attention(config, model_config, mesh.device, dtype)
     hint = check_cp(config, model_config, mesh, dtype)
@@ -83,9 +86,12 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     size = model_size(model_config)
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
     flops = step_flops(lm.config, size, trained)
-    memory = estimate_memory(config, mesh.shape, strategy, lm.config, size, trained, dtype)
+    memory, reduction = plan_memory(
+        config, mesh.shape, strategy, lm.config, size, trained, dtype, gpu_bytes(mesh.device)
+    )
+    model = replace(model, reduces_every=bool(reduction))
     attention = f"{reason}\n{hint}" if hint else reason
-    names = attention, loss_reason, strategy, compiled
+    names = attention, loss_reason, strategy, compiled, config.training.master_weights, reduction
     return BuiltModel(model, size.parameters, flops, memory, *names, source.dtype, source.pretrained, adapter)
 
 
@@ -113,6 +119,19 @@ def check_balance(config: Config, described: transformers.PreTrainedModel, coeff
         )
 
 
+def check_offload(config: Config, strategy: str) -> None:
+    """Raises ConfigError for what cannot wait in host memory."""
+    if not config.mesh.cpu_offload:
+        return
+    if strategy != "fsdp":
+        raise ConfigError(f"mesh.cpu_offload=true is FSDP's: set mesh.strategy=fsdp, not {strategy}.")
+    if config.mesh.tp > 1 or config.mesh.ep > 1:
+        raise ConfigError(
+            f"mesh.cpu_offload=true with mesh.tp={config.mesh.tp} mesh.ep={config.mesh.ep} is not supported: use "
+            "mesh.dp_shard, or set mesh.cpu_offload=false."
+        )
+
+
 def assemble(
     config: Config,
     source: CausalLM,
@@ -133,6 +152,8 @@ def assemble(
 
     def spread(lm: transformers.PreTrainedModel) -> None:
         is_described = lm.device.type == "meta"
+        if config.training.master_weights == "bf16":
+            cast_trained(lm, torch.bfloat16)
         adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
         if adapter:  # frozen towers of a model that is trained keep the dtype in which they are written back
             cast_frozen(lm, dtype)
@@ -140,19 +161,27 @@ def assemble(
             locate("automodel_lite.models.fp8.use_fp8")(decoder_layers(lm), config.training.fp8)
         loss: Loss = build(config.loss)
         loss_model = LossModel(lm, loss, balance_of(lm, source.router_aux_loss))
-        made.append((parallelize(loss_model, mesh, strategy, dtype), adapter))
+        made.append((parallelize(loss_model, mesh, strategy, dtype, config.mesh.cpu_offload), adapter))
         if adapter and is_described:
             loading.enter_context(adapter.hidden())
 
     if strategy == "fsdp" and mesh.root is not None:
         with loading:
-            source.build_sharded(tokenizer, spread, mesh.device)
+            source.build_sharded(tokenizer, spread, torch.device("cpu") if config.mesh.cpu_offload else mesh.device)
     else:
         spread(source.build(tokenizer, peft.load_arguments(mesh.device) if peft else None))
     model, adapter = made[-1]
-    torch.nn.Module.to(model.loss_model, mesh.device)  # buffers of a sharded model
+    if not config.mesh.cpu_offload:
+        torch.nn.Module.to(model.loss_model, mesh.device)
+    _buffers_to(model.loss_model, mesh.device)
     model.loss_model.train()
     return model, adapter
+
+
+def _buffers_to(model: torch.nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def check_model(config: Config, model: ParallelModel, mesh: Mesh) -> str:

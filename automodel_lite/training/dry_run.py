@@ -22,7 +22,7 @@ from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import choose_attention
-from automodel_lite.training.memory import estimate_memory, out_of_memory_text
+from automodel_lite.training.memory import USABLE_FRAC, gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.start_lines import count, data_lines, packing_text, steps_text, warmup_steps
 from automodel_lite.training.trial import try_settings
 
@@ -42,7 +42,7 @@ def dry_run(config: Config) -> int:
     _, attention = choose_attention(config, model_config, device, dtype)
     adapter = _adapter_weights(config, source, model_config, device, strategy)
     size = model_size(model_config)
-    memory = estimate_memory(config, shape, strategy, model_config, size, adapter, dtype)
+    memory, reduction = plan_memory(config, shape, strategy, model_config, size, adapter, dtype, gpu_bytes(device))
     axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
     name = str(dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
@@ -54,12 +54,12 @@ def dry_run(config: Config) -> int:
         console.say(topic, text)
     console.say("packing", packing_text(report))
     console.say("steps", steps_text(plan, report, warmup_steps(config)))
-    console.say("memory", str(memory))
+    console.say("memory", f"{memory}\n{reduction}".strip())
     console.say("simulated", _simulated(config, model_config, shape, strategy, dtype))
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
         console.say("", f"this GPU has {available / 2**30:.1f} GiB")
-        if memory.total > 0.9 * available:
+        if memory.total > USABLE_FRAC * available:
             console.say("", out_of_memory_text(config, None))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0

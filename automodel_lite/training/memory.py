@@ -1,8 +1,8 @@
 """What a rank holds in memory, by arithmetic, before the run; and what to change when it was too much.
 
-    weights       fp32 masters (a frozen base: the compute dtype), over the ranks that shard them
-    gradients     fp32, sharded alike; with several micro-batches FSDP2 adds them up unsharded
-    optimizer     its state, AdamW's two moments: fp32, or 8 bits
+    weights       masters in fp32 or bf16 (a frozen base: the compute dtype), over the ranks that shard them
+    gradients     like masters; with several micro-batches FSDP2 adds them up unsharded, in fp32
+    optimizer     its state, AdamW's two moments: fp32, bf16 or 8 bits
     working copy  what is gathered or cast for the layer at work
     activations   of one micro-batch, in the compute dtype; with activation checkpointing one input a layer
     logits        of the rows that the loss has at one time
@@ -28,7 +28,8 @@ from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_b
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
 
-_MASTER = 4  # bytes of an fp32 value
+_FP32 = 4  # bytes
+USABLE_FRAC = 0.9  # of a GPU's memory: the rest is the allocator's and the kernels'
 _TRIED = 256  # rows and columns of the matrix that an optimizer is tried on
 
 
@@ -72,31 +73,68 @@ def estimate_memory(
     size: ModelSize,
     adapter: int | None,
     dtype: torch.dtype,
+    reduces_every: bool = False,
 ) -> MemoryEstimate:
-    """adapter: trained weights beside a frozen model, None without."""
-    compute = dtype.itemsize
+    """adapter: trained weights beside a frozen model, None without; reduces_every: gradients, every micro-batch."""
+    compute, master = dtype.itemsize, 2 if config.training.master_weights == "bf16" else _FP32
     trained = Trained(size.parameters - size.towers, adapter)
     shards = shape.dp_shard * shape.cp if strategy == "fsdp" else 1
     frozen = (size.towers if adapter is None else size.parameters) * compute
     tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size
-    gradients = _MASTER * trained.weights / shards
-    if strategy == "fsdp" and batch_shape(config.training, shape.dp).micro_steps > 1:
-        gradients += _MASTER * trained.weights
+    gradients = 0.0 if config.mesh.cpu_offload else master * trained.weights / shards
+    if strategy == "fsdp" and not reduces_every and batch_shape(config.training, shape.dp).micro_steps > 1:
+        gradients += _FP32 * trained.weights
+    states = optimizer_bytes(config.optimizer, master) * trained.weights / shards
+    on_gpu = 0.0 if config.mesh.cpu_offload else 1.0
     return MemoryEstimate(
-        weights=(_MASTER * trained.weights + frozen) / shards,
+        weights=(master * trained.weights + frozen) / shards * on_gpu,
         gradients=gradients * (2 if strategy == "ddp" else 1),
-        optimizer=optimizer_bytes(config.optimizer) * trained.weights / shards,
-        working_copy=_working_copy(strategy, size, adapter, compute),
+        optimizer=states * on_gpu,
+        working_copy=_working_copy(strategy, size, adapter, compute, master),
         activations=_activations(config, shape, model, size, tokens, compute),
         logits=_logits(build(config.loss), model, size, tokens / shape.cp, compute, adapter is not None),
     )
 
 
-def _working_copy(strategy: str, size: ModelSize, adapter: int | None, compute: int) -> float:
+def plan_memory(
+    config: Config,
+    shape: MeshShape,
+    strategy: str,
+    model: PretrainedConfig,
+    size: ModelSize,
+    adapter: int | None,
+    dtype: torch.dtype,
+    available: int | None,
+) -> tuple[MemoryEstimate, str]:
+    """What a rank holds, and why gradients are reduced after every micro-batch (empty: they are not).
+
+    available   bytes of the GPU; None = not known, as on a CPU
+    """
+    what = config, shape, strategy, model, size, adapter, dtype
+    summed, reduced = estimate_memory(*what), estimate_memory(*what, reduces_every=True)
+    saved, wish = summed.gradients - reduced.gradients, config.mesh.reduce_every_micro_batch
+    if strategy != "fsdp" or not saved or wish is False:
+        return summed, ""
+    if wish is True:
+        return reduced, "gradients are reduced after every micro-batch, as set"
+    if available is None or summed.total <= USABLE_FRAC * available:
+        return summed, ""
+    return reduced, (
+        f"gradients are reduced after every micro-batch: with their unsharded sum of {_size(saved)} the run would need "
+        f"{_size(summed.total)} of {_size(available)} (mesh.reduce_every_micro_batch=auto)"
+    )
+
+
+def gpu_bytes(device: torch.device) -> int | None:
+    """None on a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _working_copy(strategy: str, size: ModelSize, adapter: int | None, compute: int, master: int) -> float:
     """FSDP gathers two layers and what is outside of them; autocast keeps a cast copy of fp32 weights."""
     if strategy == "fsdp":
-        return float(compute * (2 * size.largest_layer + size.embedding) + _MASTER * size.largest_layer)
-    return float(compute * size.parameters) if compute < _MASTER and adapter is None else 0.0
+        return float(compute * (2 * size.largest_layer + size.embedding) + _FP32 * size.largest_layer)
+    return float(compute * size.parameters) if compute < master and adapter is None else 0.0
 
 
 def _activations(
@@ -110,14 +148,14 @@ def _activations(
     kv = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes) / num_layers
     attention_weights = hidden * (attended + kv)
     inner = max(size.layer_weights / num_layers - attention_weights, 0) / (3 * hidden)  # width of a gated MLP
-    norms = 2 * (_MASTER + 2 * compute) * hidden  # each: its input in fp32, the normed, the scaled
+    norms = 2 * (_FP32 + 2 * compute) * hidden  # each: its input in fp32, the normed, the scaled
     layer = local * (norms + compute * (attended + kv + 4 * inner))
     if shape.cp > 1:
         layer += tokens * compute * kv  # gathered keys and values
     how = config.training.activation_checkpointing
     num_recomputed = 0 if how == "none" else -(-num_layers // config.training.recompute_every_layers)
-    kept = compute * hidden  # the layer's input; selective: the results of matrix products and attention too
-    if how == "selective":
+    kept = 0 if how == "offload" else compute * hidden  # the layer's input
+    if how == "selective":  # the results of matrix products and attention too
         kept += compute * (attended + kv + 2 * inner + 2 * hidden)
     at_work = layer if num_recomputed else 0.0
     return (num_layers - num_recomputed) * layer + at_work + num_recomputed * local * kept
@@ -125,14 +163,15 @@ def _activations(
 
 def _logits(loss: Loss, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool) -> float:
     text = model.get_text_config()
-    head_gradient = 0 if is_frozen else _MASTER * size.head_weights
+    head_gradient = 0 if is_frozen else _FP32 * size.head_weights
     shape = LossShape(local, text.vocab_size, text.hidden_size, compute, head_gradient)
     return loss.logits_bytes(shape) if isinstance(loss, Measured) else whole_logits_bytes(shape)
 
 
-def optimizer_bytes(optimizer: dict[str, Any]) -> float:
+def optimizer_bytes(optimizer: dict[str, Any], master: int = _FP32) -> float:
     """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped once."""
-    layer = torch.nn.utils.skip_init(torch.nn.Linear, _TRIED, _TRIED, bias=False)  # draws no random numbers
+    dtype = torch.float32 if master == _FP32 else torch.bfloat16
+    layer = torch.nn.utils.skip_init(torch.nn.Linear, _TRIED, _TRIED, bias=False, dtype=dtype)  # nothing is drawn
     layer.weight.data.zero_()
     layer.weight.grad = torch.zeros_like(layer.weight)
     stepped: torch.optim.Optimizer = build(optimizer, layer)
@@ -152,9 +191,11 @@ def remedies(config: Config) -> list[str]:
         found.append("loss=fused_linear_cross_entropy (no logits of the whole stream)")
     if training.activation_checkpointing == "none":
         found.append("training.activation_checkpointing=full (about a third slower)")
+    if config.mesh.reduce_every_micro_batch is False:
+        found.append("mesh.reduce_every_micro_batch=auto (no unsharded sum of gradients)")
     if config.mesh.strategy == "ddp":
         found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
-    if not config.peft and optimizer_bytes(config.optimizer) >= 2 * _MASTER:
+    if not config.peft and optimizer_bytes(config.optimizer) >= 2 * _FP32:
         found.append("optimizer=adamw_8bit (moments of 2 bytes a weight instead of 8)")
     found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
     if not config.peft and source.pretrained:

@@ -1,33 +1,41 @@
 """Optimizers, which parameters decay, and the one step that never waits for the device.
 
+    adamw        8 bytes of state per weight: torch's fused kernel over each rank's own shards
+    adamw_bf16   4: both moments in bf16, rounded by chance
+    adamw_8bit   2: both moments in 8 bits (Dettmers et al., 2022, arXiv:2110.02861), the numbers of torchao's AdamW8bit
+
 Non-finite numbers are found on the device, and an optimizer that takes torch's `found_inf` skips the step there;
-clipping is its `grad_scale`, which saves a pass over the gradients.
-
-Learning-rate schedules: the fraction of the peak rate at each optimizer step, warm-up included.
-
-Step 0 is the first optimizer step. During warm-up the fraction is (step + 1) / warmup_steps, so that no step is
-wasted at 0.
+clipping is its `grad_scale`, which saves a pass over the gradients. States are plain tensors that are sharded as their
+parameters are: saved and loaded to the bit on any number of ranks. torchao's classes are not used: their states cannot
+be written by the checkpoint, and their random numbers would differ between replicas of a weight.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from automodel_lite.config.rules import Count, Fraction, Length, Range
+from automodel_lite.config.rules import Length, OneOf, Positive, Range
+from automodel_lite.graphs import strict_graphs
 
 Rate = Annotated[float, Range(0)]
 Betas = Annotated[list[Annotated[float, Range(0, below=1)]], Length(2)]
 Eps = Annotated[float, Range(0)]
+Rounding = Annotated[str, OneOf(("stochastic", "kahan"))]
+
+LEAST_BLOCK = 32
+LEAST_VALUES = 4096  # of a parameter; smaller ones keep fp32 moments, as in torchao and bitsandbytes
 
 
 def adamw(
@@ -41,6 +49,40 @@ def adamw(
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
     beta1, beta2 = map(float, betas or (0.9, 0.999))
     return LocalAdamW(param_groups(model, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
+
+
+def adamw_bf16(
+    model: nn.Module,
+    lr: Rate,
+    betas: Betas | None = None,
+    eps: Eps = 1e-8,
+    weight_decay: Rate = 0.01,
+    rounding: Rounding = "stochastic",
+) -> SmallAdamW:
+    """Moments in bf16. `rounding` of weights in bf16 (training.master_weights): kahan keeps what is rounded away, 2
+    more bytes per weight.
+    """
+    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.bfloat16, 0, rounding)
+
+
+def adamw_8bit(
+    model: nn.Module,
+    lr: Rate,
+    betas: Betas | None = None,
+    eps: Eps = 1e-8,
+    weight_decay: Rate = 0.01,
+    block_size: Positive = 256,
+    rounding: Rounding = "stochastic",
+) -> SmallAdamW:
+    """`block_size` values share one scale, fewer where a row is no multiple of it. Vectors and tensors below 4096
+    values stay in fp32. `rounding` as in `adamw_bf16`.
+    """
+    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.uint8, block_size, rounding)
+
+
+def defaults(lr: float, betas: Betas | None, eps: float) -> dict[str, Any]:
+    beta1, beta2 = map(float, betas or (0.9, 0.999))
+    return {"lr": lr, "betas": (beta1, beta2), "eps": eps}
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -60,7 +102,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def param_groups(model: nn.Module, weight_decay: float, left_out: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:
     """Two groups: matrices decay, vectors (norms, biases, sinks) do not. Frozen parameters are left out.
 
     Raises ValueError when nothing is trainable.
@@ -68,7 +110,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("no parameter of the model is trainable.")
-    decay = [p for p in trainable if p.ndim >= 2]
+    others = set(map(id, left_out))
+    decay = [p for p in trainable if p.ndim >= 2 and id(p) not in others]
     keep = [p for p in trainable if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -81,8 +124,13 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     for gradient in (p.grad for p in parameters if p.grad is not None):
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         shards.setdefault(layout, []).append(local(gradient))
-    norms = [_over_ranks(torch.nn.utils.get_total_norm(tensors), layout) for layout, tensors in shards.items()]
+    norms = [_over_ranks(_norm(tensors), layout) for layout, tensors in shards.items()]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """In fp32, of gradients in bf16 too, whose own norm has 3 digits."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
 
 
 def _over_ranks(norm: Tensor, layout: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> Tensor:
@@ -104,9 +152,12 @@ def apply_gradients(
     max_norm  the gradients are scaled down to it; 0 = never
     An optimizer without torch's `found_inf` and `grad_scale` waits for the device, and its gradients are scaled here.
     """
+    parameters = list(parameters)
     norm = gradient_norm(parameters)
     is_bad = ~(torch.isfinite(loss_sum) & torch.isfinite(norm))
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
+    where = local(parameters[0]).device  # the host's with mesh.cpu_offload, which waits anyway
+    is_bad, divisor = is_bad.to(where), divisor.to(where)
     if vars(optimizer).get("_step_supports_amp_scaling", False):  # where torch's GradScaler looks, too
         optimizer.found_inf, optimizer.grad_scale = is_bad.float(), divisor  # type: ignore[attr-defined]
         optimizer.step()
@@ -117,66 +168,263 @@ def apply_gradients(
     return norm
 
 
-def move_to(scheduler: LambdaLR, step: int) -> None:
-    """Sets the rate of the next step to that of `step`: a schedule has no other state than its place."""
-    scheduler.last_epoch = step
-    rates = [base * frac(step) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates):
-        group["lr"] = rate
-    scheduler._last_lr = rates
+# ------------------------------------------------------------------------------------------------- small states
+class SmallAdamW(Optimizer):
+    """AdamW whose moments take 4, 2 or 1 bytes a value, on weights in fp32 or bf16; `found_inf` and `grad_scale` as
+    torch's fused AdamW has them.
+
+    Values in bf16 are rounded up or down by chance (Gupta et al., 2015, arXiv:1502.02551): rounding to the nearest one
+    drops every change of less than 1/256. The chance is a hash of step, parameter and place, so that replicas stay
+    equal, another layout of ranks rounds alike, and a resumed run needs no state for it.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        moments: torch.dtype = torch.float32,
+        block_size: int = 0,
+        rounding: str = "stochastic",
+    ) -> None:
+        super().__init__(groups, defaults)
+        self.moments, self.block_size, self.rounding = moments, block_size, rounding
+        self._step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient; `closure` is not called."""
+        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for group in self.param_groups:
+            self.step_group(group, [(numbers[id(p)], p) for p in group["params"] if p.grad is not None])
+
+    def step_group(self, group: dict[str, Any], parameters: list[tuple[int, nn.Parameter]]) -> None:
+        for number, parameter in parameters:
+            self._step_one(parameter, group, number)
+
+    def scale_and_skip(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What gradients are divided by, and whether nothing may change."""
+        scale = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+        skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        return scale, skipped > 0
+
+    def _step_one(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
+        state = self.state[parameter]
+        block = block_of(tuple(parameter.shape), self.block_size)
+        if not state:
+            state.update(self._new_state(parameter, block))
+        scale, skipped = self.scale_and_skip(parameter.device)
+        mine = {name: local(value) for name, value in state.items() if name in _OURS}
+        if not local(parameter).numel():  # its count of steps may be the one that is saved
+            mine["step"] += ~skipped
+            return
+        rate = torch.full((), group["lr"], device=parameter.device)
+        books = codebook(True, parameter.device), codebook(False, parameter.device)
+        gradient = local(parameter.grad)  # type: ignore[arg-type]
+        step = _compiled_update if parameter.device.type == "cuda" else update
+        step(
+            local(parameter),
+            gradient,
+            mine,
+            place=place_of(parameter, number),
+            books=books,
+            rate=rate,
+            scale=scale,
+            skipped=skipped,
+            block=block,
+            **_settings(group),
+        )
+
+    def _new_state(self, parameter: Tensor, block: int) -> dict[str, Tensor]:
+        is_small = is_kept_whole(tuple(parameter.shape))
+        kept = torch.float32 if is_small or (self.block_size and not block) else self.moments
+        state = {"step": torch.zeros((), device=parameter.device)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=kept)
+            if block:
+                state[f"{name}_scale"] = _scales_like(parameter, block)
+        if parameter.dtype == torch.bfloat16 and self.rounding == "kahan":
+            state["rest"] = torch.zeros_like(parameter)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch casts states to their parameter's dtype: codes and bf16 values come back exactly from fp32."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            block = block_of(tuple(parameter.shape), self.block_size)
+            for name, made in self._new_state(parameter, block).items():
+                state[name] = state[name].to(made.dtype)
 
 
-def warmup_frac(step: int, warmup_steps: int) -> float:
-    """Linear rise to 1, which is reached at step warmup_steps - 1."""
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+_OURS = frozenset({"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "rest"})
 
 
-def progress_frac(step: int, first_step: int, max_steps: int) -> float:
-    """0 at first_step, 1 at max_steps, which is one after the last step: no step is wasted at a rate of 0."""
-    return min(1.0, max(0.0, (step - first_step) / max(1, max_steps - first_step)))
+@dataclass(frozen=True)
+class LocalPlace:
+    """Where this rank's part of a parameter lies in the whole one."""
+
+    number: int  # of the parameter in its optimizer
+    offsets: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
-def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
-    """Half a cosine from the peak to min_lr_frac of it."""
-
-    def frac(step: int) -> float:
-        if step < warmup_steps:
-            return warmup_frac(step, warmup_steps)
-        down = 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup_steps, max_steps)))
-        return min_lr_frac + (1 - min_lr_frac) * down
-
-    return LambdaLR(optimizer, frac)
+def place_of(parameter: Tensor, number: int) -> LocalPlace:
+    """Strides are those of the whole tensor, contiguous."""
+    shape = tuple(parameter.shape)
+    offsets = (0,) * len(shape)
+    if isinstance(parameter, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return LocalPlace(number, tuple(offsets), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
 
 
-def linear(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
-    """A straight line from the peak to min_lr_frac of it."""
-
-    def frac(step: int) -> float:
-        if step < warmup_steps:
-            return warmup_frac(step, warmup_steps)
-        return 1 - (1 - min_lr_frac) * progress_frac(step, warmup_steps, max_steps)
-
-    return LambdaLR(optimizer, frac)
+def is_kept_whole(shape: tuple[int, ...]) -> bool:
+    """Vectors and small tensors, whose moments stay in fp32."""
+    return len(shape) < 2 or math.prod(shape) < LEAST_VALUES
 
 
-def constant(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0) -> LambdaLR:
-    """The peak after the warm-up, to the end."""
-    return LambdaLR(optimizer, lambda step: warmup_frac(step, warmup_steps))
+def block_of(shape: tuple[int, ...], block_size: int) -> int:
+    """Values that share a scale: the largest common divisor with a row, so that no block is cut by sharding; 0 for
+    what has none. By the whole parameter's shape, so that all ranks and all numbers of ranks agree.
+    """
+    if not block_size or is_kept_whole(shape):
+        return 0
+    block = math.gcd(math.prod(shape[1:]), block_size)
+    return block if block >= LEAST_BLOCK else 0
 
 
-def wsd(
-    optimizer: Optimizer,
-    max_steps: int,
-    warmup_steps: Count = 0,
-    decay_frac: Fraction = 0.1,
-    min_lr_frac: Fraction = 0.0,
-) -> LambdaLR:
-    """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
-    decay_start = max(warmup_steps, max_steps - round(decay_frac * max_steps))
+def _scales_like(parameter: Tensor, block: int) -> Tensor:
+    """[rows, blocks of a row], sharded over rows as the parameter is."""
+    shape = (parameter.shape[0], math.prod(parameter.shape[1:]) // block)
+    here = local(parameter).new_zeros(len(local(parameter)), shape[1], dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return here
+    layout = (parameter.device_mesh, parameter.placements)
+    return DTensor.from_local(here, *layout, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
 
-    def frac(step: int) -> float:
-        if step < decay_start:
-            return warmup_frac(step, warmup_steps)
-        return 1 - (1 - min_lr_frac) * progress_frac(step, decay_start, max_steps)
 
-    return LambdaLR(optimizer, frac)
+def _settings(group: dict[str, Any]) -> dict[str, float]:
+    beta1, beta2 = group["betas"]
+    return {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"]}
+
+
+def _compiled_update(*args: Any, **kwargs: Any) -> None:
+    """On a GPU in one kernel."""
+    _compiled()(*args, **kwargs)
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    strict_graphs()
+    compiled: Callable[..., None] = torch.compile(update, fullgraph=True)
+    return compiled
+
+
+def update(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    *,
+    place: LocalPlace,
+    books: tuple[Tensor, Tensor],  # signed, unsigned
+    rate: Tensor,
+    scale: Tensor,
+    skipped: Tensor,
+    block: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """AdamW in fp32 on this rank's part of one parameter, in place; nothing changes where `skipped`."""
+    draw = functools.partial(chances, place, tuple(parameter.shape), state["step"])
+    gradient = gradient.float() / scale
+    first = _moment(state, "exp_avg", books[0]).lerp(gradient, 1 - beta1)
+    second = _moment(state, "exp_avg_sq", books[1]).lerp(gradient.square(), 1 - beta2)
+    now = state["step"] + 1
+    size = (first / (1 - beta1**now)) / (second.sqrt() / (1 - beta2**now).sqrt() + eps)
+    weight = parameter.float() + state["rest"].float() if "rest" in state else parameter.float()
+    moved = weight * (1 - rate * weight_decay) - rate * size
+    after = {"step": now, **_stored(state, "exp_avg", first, books[0], draw)}
+    after |= _stored(state, "exp_avg_sq", second, books[1], draw)
+    if "rest" in state:
+        stored = moved.to(parameter.dtype)
+        after["rest"] = rounded(moved - stored.float(), parameter.dtype, draw, 3)
+    else:
+        stored = rounded(moved, parameter.dtype, draw, 0)
+    parameter.copy_(torch.where(skipped, parameter, stored))
+    for name, value in after.items():
+        state[name].copy_(torch.where(skipped, state[name], value))
+
+
+def _moment(state: dict[str, Tensor], name: str, book: Tensor) -> Tensor:
+    """fp32 values."""
+    kept = state[name]
+    return decoded(kept, state[f"{name}_scale"], book) if kept.dtype == torch.uint8 else kept.float()
+
+
+def _stored(
+    state: dict[str, Tensor], name: str, value: Tensor, book: Tensor, draw: Callable[[int], Tensor]
+) -> dict[str, Tensor]:
+    """As it is kept."""
+    kept = state[name]
+    if kept.dtype != torch.uint8:
+        return {name: rounded(value, kept.dtype, draw, 1 if name == "exp_avg" else 2)}
+    codes, scales = encoded(value, state[f"{name}_scale"].shape, book)
+    return {name: codes, f"{name}_scale": scales}
+
+
+def rounded(value: Tensor, dtype: torch.dtype, draw: Callable[[int], Tensor], stream: int) -> Tensor:
+    """fp32 as it is; bf16 up with the chance that makes the value its mean: random bits below its last one are added
+    before they are cut off.
+    """
+    if dtype != torch.bfloat16:
+        return value.to(dtype)
+    return ((value.contiguous().view(torch.int32) + draw(stream)) & -65536).view(torch.float32).to(dtype)
+
+
+def chances(place: LocalPlace, shape: tuple[int, ...], step: Tensor, stream: int) -> Tensor:
+    """16 random bits for each element, int32: a hash of where it lies in the whole parameter, alike on all layouts."""
+    index = torch.zeros((), dtype=torch.int64, device=step.device)
+    for dim, size in enumerate(shape):
+        along = (torch.arange(size, device=step.device) + place.offsets[dim]) * place.strides[dim]
+        index = index + along.view(-1, *(1 for _ in shape[dim + 1 :]))
+    seed = _mixed(step.to(torch.int32) * 4 + stream) ^ _mixed(torch.full_like(step, place.number, dtype=torch.int32))
+    return _mixed(index.to(torch.int32) ^ seed) & 0xFFFF
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """A hash of 32 bits whose every output bit depends on every input bit alike (Wellons' lowbias32)."""
+    value = (value ^ ((value >> 16) & 0xFFFF)) * 0x7FEB352D
+    value = (value ^ ((value >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return value ^ ((value >> 16) & 0xFFFF)
+
+
+@functools.cache
+def codebook(is_signed: bool, device: torch.device) -> Tensor:
+    """The 256 values of dynamic tree quantization, rising, 0 and 1 among them: fine near 0, where most moments are.
+
+    A decimal exponent in unary (leading zero bits) and a linear fraction in the bits that are left.
+    """
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    for exponent in range(7):
+        num_steps = 2 ** (exponent + (0 if is_signed else 1))
+        edges = torch.linspace(0.1, 1.0, num_steps + 1, dtype=torch.float64)
+        means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
+        values += [means, -means] if is_signed else [means]
+    return torch.cat(values).sort().values.float().to(device)
+
+
+def decoded(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
+    """fp32 values, shaped like the codes."""
+    return (book[codes.int()].view(*scales.shape, -1) * scales[..., None]).view(codes.shape)
+
+
+def encoded(values: Tensor, scale_shape: torch.Size, book: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes (uint8, shaped like the values) and each block's largest magnitude."""
+    blocks = values.reshape(*scale_shape, -1)
+    scales = blocks.abs().amax(-1)
+    midpoints = (book[:-1] + book[1:]) / 2
+    codes = torch.bucketize(blocks / scales.clamp(min=1e-12)[..., None], midpoints, right=True)
+    return codes.to(torch.uint8).view(values.shape), scales

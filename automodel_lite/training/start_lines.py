@@ -36,7 +36,8 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         ("attention", built.attention),
         *([("compile", built.compiled)] if built.compiled != "off" else []),
         ("optimizer", optimizer_text(config)),
-        ("memory", str(built.memory)),
+        *([("average", average_text(config))] if config.training.ema_decay else []),
+        ("memory", f"{built.memory}\n{built.reduction}".strip()),
     ]
 
 
@@ -54,6 +55,11 @@ def optimizer_text(config: Config) -> str:
             f"gradients clipped to {config.training.max_grad_norm}" if config.training.max_grad_norm else "no clipping",
         ]
     )
+
+
+def average_text(config: Config) -> str:
+    decay = config.training.ema_decay
+    return f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
 
 
 def data_lines(data: PackSource) -> list[Line]:
@@ -84,7 +90,7 @@ def _model(built: BuiltModel) -> str:
     lm = built.model.loss_model.lm
     source = built.pretrained or "from scratch"
     dtype = str(built.model.compute_dtype).removeprefix("torch.")
-    masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else "fp32 master weights"
+    masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else f"{built.masters} master weights"
     return (
         f"{lm.config.model_type} {source}: {count(built.num_parameters)} parameters, {dtype} compute, "
         f"{masters}, loss {built.loss}{_experts(lm)}"

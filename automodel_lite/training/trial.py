@@ -21,6 +21,8 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM, cannot_work
+from automodel_lite.parallel.sharding import choose_precision
+from automodel_lite.training.optimizers import SmallAdamW
 
 NUM_TOKENS = 4
 _SHAPES = re.compile(r"reduction dim|must match the size|is invalid for input|cannot be multiplied|broadcast|mismatch")
@@ -40,7 +42,7 @@ class Twin(nn.Module):
 def try_settings(config: Config, source: CausalLM) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is loaded."""
     problems = []
-    for attempt in (lambda: try_model(source), lambda: try_optimizer(config)):
+    for attempt in (lambda: try_model(source), lambda: try_optimizer(config), lambda: check_master_weights(config)):
         try:
             attempt()
         except ConfigError as error:
@@ -87,6 +89,29 @@ def _or_config_error(source: CausalLM, attempt: Callable[[], Any]) -> Any:
         return attempt()
     except Exception as error:  # a model's code may raise anything
         raise cannot_work(error, source.overrides) from error
+
+
+def check_master_weights(config: Config) -> None:
+    """Raises ConfigError for weights in bf16 where they would not learn, or nothing is saved."""
+    training, what = config.training, f"training.master_weights={config.training.master_weights}"
+    if training.master_weights == "fp32":
+        return
+    optimizer = build(config.optimizer, Twin())
+    if type(optimizer) is not SmallAdamW:
+        raise ConfigError(
+            f"{what} with {type(optimizer).__name__} loses every change of less than 1/256 of a weight: set "
+            "optimizer=adamw_bf16 or optimizer=adamw_8bit, which round by chance."
+        )
+    if config.peft:
+        raise ConfigError(f"{what} with peft: the few weights of an adapter stay in fp32; set it to fp32.")
+    if config.mesh.strategy == "ddp":
+        raise ConfigError(f"{what} with mesh.strategy=ddp would add gradients up in bf16: use mesh.strategy=fsdp.")
+    if choose_precision(training.precision, default_device()) != torch.bfloat16:
+        raise ConfigError(f"{what} computes in bf16: set training.precision=bf16, not {training.precision}.")
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def try_optimizer(config: Config) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_lite.training.low_bit_optim import adamw_8bit, codebook
-from automodel_lite.training.optimizers import param_groups
+from automodel_lite.training.optimizers import adamw_8bit, codebook, param_groups
 from tests.run.small_run import losses, train
 
 pytestmark = pytest.mark.slow

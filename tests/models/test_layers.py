@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -62,8 +63,16 @@ def gradients(model: LossModel, batch: ThdBatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("how", "every_layers", "is_compiled"),
-    [("full", 1, False), ("full", 2, False), ("selective", 1, False), ("none", 1, True), ("full", 1, True)],
-    ids=["full", "every second", "selective", "compiled", "compiled and full"],
+    [
+        ("full", 1, False),
+        ("full", 2, False),
+        ("selective", 1, False),
+        ("offload", 1, False),
+        ("none", 1, True),
+        ("full", 1, True),
+        ("offload", 1, True),
+    ],
+    ids=["full", "every second", "selective", "offload", "compiled", "compiled and full", "compiled and offload"],
 )
 def test_same_gradients(how: str, every_layers: int, is_compiled: bool) -> None:
     batch = pack_of(20, 17, 11)
@@ -76,6 +85,20 @@ def test_same_gradients(how: str, every_layers: int, is_compiled: bool) -> None:
     recompute_layers(layers, how, every_layers)
     torch.testing.assert_close(gradients(model, batch), expected)
     assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.parametrize(("how", "num_alive"), [("full", 3), ("offload", 0)])
+def test_inputs_of_layers_wait_elsewhere(how: str, num_alive: int) -> None:
+    """How many of the three layers' inputs are alive between forward and backward; offloaded ones are copies."""
+    model = small_model()
+    layers = list(model.lm.model.layers)
+    recompute_layers(layers, how, 1)
+    inputs = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+    loss = model(pack_of(20, 17, 11))
+    assert sum(storage() is not None for storage in inputs) == num_alive
+    loss.backward()
 
 
 @pytest.mark.parametrize("how", ["none", "full"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.adapter import install
@@ -30,6 +31,7 @@ from tests.ranks import run_ranks
 
 LARGEST_ERROR = 1e-6
 MICRO_BATCHES = 2
+AXIS_NAMES = ("dp_replicate", "dp_shard", "cp", "tp")
 LENGTHS = [[37, 5, 64, 1], [3, 90, 2, 23], [8, 8, 8], [120]]
 """Documents of each micro-batch of the step, dealt to the data-parallel ranks two by two."""
 
@@ -64,15 +66,25 @@ def one_process(family: str, num_micro_batches: int) -> tuple[Tensor, dict[str, 
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def spread(rank: int, world: int, shape: tuple[int, ...], strategy: str, exchange: str, families: list) -> dict:
+def spread(
+    rank: int,
+    world: int,
+    shape: tuple[int, ...],
+    strategy: str,
+    exchange: str,
+    families: list,
+    offloads: bool = False,
+    reduces_every: bool = False,
+) -> dict:
     """For each family the largest differences of loss and gradients from one process."""
     shape, ep = (*shape, 1)[:4], shape[4] if len(shape) == 5 else 1
-    mesh_of_ranks = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+    mesh_of_ranks = init_device_mesh("cpu", shape, mesh_dim_names=AXIS_NAMES)
     mesh = Mesh(MeshShape(*shape, ep), torch.device("cpu"), mesh_of_ranks)
     num_micro_batches = mesh.shape.dp * MICRO_BATCHES
     errors = {}
     for family in families:
-        model = parallelize(loss_model(family), mesh, strategy, torch.float32)
+        model = parallelize(loss_model(family), mesh, strategy, torch.float32, offloads)
+        model = replace(model, reduces_every=reduces_every)
         mine = [mesh.dp_rank * MICRO_BATCHES + i for i in range(MICRO_BATCHES)]
         batches = [micro_batch(number, mesh.shape.cp) for number in mine]
         num_label_tokens = mesh.sum(torch.tensor(sum(batch.num_label_tokens for batch in batches))) // mesh.shape.cp
@@ -96,9 +108,9 @@ def spread(rank: int, world: int, shape: tuple[int, ...], strategy: str, exchang
     return errors
 
 
-def assert_equal(shape: tuple[int, ...], strategy: str, exchange: str, families: list[str]) -> None:
+def assert_equal(shape: tuple[int, ...], strategy: str, exchange: str, families: list[str], *more: bool) -> None:
     world = math.prod(shape[:4])
-    for errors in run_ranks(spread, world, shape, strategy, exchange, families):
+    for errors in run_ranks(spread, world, shape, strategy, exchange, families, *more):
         for family, (of_loss, of_grads) in errors.items():
             assert of_loss < LARGEST_ERROR * 5, (family, of_loss)  # of a loss near 5
             assert of_grads < LARGEST_ERROR, (family, of_grads)
@@ -129,6 +141,42 @@ def name_of(layout: tuple[tuple[int, int, int], str, str]) -> str:
 @pytest.mark.parametrize("layout", FAST_LAYOUTS, ids=name_of)
 def test_llama_and_gpt_oss(layout: tuple[tuple[int, int, int], str, str]) -> None:
     assert_equal(*layout, ["llama", "gpt_oss_sinks_window"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "offloads", "reduces_every"),
+    [((1, 2, 2), True, False), ((2, 2, 1), False, True)],
+    ids=["offloaded", "hsdp reduced every micro-batch"],
+)
+def test_what_saves_memory_changes_no_number(shape: tuple[int, int, int], offloads: bool, reduces_every: bool) -> None:
+    assert_equal(shape, "fsdp", "all_gather", ["llama"], offloads, reduces_every)
+
+
+def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> float:
+    """Elements of gradients that a rank holds after the first of two micro-batches, over those of its shards."""
+    mesh = Mesh(
+        MeshShape(1, 2, 1), torch.device("cpu"), init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=AXIS_NAMES)
+    )
+    model = replace(parallelize(loss_model("llama"), mesh, "fsdp", torch.float32), reduces_every=reduces_every)
+    with model.accumulate(is_last=False):
+        model(micro_batch(rank, 1)).backward()
+    states = [
+        fsdp_param
+        for module in model.module.modules()
+        if isinstance(module, FSDPModule)
+        for group in [module._get_fsdp_state()._fsdp_param_group]
+        if group
+        for fsdp_param in group.fsdp_params
+    ]
+    sharded = [p.grad.to_local().numel() for p in model.parameters() if p.grad is not None]
+    whole = [s._unsharded_param.grad.numel() for s in states if s._unsharded_param.grad is not None]
+    whole += [s.unsharded_accumulated_grad.numel() for s in states if s.unsharded_accumulated_grad is not None]
+    return (sum(sharded) + sum(whole)) / sum(p.to_local().numel() for p in model.parameters())
+
+
+def test_reducing_every_micro_batch_holds_shards_alone() -> None:
+    assert run_ranks(held_between_micro_batches, 2, False) == [2.0, 2.0]
+    assert run_ranks(held_between_micro_batches, 2, True) == [1.0, 1.0]
 
 
 @pytest.mark.slow

@@ -17,7 +17,13 @@ from automodel_lite.models.flops import model_size
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.run.failures import recorded
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.training.memory import estimate_memory, optimizer_bytes, out_of_memory_text, remedies
+from automodel_lite.training.memory import (
+    estimate_memory,
+    optimizer_bytes,
+    out_of_memory_text,
+    plan_memory,
+    remedies,
+)
 from recipes.train_ft import main
 from tests.recipes.runs import config_of
 
@@ -96,9 +102,60 @@ def test_fsdp_keeps_whole_gradients_over_micro_batches():
     assert estimate.gradients == 4 * size.parameters / 2 + 4 * size.parameters
 
 
+def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
+    """LLAMA has 0.14 M weights: the sum that is not sharded takes 4 bytes of each."""
+    config, size = config_with(global_batch_size=4), model_size(LLAMA)
+    what = config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16
+    summed, reduced = (estimate_memory(*what, reduces_every=wish) for wish in (False, True))
+    assert summed.total - reduced.total == 4 * size.parameters
+    fits, just_not = int(summed.total / 0.9) + 1, int(summed.total / 0.9) - 1
+    assert plan_memory(*what, None) == (summed, "")
+    assert plan_memory(*what, fits) == (summed, "")
+    chosen, why = plan_memory(*what, just_not)
+    assert chosen == reduced
+    assert why.startswith("gradients are reduced after every micro-batch: with their unsharded sum of 0.5 MiB")
+    config.mesh.reduce_every_micro_batch = False
+    assert plan_memory(*what, just_not) == (summed, "")
+    assert remedies(config)[1] == "mesh.reduce_every_micro_batch=auto (no unsharded sum of gradients)"
+    config.mesh.reduce_every_micro_batch = True
+    assert plan_memory(*what, None) == (reduced, "gradients are reduced after every micro-batch, as set")
+    config.training.global_batch_size = None  # one micro-batch: there is no sum
+    assert plan_memory(*what, None)[1] == ""
+
+
+def test_what_waits_in_host_memory_is_not_counted():
+    config, size = config_with(activation_checkpointing="offload"), model_size(LLAMA)
+    what = config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16
+    offloaded = estimate_memory(*what)
+    config.training.activation_checkpointing = "full"
+    full = estimate_memory(*what)
+    assert full.activations - offloaded.activations == 3 * TOKENS * 64 * 2  # layers x tokens x hidden x bytes
+    config.mesh.cpu_offload = True
+    at_home = estimate_memory(*what)
+    assert (at_home.weights, at_home.gradients, at_home.optimizer) == (0, 0, 0)
+    assert at_home.activations == full.activations
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_bytes"),
+    [
+        ({"_target_": "automodel_lite.training.optimizers.adamw_bf16"}, 2 + 2 + 4),
+        ({"_target_": "automodel_lite.training.optimizers.adamw_bf16", "rounding": "kahan"}, 2 + 2 + 4 + 2),
+        ({"_target_": "automodel_lite.training.optimizers.adamw_8bit"}, 2 + 2 + 2 + 2 * 4 / 256),
+    ],
+    ids=["bf16", "kahan", "8bit"],
+)
+def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: float) -> None:
+    """Weights, gradients and states of 8.03 B parameters: 60, 75 and 45 GiB, where fp32 masters take 120."""
+    config = config_with(master_weights="bf16")
+    config.optimizer = {"lr": 1e-5, **optimizer}
+    e = estimate_memory(config, MeshShape(1, 1, 1), "fsdp", LLAMA, model_size(LLAMA), None, torch.bfloat16)
+    assert e.weights + e.gradients + e.optimizer == num_bytes * model_size(LLAMA).parameters
+
+
 def test_moments_of_8_bits_are_2_bytes_a_weight():
     config = config_with()
-    config.optimizer = {"_target_": "automodel_lite.training.low_bit_optim.adamw_8bit", "lr": 1e-3, "block_size": 256}
+    config.optimizer = {"_target_": "automodel_lite.training.optimizers.adamw_8bit", "lr": 1e-3, "block_size": 256}
     size = model_size(LLAMA)
     estimate = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
     assert estimate.optimizer == (2 + 2 * 4 / 256) * size.parameters

@@ -1,0 +1,153 @@
+"""Muon (Jordan et al., 2024) on matrices that are sharded: torch.optim.Muon's numbers, on any number of ranks.
+
+The momentum of a matrix is made orthogonal before it is applied, which takes the whole matrix: each rank of a shard
+group gathers one, works on it, and sends the rows back. 4 bytes of state per weight; what is no matrix of a layer is
+AdamW's, with 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zeropower_via_newtonschulz
+
+from automodel_lite.config.rules import Range
+from automodel_lite.models.sharded import keep_part
+from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, defaults, local, param_groups
+
+
+def muon(
+    model: nn.Module,
+    lr: Rate,
+    betas: Betas | None = None,
+    eps: Eps = 1e-8,
+    weight_decay: Rate = 0.1,
+    momentum: Annotated[float, Range(0, below=1)] = 0.95,
+    nesterov: bool = True,
+) -> Muon:
+    """The matrices inside the layers by Muon; embeddings, the head, vectors and stacked experts by AdamW.
+
+    One rate for both: Muon's is scaled by 0.2 * sqrt(the longer side), by which its updates are as large as AdamW's
+    (Liu et al., 2025, arXiv:2502.16982).
+    """
+    matrices = hidden_matrices(model)
+    groups = param_groups(model, weight_decay, left_out=matrices)
+    by_muon = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+    return Muon([*([by_muon] if matrices else []), *groups], defaults(lr, betas, eps))
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Trained matrices but the embeddings and the output heads, of which each row stands for itself."""
+    ends = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            ends.add(id(module.weight))
+        if isinstance(module, transformers.PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
+            ends.update(map(id, head.parameters()))
+    return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in ends]
+
+
+class Muon(SmallAdamW):
+    """torch.optim.Muon's update on the group with a momentum, AdamW in fp32 on the others."""
+
+    def step_group(self, group: dict[str, Any], parameters: list[tuple[int, nn.Parameter]]) -> None:
+        if "momentum" not in group:
+            super().step_group(group, parameters)
+            return
+        matrices = [parameter for _, parameter in parameters]
+        for together in _alike(matrices):
+            updates = [self._momentum(parameter, group) for parameter in together]
+            for parameter, direction in zip(together, orthogonal(together, updates)):
+                _, skipped = self.scale_and_skip(parameter.device)
+                size = _adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
+                weight = local(parameter)
+                moved = weight * (1 - group["lr"] * group["weight_decay"]) - size * direction.float()
+                weight.copy_(torch.where(skipped, weight, moved))
+
+    def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """This rank's part of the update before it is made orthogonal, bf16."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        scale, skipped = self.scale_and_skip(parameter.device)
+        buffer, gradient = local(state["momentum_buffer"]), local(parameter.grad) / scale  # type: ignore[arg-type]
+        moved = buffer.lerp(gradient, 1 - group["momentum"])
+        buffer.copy_(torch.where(skipped, buffer, moved))
+        return (gradient.lerp(moved, group["momentum"]) if group["nesterov"] else moved).bfloat16()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """fp32 throughout, which torch keeps."""
+        Optimizer.load_state_dict(self, state_dict)
+
+
+def _alike(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """As many matrices of one layout as ranks share them, those of one size side by side: each rank takes one."""
+    layouts: dict[Any, list[nn.Parameter]] = {}
+    for matrix in sorted(matrices, key=Tensor.numel):
+        layout = (matrix.device_mesh, matrix.placements) if isinstance(matrix, DTensor) else None
+        layouts.setdefault(layout, []).append(matrix)
+    for together in layouts.values():
+        group = _row_group(together[0])
+        size = dist.get_world_size(group) if group else 1
+        yield from (together[start : start + size] for start in range(0, len(together), size))
+
+
+def _row_group(matrix: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that share the rows; None for a whole matrix, or one that is cut along two axes."""
+    if not isinstance(matrix, DTensor):
+        return None
+    cut = [axis for axis, placement in enumerate(matrix.placements) if not placement.is_replicate()]
+    placement = matrix.placements[cut[0]] if len(cut) == 1 else None
+    is_by_rows = type(placement) is Shard and placement.dim == 0  # a strided shard has rows here and there
+    return matrix.device_mesh.get_group(cut[0]) if is_by_rows else None
+
+
+def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tensor]:
+    """This rank's part of each update's orthogonal factor; `updates` are its parts of the updates, bf16.
+
+    Each rank of a shard group gathers one of the matrices, works on it, and sends every rank its rows back: all work is
+    done once, on the numbers that a single process has.
+    """
+    group = _row_group(matrices[0])
+    if group is None:
+        return [_orthogonal_alone(matrix, part) for matrix, part in zip(matrices, updates)]
+    size, me = dist.get_world_size(group), dist.get_rank(group)
+    rows = [[_rows(len(matrix), size, rank) for rank in range(size)] for matrix in matrices]
+    columns = [matrix.shape[1] for matrix in matrices]
+    mine = [rows[owner][me] * columns[owner] for owner in range(len(matrices))] + [0] * (size - len(matrices))
+    whole = [count * columns[me] for count in rows[me]] if me < len(matrices) else [0] * size
+    gathered = torch.cat([part.reshape(-1) for part in updates]).new_empty(sum(whole))
+    dist.all_to_all_single(gathered, torch.cat([part.reshape(-1) for part in updates]), whole, mine, group)
+    if me < len(matrices):
+        gathered = newton_schulz(gathered.view(-1, columns[me])).reshape(-1)
+    parts = gathered.new_empty(sum(mine))
+    dist.all_to_all_single(parts, gathered.contiguous(), mine, whole, group)
+    return [part.view(-1, width) for part, width in zip(parts.split(mine), columns)]
+
+
+def _rows(num_rows: int, num_ranks: int, rank: int) -> int:
+    """Of this rank, as FSDP cuts: the first ranks have ceil(rows / ranks), the last what is left."""
+    chunk = -(-num_rows // num_ranks)
+    return max(0, min(chunk, num_rows - rank * chunk))
+
+
+def _orthogonal_alone(matrix: nn.Parameter, part: Tensor) -> Tensor:
+    if not isinstance(matrix, DTensor):
+        return newton_schulz(part)
+    layout = (matrix.device_mesh, matrix.placements)
+    cut = DTensor.from_local(part, *layout, run_check=False, shape=matrix.shape, stride=matrix.stride())
+    whole = newton_schulz(cut.full_tensor())
+    keep_part(cut, whole)
+    return cut.to_local()
+
+
+def newton_schulz(update: Tensor) -> Tensor:
+    """torch.optim.Muon's own five steps, in bf16."""
+    return _zeropower_via_newtonschulz(update, (DEFAULT_A, DEFAULT_B, DEFAULT_C), 5, 1e-7)

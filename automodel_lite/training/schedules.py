@@ -1,0 +1,79 @@
+"""Learning-rate schedules: the fraction of the peak rate at each optimizer step, warm-up included.
+
+Step 0 is the first optimizer step. During warm-up the fraction is (step + 1) / warmup_steps, so that no step is
+wasted at 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from automodel_lite.config.rules import Count, Fraction
+
+
+def move_to(scheduler: LambdaLR, step: int) -> None:
+    """Sets the rate of the next step to that of `step`: a schedule has no other state than its place."""
+    scheduler.last_epoch = step
+    rates = [base * frac(step) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+def warmup_frac(step: int, warmup_steps: int) -> float:
+    """Linear rise to 1, which is reached at step warmup_steps - 1."""
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def progress_frac(step: int, first_step: int, max_steps: int) -> float:
+    """0 at first_step, 1 at max_steps, which is one after the last step: no step is wasted at a rate of 0."""
+    return min(1.0, max(0.0, (step - first_step) / max(1, max_steps - first_step)))
+
+
+def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
+    """Half a cosine from the peak to min_lr_frac of it."""
+
+    def frac(step: int) -> float:
+        if step < warmup_steps:
+            return warmup_frac(step, warmup_steps)
+        down = 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup_steps, max_steps)))
+        return min_lr_frac + (1 - min_lr_frac) * down
+
+    return LambdaLR(optimizer, frac)
+
+
+def linear(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
+    """A straight line from the peak to min_lr_frac of it."""
+
+    def frac(step: int) -> float:
+        if step < warmup_steps:
+            return warmup_frac(step, warmup_steps)
+        return 1 - (1 - min_lr_frac) * progress_frac(step, warmup_steps, max_steps)
+
+    return LambdaLR(optimizer, frac)
+
+
+def constant(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0) -> LambdaLR:
+    """The peak after the warm-up, to the end."""
+    return LambdaLR(optimizer, lambda step: warmup_frac(step, warmup_steps))
+
+
+def wsd(
+    optimizer: Optimizer,
+    max_steps: int,
+    warmup_steps: Count = 0,
+    decay_frac: Fraction = 0.1,
+    min_lr_frac: Fraction = 0.0,
+) -> LambdaLR:
+    """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
+    decay_start = max(warmup_steps, max_steps - round(decay_frac * max_steps))
+
+    def frac(step: int) -> float:
+        if step < decay_start:
+            return warmup_frac(step, warmup_steps)
+        return 1 - (1 - min_lr_frac) * progress_frac(step, decay_start, max_steps)
+
+    return LambdaLR(optimizer, frac)
