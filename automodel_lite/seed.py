@@ -9,6 +9,7 @@ the fastest way: 10 million in 0.07 s with AVX-512, against 0.35 s for a permuta
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 
 import numpy as np
@@ -27,6 +28,19 @@ def seed_all(*parts: object) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # libraries draw from the global generator
     torch.manual_seed(seed)
+
+
+def use_deterministic(is_wanted: bool) -> None:
+    """Kernels that give the same bits each time, for the whole process; before the first of them runs. An operation
+    that has none raises RuntimeError with its name.
+
+    FlashAttention's backward (torch's, the package's, Transformer Engine's) adds with atomics otherwise; each reads
+    this setting of torch. cuBLAS wants workspaces of its own.
+    """
+    if is_wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(is_wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = not is_wanted  # type: ignore[attr-defined]
 
 
 BLOCK = 1 << 20  # keys are made in blocks that stay in the cache

@@ -56,7 +56,7 @@ from automodel_lite.run.failures import (
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepEdge, deadline_of, ending_of
-from automodel_lite.seed import seed_all
+from automodel_lite.seed import seed_all, use_deterministic
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
 from automodel_lite.telemetry.tracker import open_metrics
@@ -138,6 +138,7 @@ class TrainFinetuneRecipe:
         self.peers.compare("data", flat(self.data.fingerprint()) | {"training.max_steps": self.plan.max_steps})
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
+        use_deterministic(config.training.deterministic)
         model_config = self.source.config(self.data.tokenizer)
         check_positions(self.data.longest, model_config)
         self.costs = cost_model(model_config)

@@ -6,6 +6,7 @@ people who have it anyway.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from automodel_lite.attention.kernel import AttentionSpec, refuse, refuse_own_exchange, require_cuda, require_half
@@ -22,15 +23,9 @@ LARGEST_HEAD_DIM = 256
 
 
 class FlashAttention:
-    """`flash_attn_varlen_func`.
-
-    deterministic  the slower backward that gives the same gradients each time
-    """
+    """`flash_attn_varlen_func`; with training.deterministic its slower backward, without atomics."""
 
     name = "thd_fa2"  # "flash" inside of a name makes transformers run checks of its own
-
-    def __init__(self, deterministic: bool = False) -> None:
-        self.deterministic = deterministic
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside of fp16 / bf16, with sinks, for unusual head dims."""
@@ -73,5 +68,5 @@ class FlashAttention:
             causal=True,  # bottom right since flash-attn 2.1
             window_size=(-1, -1) if window is None else (window - 1, 0),  # (w, 0) sees w keys besides the query's own
             softcap=0.0 if softcap is None else softcap,
-            deterministic=self.deterministic,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )

@@ -95,6 +95,7 @@ class TrainingConfig:
     recompute_every_layers: Positive = 1  # activation_checkpointing of every n-th layer only
     compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on a GPU
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scales of linear layers (torchao)
+    deterministic: bool = False  # the same bits in each run on a GPU, by slower kernels; resuming is then bit for bit
     num_threads: Annotated[int, Range(0), UpToTheCores()] = 0  # of a process; 0 = the cores / processes of this host
     max_bad_steps: Count = 3  # steps in a row with a non-finite loss or gradient that are skipped before the run ends
     max_time: Annotated[str | int, Duration()] | None = (

@@ -34,6 +34,7 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         ("model", _model(built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.attention),
+        *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),
         *([("compile", built.compiled)] if built.compiled != "off" else []),
         ("optimizer", optimizer_text(config)),
         *([("average", average_text(config))] if config.training.ema_decay else []),

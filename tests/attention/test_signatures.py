@@ -25,6 +25,7 @@ import torch
 from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
+from automodel_lite.seed import use_deterministic
 
 
 def words(text: str) -> list[str]:
@@ -84,13 +85,16 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> N
 # ----------------------------------------------------------------------------------------------------- flash-attn
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    calls: list[dict[str, Any]] = []
-    fake_module(
-        monkeypatch, "flash_attn", flash_attn_varlen_func=recorder(FLASH_VARLEN, calls, lambda given: given["q"])
-    )
-    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
-    yield calls
+    yield fake_flash(monkeypatch, FLASH_VARLEN)
     sys.modules.pop("automodel_lite.attention.flash", None)
+
+
+def fake_flash(monkeypatch: pytest.MonkeyPatch, parameters: list[str]) -> list[dict[str, Any]]:
+    """flash-attn with this signature; what it is given."""
+    calls: list[dict[str, Any]] = []
+    fake_module(monkeypatch, "flash_attn", flash_attn_varlen_func=recorder(parameters, calls, lambda given: given["q"]))
+    monkeypatch.delitem(sys.modules, "automodel_lite.attention.flash", raising=False)
+    return calls
 
 
 def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
@@ -105,6 +109,13 @@ def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
     assert plain["cu_seqlens_q"] is CU_Q
     assert plain["cu_seqlens_k"] is CU_K
     kernel.check(ON_GPU)
+    assert plain["deterministic"] is False
+    use_deterministic(True)
+    try:
+        kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
+    finally:
+        use_deterministic(False)
+    assert flash_calls[-1]["deterministic"] is True
 
 
 def test_flash_attn_4_alone_is_not_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +137,14 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------- Transformer Engine
 @pytest.fixture
 def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    yield fake_te(monkeypatch, "2.20.2", TE_INIT, TE_FORWARD, TE_SET_GROUP)
+    sys.modules.pop("automodel_lite.attention.te", None)
+
+
+def fake_te(
+    monkeypatch: pytest.MonkeyPatch, version: str, init: list[str], forward: list[str], set_group: list[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Transformer Engine with these signatures; (method, what it is given) of each call."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def method(name: str, parameters: list[str], result: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,19 +157,18 @@ def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
         return recorder(parameters, seen, answer)
 
     members = {
-        "__init__": method("init", TE_INIT, lambda given: None),
-        "__call__": method("forward", TE_FORWARD, lambda given: given["query_layer"].flatten(1)),
-        "set_context_parallel_group": method("group", TE_SET_GROUP, lambda given: None),
+        "__init__": method("init", init, lambda given: None),
+        "__call__": method("forward", forward, lambda given: given["query_layer"].flatten(1)),
+        "set_context_parallel_group": method("group", set_group, lambda given: None),
     }
     fake_module(
         monkeypatch,
         "transformer_engine.pytorch.attention",
         DotProductAttention=type("DotProductAttention", (), members),
     )
-    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", "2.20.2", raising=False)
+    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", version, raising=False)
     monkeypatch.delitem(sys.modules, "automodel_lite.attention.te", raising=False)
-    yield calls
-    sys.modules.pop("automodel_lite.attention.te", None)
+    return calls
 
 
 def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, Any]]]) -> None:
@@ -345,17 +363,42 @@ def parameters_of(source: str, *path: str) -> list[str]:
     return [argument.arg for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
 
 
-def test_flash_attn_sources() -> None:
-    archive = downloaded("flash-attn", "flash_attn-*.tar.gz", "--no-binary", ":all:", "--no-build-isolation")
+@pytest.mark.parametrize("version", ["2.6.1", "2.8.3.post2"], ids=["oldest", "newest"])
+def test_flash_attn_sources(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs against the real signature: an argument that it does not have is a TypeError."""
+    archive = downloaded(
+        f"flash-attn=={version}", f"flash_attn-{version}.tar.gz", "--no-binary", ":all:", "--no-build-isolation"
+    )
     names = parameters_of(read_member(archive, "flash_attn/flash_attn_interface.py"), "flash_attn_varlen_func")
-    assert set(FLASH_VARLEN) <= set(names)
+    calls = fake_flash(monkeypatch, names)
+    importlib.import_module("automodel_lite.attention.flash").FlashAttention()(
+        Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"softcap": 5.0}
+    )
+    assert calls[0]["softcap"] == 5.0
+    if version == "2.8.3.post2":
+        assert set(FLASH_VARLEN) <= set(names)
+    sys.modules.pop("automodel_lite.attention.flash", None)
 
 
-def test_transformer_engine_sources() -> None:
-    archive = downloaded("transformer-engine", "transformer_engine-*.whl")
+@pytest.mark.parametrize("version", ["2.8.0", "2.20.2"], ids=["oldest", "newest"])
+def test_transformer_engine_sources(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above; and it reads torch's setting of deterministic algorithms, as training.deterministic relies on."""
+    archive = downloaded(f"transformer-engine=={version}", f"transformer_engine-{version}-*.whl")
     source = read_member(archive, "dot_product_attention/dot_product_attention.py")
-    for method, known in (("__init__", TE_INIT), ("forward", TE_FORWARD), ("set_context_parallel_group", TE_SET_GROUP)):
-        assert set(known) <= set(parameters_of(source, "DotProductAttention", method)), method
+    assert "or torch.are_deterministic_algorithms_enabled()" in source
+    methods = ("__init__", "forward", "set_context_parallel_group")
+    real = [parameters_of(source, "DotProductAttention", method) for method in methods]
+    calls = fake_te(monkeypatch, version, *real)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
+    kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention()
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"window": 7})
+    kernel(Q_THD, Q_THD, Q_THD, CU_Q, CU_Q, 5, 5, **OPTIONS, cp_group="group")
+    assert [name for name, _ in calls] == ["init", "forward", "init", "group", "forward"]
+    if version == "2.20.2":
+        for names, known in zip(real, (TE_INIT, TE_FORWARD, TE_SET_GROUP)):
+            assert set(known) <= set(names)
+    sys.modules.pop("automodel_lite.attention.te", None)
     constants = read_member(archive, "transformer_engine/pytorch/constants.py")
     for mask in TE_MASKS:
         assert f'"{mask}"' in constants

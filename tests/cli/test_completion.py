@@ -18,7 +18,7 @@ CASES = [
     ([], "--config-", ["--config-dir", "--config-name", "--config-path"]),
     (["--cfg"], "", ["all", "hydra", "job"]),
     (PRESET, "optim", ["optimizer.", "optimizer="]),
-    (PRESET, "optimizer=", ["optimizer=adamw", "optimizer=adamw_8bit"]),
+    (PRESET, "optimizer=", ["optimizer=adamw", "optimizer=adamw_8bit", "optimizer=adamw_bf16", "optimizer=muon"]),
     (PRESET, "optimizer.w", ["optimizer.weight_decay="]),
     ([*PRESET, "lr_scheduler=wsd"], "lr_scheduler.decay", ["lr_scheduler.decay_frac="]),
     (PRESET, "training.max_steps=", ["training.max_steps=6"]),
