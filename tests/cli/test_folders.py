@@ -17,7 +17,12 @@ def test_ls_shows_all_a_group_and_a_file(capsys: pytest.CaptureFixture[str]) -> 
     folders.ls([])
     assert "lr_scheduler/      constant, cosine, linear, wsd" in capsys.readouterr().out
     folders.ls(["optimizer"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["adamw", "adamw_8bit", "adamw_bf16", "muon"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "adamw",
+        "adamw_8bit",
+        "adamw_bf16",
+        "muon",
+    ]
     folders.ls(["optimizer/adamw"])
     assert "_target_: automodel_lite.training.optimizers.adamw" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"optimizer/adamv: no such preset or option; did you mean optimizer/adamw\?"):
