@@ -18,7 +18,7 @@ from automodel_lite.cli import groups, presets
 from automodel_lite.cli.json_schema import comments_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe, parameter_hints, rules_of
-from automodel_lite.config.components import CONF_DIR, locate
+from automodel_lite.config.components import CONF_DIR, locate, options_of
 from automodel_lite.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parent / "config.md"
@@ -74,9 +74,18 @@ def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
 
 def _option(group: str, option: str) -> str:
     comment, body = _comment_and_body(CONF_DIR / group / f"{option}.yaml")
+    body = "\n".join([body, *_left_out(body)]).strip()
     block = f"\n```yaml\n{body}\n```\n" if body and body != "{}" else "\n"
     block += _ranges(CONF_DIR / group / f"{option}.yaml")
     return f"**`{group}={option}`** — {comment}\n{block}"
+
+
+def _left_out(body: str) -> Iterator[str]:
+    """`name: null   # configuration of a hub dataset`: options that stand in the signature alone."""
+    target = re.search(r"^_target_:\s*(\S+)", body, flags=re.MULTILINE)
+    for name, item in options_of(target[1] if target else "").items():
+        if not re.search(rf"^{name}:", body, flags=re.MULTILINE):
+            yield f"{f'{name}: {_yaml(item.default)}':<26} # {item.comment}"
 
 
 def _comment_and_body(path: Path) -> tuple[str, str]:

@@ -36,7 +36,11 @@ class VarlenAttention:
 
     name = "thd_varlen"
 
-    def __init__(self, implementation: str | None = None, varlen_attn: Callable[..., Any] = varlen_attn) -> None:
+    def __init__(
+        self,
+        implementation: str | None = None,  # null = the FlashAttention-2 inside torch; FA3 or FA4 = that package
+        varlen_attn: Callable[..., Any] = varlen_attn,
+    ) -> None:
         self.varlen_attn = varlen_attn
         self.parameters: Set[str] = inspect.signature(varlen_attn).parameters.keys()
         self.implementation = implementation

@@ -20,7 +20,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli import sweep
@@ -42,7 +42,7 @@ from automodel_lite.cli.sources import (
     unreadable,
 )
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import CONF_DIR
+from automodel_lite.config.components import CONF_DIR, left_out
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.interpreter import collecting_seldom
@@ -204,6 +204,9 @@ class Job:
             if "--cfg" in flags:
                 _, values, _ = settled(raw, self.sources, self.preset, self.typed)
                 extra += [f"++{key}={_as_override(value)}" for key, value in values.items()]
+        if self.preset and "--cfg" in flags and "--multirun" not in flags:  # printed whole
+            plain = OmegaConf.to_container(composed(self.sources, self.preset, self.typed), resolve=False)
+            extra += [f"++{key}={_as_override(value)}" for key, value in left_out(plain)]
         return [*extra, *(opened(text, known) for text in self.typed)]
 
 

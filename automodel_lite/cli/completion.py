@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from automodel_lite.cli.commands import RECIPES
 from automodel_lite.cli.flags import INFO, parser
 from automodel_lite.cli.sources import Sources, composed, groups_of, presets_of
+from automodel_lite.config.check import with_defaults
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 
@@ -75,7 +76,7 @@ def _settings(sources: Sources, preset: str | None, overrides: list[str], word: 
     yield from (f"{group}=" for group in known)
     raw: Any
     try:
-        raw = composed(sources, preset or "base", overrides)
+        raw = with_defaults(composed(sources, preset or "base", overrides))
     except ConfigError:
         raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
     folder, _, _ = key.rpartition(".")

@@ -19,6 +19,7 @@ from omegaconf import MISSING
 
 from automodel_lite.cli.sources import Sources, groups_of, read
 from automodel_lite.config import schema
+from automodel_lite.config.components import options_of
 from automodel_lite.config.rules import OneOf, Range
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
@@ -76,9 +77,12 @@ def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str
     properties: dict[str, Any] = {"_target_": {"type": "string"}}
     for option in known.get(group, []):
         path = sources.file(f"{group}/{option}")
-        for key in read(path) if path else ():
+        content = read(path) if path else {}
+        for key in content:
             if key not in ("defaults", "_target_"):
                 properties.setdefault(str(key), {})
+        for key, argument in options_of(str(content.get("_target_"))).items():
+            properties[key] = {"description": argument.comment, "default": argument.default}
     return {"type": ["object", "null"], "properties": properties}
 
 

@@ -14,7 +14,15 @@ from typing import Annotated, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.config.components import CodePath, check_origin, code_problem, locate, own_targets, target_problem
+from automodel_lite.config.components import (
+    CodePath,
+    check_origin,
+    code_problem,
+    locate,
+    own_targets,
+    target_problem,
+    with_options,
+)
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
 from automodel_lite.config.schema import Config, Part, size_problems
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -31,6 +39,7 @@ def check_config(raw: DictConfig) -> Config:
     Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}` before anything is
     loaded.
     """
+    raw = OmegaConf.create(with_options(OmegaConf.to_container(raw, resolve=False)))
     problems = list(_unresolved(raw))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -50,8 +59,9 @@ def check_config(raw: DictConfig) -> Config:
 
 
 def with_defaults(raw: DictConfig) -> DictConfig:
-    """The configuration with the schema's defaults filled in; keys that the schema does not know stay."""
-    merged = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(Config)), raw)
+    """The configuration with the defaults of the schema and of the parts; keys that neither knows stay."""
+    plain = with_options(OmegaConf.to_container(raw, resolve=False))
+    merged = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(Config)), plain)
     assert isinstance(merged, DictConfig)
     return merged
 

@@ -30,42 +30,30 @@ from automodel_lite.errors import ConfigError, DataError
 
 NUM_SNIFFED_ROWS = 20
 Delimiter = Annotated[str, OneOf(("comma", "semicolon", "tab", "pipe", ",", ";", "|", "\\t"))]
+ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
+NumShards = Annotated[int, Range(1, 100_000)]
 
 
 @dataclass
 class FilesDataset:
     """Documents from files: JSON lines, JSON, CSV, TSV, text, Parquet, Arrow; or from the hub.
 
-    Args:
-        path: a file, a folder, a glob, several of these, or a hub name.
-        name: the configuration of a hub dataset.
-        split: of a hub dataset or of a saved `DatasetDict`.
-        format: `messages`, `alpaca`, …; found from the columns by default.
-        columns: canonical name -> column of the files, `{"question": "Frage"}`.
-        val_path: files of validation documents, or several by name, `{"easy": …, "hard": …}`.
-        val_split: in place of `val_path`, another split of the same dataset.
-        val_frac: in place of both, this part (0..1) of the documents, drawn by `seed`.
-        max_documents: take no more than this many documents of the training set, the first ones.
-        labels: of pre-tokenised rows, `aligned` (labels[i] is the target of position i) or `unshifted` (labels[i] is
-            input_ids[i], as Hugging Face models take them); found by comparing them by default.
-        delimiter: between the values of a CSV file, `comma`, `semicolon`, `tab` or `pipe`; found by default.
-
     Raises:
         ConfigError: nothing at `path`, unknown format, columns of no known format.
     """
 
-    path: PathStr | Sequence[PathStr]
-    name: str | None = None
-    split: str = "train"
-    format: str | None = None
-    columns: Mapping[str, str] | None = None
-    val_path: PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]] | None = None
-    val_split: str | None = None
-    val_frac: Annotated[float, Range(0, below=1)] = 0.0
-    max_documents: Positive | None = None
-    labels: Alignment | None = None
-    delimiter: Delimiter | None = None
-    seed: Seed = 0
+    path: PathStr | Sequence[PathStr]  # a file, a folder, a glob, a list of these, or a hub name
+    name: str | None = None  # configuration of a hub dataset
+    split: str = "train"  # of a hub dataset or a saved DatasetDict
+    format: str | None = None  # null: found from the columns
+    columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
+    val_path: ValPath | None = None  # files of validation documents, or several by name, {easy: a.jsonl, hard: b.jsonl}
+    val_split: str | None = None  # or another split of the same dataset
+    val_frac: Annotated[float, Range(0, below=1)] = 0.0  # or this part of the documents, 0..1
+    max_documents: Positive | None = None  # take only the first ones
+    labels: Alignment | None = None  # of token rows: aligned (labels[i] = input_ids[i + 1]) | unshifted; null: found
+    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null: found
+    seed: Seed = 0  # of val_frac
 
     train: DocumentRows = field(init=False)
     val: dict[str, DocumentRows] = field(init=False)
@@ -280,25 +268,20 @@ class GeneratorStream:
 class StreamingDataset:
     """Documents of a stream.
 
-    Args:
-        path: files or a hub name, as for `FilesDataset`; or
-        generator: `package.module:function`, a function without arguments that yields rows; a configuration may name
-            it when the command line allows its package, `security.allow_targets`.
-        num_shards: into how many the stream is dealt; a multiple of data-parallel ranks x workers. A run may continue
-            on another number of ranks as long as this one stays. Streams that cannot be entered in the middle
-            (generators, hub datasets of few files) are read from the start by each shard.
-        name, split, format, columns, val_path, delimiter: as for `FilesDataset`.
+    A configuration may name a generator when the command line allows its package, `security.allow_targets`. A run may
+    continue on another number of ranks as long as num_shards stays. Streams that cannot be entered in the middle
+    (generators, hub datasets of few files) are read from the start by each shard.
     """
 
-    path: PathStr | Sequence[PathStr] | None = None
-    generator: CodePath | None = None
-    name: str | None = None
-    split: str = "train"
-    format: str | None = None
-    columns: Mapping[str, str] | None = None
-    val_path: PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]] | None = None
-    num_shards: Annotated[int, Range(1, 100_000)] = 8
-    delimiter: Delimiter | None = None
+    path: PathStr | Sequence[PathStr] | None = None  # files or a hub name, or
+    generator: CodePath | None = None  # package.module:function, which yields rows, the same at every call
+    name: str | None = None  # configuration of a hub dataset
+    split: str = "train"  # of a hub dataset
+    format: str | None = None  # null: found from the columns
+    columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
+    val_path: ValPath | None = None  # files of validation documents, or several by name
+    num_shards: NumShards = 8  # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
+    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null: found
 
     stream: RawStream = field(init=False)
     val: dict[str, DocumentRows] = field(init=False)

@@ -93,22 +93,14 @@ class MemmapRows(Rows):
 
 @dataclass
 class MemmapCorpus:
-    """Pre-tokenised corpora; nothing is tokenised or cached, the files are the rows.
+    """Pre-tokenised corpora; nothing is tokenised or cached, the files are the rows."""
 
-    Args:
-        path: a `.bin` file (or the name without its ending), or several.
-        val_path: validation corpora by name, or one.
-        dtype: `uint16` or `uint32`, for files without a `.json` or `.idx` that says so.
-        separator_id: the token that ends each document, for files without document boundaries.
-        bos_id, eos_id: put before and behind documents that do not have it already.
-    """
-
-    path: PathStr | Sequence[PathStr]
-    val_path: PathStr | Mapping[str, PathStr] | None = None
-    dtype: Annotated[str, OneOf(DTYPES)] | None = None
-    separator_id: Count | None = None
-    bos_id: Count | None = None
-    eos_id: Count | None = None
+    path: PathStr | Sequence[PathStr]  # a .bin file, or a list of them
+    val_path: PathStr | Mapping[str, PathStr] | None = None  # validation corpora by name, or one
+    dtype: Annotated[str, OneOf(DTYPES)] | None = None  # for files without a .json or .idx that says so
+    separator_id: Count | None = None  # the token that ends each document, for files without document boundaries
+    bos_id: Count | None = None  # put before documents that do not begin with it
+    eos_id: Count | None = None  # put behind documents that do not end with it
 
     train: Rows = field(init=False)
     val: dict[str, Rows] = field(init=False)

@@ -33,7 +33,11 @@ CHAT_TEMPLATE = """\
 """A turn is `<|role|>content<|end|>`; what an assistant says, its end token included, is marked as generated."""
 
 
-def load_tokenizer(path: PathStr, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(
+    path: PathStr,
+    *,
+    chat_template: str | None = None,  # a Jinja file in place of the tokenizer's own template
+) -> PreTrainedTokenizerFast:
     """Loads a fast tokenizer from a folder or by its hub name.
 
     `chat_template`: a file with a Jinja template, or the template itself, in place of the tokenizer's own.
@@ -67,17 +71,12 @@ def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 def train_bpe_tokenizer(
     documents: Documents,
-    vocab_size: TokenCount = 384,
+    vocab_size: TokenCount = 384,  # at least 262: 256 bytes, six special tokens
     *,
-    max_chars: Positive = 20_000_000,
+    max_chars: Positive = 20_000_000,  # of the training documents, from the first on
     cache_dir: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it.
-
-    Args:
-        vocab_size: at least 262 (256 bytes, six special tokens).
-        max_chars: characters of the training documents that are looked at, from the first document on.
-    """
+    """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it."""
     least = 256 + 2 + len(ROLES)
     if vocab_size < least:
         raise ConfigError(

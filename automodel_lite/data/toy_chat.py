@@ -44,10 +44,10 @@ class ToyChat:
         'The capital of Finland is Helsinki.'
     """
 
-    num_chats: Annotated[int, Range(1, 1_000_000)] = 2000
-    num_val_chats: Annotated[int, Range(0, 1_000_000)] = 40
-    num_questions: Count = 24  # of 150 pairs
-    seed: Seed = 0
+    num_chats: Annotated[int, Range(1, 1_000_000)] = 2000  # trained on
+    num_val_chats: Annotated[int, Range(0, 1_000_000)] = 40  # validated on
+    num_questions: Count = 24  # held out, of 150 pairs
+    seed: Seed = 0  # of the chats
 
     train: DocumentList = field(init=False)
     val: dict[str, DocumentList] = field(init=False)

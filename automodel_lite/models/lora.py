@@ -32,22 +32,17 @@ _PREFIX = "base_model.model."  # peft's names of the weights of the model that i
 
 @dataclass(frozen=True)
 class Lora:
-    """The config node `peft`.
-
-    target_modules    "all-linear" (attention, dense MLPs, shared experts), or names such as [q_proj, v_proj]
-    experts           the routed experts of a mixture too; the router is never adapted
-    modules_to_save   modules trained whole and saved with the adapter, such as [embed_tokens, lm_head]
-    """
+    """The config node `peft`."""
 
     is_quantized: ClassVar[bool] = False
-    r: Positive = 16
-    alpha: Positive = 32
-    dropout: Annotated[float, Range(0, below=1)] = 0.0
-    target_modules: str | list[str] = "all-linear"
-    experts: bool = False
-    modules_to_save: list[str] | None = None
-    use_dora: bool = False
-    use_rslora: bool = False
+    r: Positive = 16  # rank of the matrices
+    alpha: Positive = 32  # the update is scaled by alpha / r
+    dropout: Annotated[float, Range(0, below=1)] = 0.0  # of the adapter's input
+    target_modules: str | list[str] = "all-linear"  # attention, dense MLPs, shared experts; or names, [q_proj, v_proj]
+    experts: bool = False  # the routed experts of a mixture too; its router never
+    modules_to_save: list[str] | None = None  # modules trained whole, [embed_tokens, lm_head]
+    use_dora: bool = False  # train the magnitude of each weight column apart (peft=dora)
+    use_rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
 
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
         """Raises ConfigError for a model from scratch: its random weights are not saved anywhere."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 """Checkpoints of these kinds are loaded as plain weights; their exports are in the config's dtype."""
 
+Experts = Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))]
+
 
 class CausalLM:
     """The config node `model`: where the model comes from.
@@ -50,12 +52,12 @@ class CausalLM:
 
     def __init__(
         self,
-        pretrained: PathStr | None = None,
+        pretrained: PathStr | None = None,  # a folder or a hub name; null = from scratch, by config
         config: dict[str, Any] | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        experts: Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))] = "auto",
-        router_aux_loss: Annotated[float, Range(0)] = 0.0,
+        revision: str | None = None,  # commit of a hub repository
+        trust_remote_code: bool = False,  # run the repository's own code; on the command line only, with a revision
+        experts: Experts = "auto",  # of a mixture: how they are computed
+        router_aux_loss: Annotated[float, Range(0)] = 0.0,  # weight of a mixture's balancing loss; 0 = none
     ) -> None:
         self.router_aux_loss = router_aux_loss
         self.experts = experts

@@ -119,7 +119,7 @@ class ExactMatch:
 
     num_questions: Count = 24
     max_new_tokens: Positive = 64
-    num_shown: Count = 3  # sample answers on the screen
+    num_shown: Count = 3
 
     def ask(self, model_folder: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> Answers:
         """Greedy answers of the exported model or adapter, loaded as a user would load it."""

@@ -115,14 +115,14 @@ class Packer:
         self,
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
         strategy: str | Strategy = "exact_fill",
-        max_packs: Positive | None = None,
-        overlong: str | None = None,
-        drop_long_samples: bool | None = None,
-        balance: str = "step",
-        slot_multiple: Positive | None = None,
+        max_packs: Positive | None = None,  # a fair sample of so many packs
+        overlong: str | None = None,  # a document longer than a pack: drop (the default) | truncate | split | error
+        drop_long_samples: bool | None = None,  # true = overlong: drop, false = overlong: error
+        balance: str = "step",  # none | step | window: packs are dealt to ranks by their cost
+        slot_multiple: Positive | None = None,  # of the slot of each document; null = 2 * mesh.cp, 1 without
         seed: Seed = 0,
-        repack_each_epoch: bool = False,
-        padding_idx: Count | None = None,
+        repack_each_epoch: bool = False,  # other packs in every epoch, from (seed, epoch)
+        padding_idx: Count | None = None,  # fills packs up; null = the tokenizer's padding, else its end token
         cp_size: int = 1,
     ):
         if balance not in BALANCES:

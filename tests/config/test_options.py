@@ -1,0 +1,61 @@
+"""The options of a part stand in its signature: type, default and comment; YAML holds what differs."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from omegaconf import OmegaConf
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import CONF_DIR, locate, options_of, own_targets
+from automodel_lite.errors import ConfigError
+
+WITH_OPTIONS = sorted(target for target in own_targets() if options_of(target))
+
+
+def test_options_are_read_from_the_source_without_an_import() -> None:
+    """Of a class, a dataclass with a parent whose package is missing, and a function."""
+    assert [*options_of("automodel_lite.models.source.CausalLM")][:2] == ["pretrained", "revision"]
+    assert options_of("automodel_lite.models.qlora.QLora")["r"].default == 16
+    assert options_of("automodel_lite.models.qlora.QLora")["double_quant"].comment.startswith("quantize the scales")
+    assert [*options_of("automodel_lite.data.tokenizer.train_bpe_tokenizer")] == ["vocab_size", "max_chars"]
+    assert options_of("torch.optim.AdamW") == {}
+
+
+@pytest.mark.parametrize("target", WITH_OPTIONS)
+def test_options_are_what_the_signature_says(target: str) -> None:
+    try:
+        parameters = inspect.signature(locate(target)).parameters
+    except ConfigError:
+        pytest.skip("an optional package is missing")
+    assert {key: option.default for key, option in options_of(target).items()} == {
+        key: parameters[key].default for key in options_of(target)
+    }
+
+
+def test_no_default_stands_twice() -> None:
+    """A value in conf/ that equals the default of the signature says nothing."""
+    twice = []
+    for path in sorted(CONF_DIR.glob("*/*.yaml")):
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        options = options_of(str(content.get("_target_")))
+        twice += [f"{path}: {key}" for key in options if key in content and content[key] == options[key].default]
+    assert not twice
+
+
+def test_a_checked_configuration_has_every_option() -> None:
+    """So that a run's config.yaml keeps its defaults when those of the program change; nested parts too."""
+    parts = "dataset.parts={a: {dataset: {_target_: automodel_lite.data.toy_chat.ToyChat, seed: 3}, weight: 1.0}}"
+    config = check_config(compose_config("smoke", ["dataset=mixture", "~dataset.num_chats", parts]))
+    assert config.dataset["parts"]["a"]["dataset"]["num_chats"] == 2000
+    assert config.dataset["parts"]["a"]["dataset"]["seed"] == 3
+    assert config.packed_sequence["balance"] == "step"
+    assert config.model["pretrained"] is None
+
+
+def test_interpolations_find_the_options_that_are_left_out() -> None:
+    """`tokenizer.path: ${model.pretrained}` of a model from scratch is null, not a missing key."""
+    with pytest.raises(ConfigError, match=r"^tokenizer\.path=null must be text\.$"):
+        check_config(compose_config("smoke", ["tokenizer=pretrained"]))
