@@ -1,31 +1,39 @@
-"""Ask a trained model; the answer streams to the screen.
+"""Ask a trained model; the answer streams to the screen, or the answers to a file of prompts are written to another.
 
 python recipes/generate.py runs/llama_packed "What is the capital of France?"
 python recipes/generate.py runs/llama_packed                     (a chat; an empty line ends it)
 python recipes/generate.py meta-llama/Llama-3.2-1B-Instruct "Hello" --temperature 0.7
+python recipes/generate.py runs/llama_packed --prompts questions.jsonl --out answers.jsonl
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import PathText, Range, argument
+from automodel_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from automodel_lite.data.documents import Question
+    from automodel_lite.models.generate import Generator
+
+_SORTED_BATCHES = 16  # prompts of so many batches are sorted by length, so that a batch has little padding
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("model", type=argument(str, PathText()), help="a run, a model or adapter folder, or a hub name")
-    parser.add_argument("prompt", nargs="?", type=argument(str), help="what to ask; without it, a chat")
-    parser.add_argument("--system", type=argument(str), help="a system message")
-    parser.add_argument("--max-new-tokens", type=argument(int, Range(1)), default=256)
-    of_temperature = "0 (the default): the likeliest token each time"
-    parser.add_argument("--temperature", type=argument(float, Range(0, 1000)), default=0.0, help=of_temperature)
-    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument("--seed", type=argument(int, Range(0, 2**32 - 1)), default=0, help="with --temperature")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
+    if (args.prompts is None) != (args.out is None) or (args.prompts and args.prompt):
+        raise ConfigError("--prompts in.jsonl and --out out.jsonl go together, and without a prompt of their own.")
+    if args.out and args.out.exists():
+        raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
     from transformers import set_seed  # --help needs no torch
 
@@ -36,7 +44,33 @@ def main(argv: list[str] | None = None) -> int:
     quiet_libraries()
     generator = load_generator(exported_folder(args.model), args.trust_remote_code)
     set_seed(args.seed)
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+    if args.prompts:
+        answer_file(generator, args)
+    else:
+        chat(generator, args)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argument_parser(__doc__)
+    found.add_argument("model", type=argument(str, PathText()), help="a run, a model or adapter folder, or a hub name")
+    found.add_argument("prompt", nargs="?", type=argument(str), help="what to ask; without it, a chat")
+    found.add_argument("--prompts", type=argument(str, PathText()), help="a file with messages, prompt or question")
+    found.add_argument("--out", type=argument(Path), help="the file to write: each row of --prompts with `generated`")
+    found.add_argument("--batch-size", type=argument(int, Range(1, 65_536)), default=16, help="of --prompts")
+    found.add_argument("--system", type=argument(str), help="a system message")
+    found.add_argument("--max-new-tokens", type=argument(int, Range(1)), default=256)
+    of_temperature = "0 (the default): the likeliest token each time"
+    found.add_argument("--temperature", type=argument(float, Range(0, 1000)), default=0.0, help=of_temperature)
+    found.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    found.add_argument("--seed", type=argument(int, Range(0, 2**32 - 1)), default=0, help="with --temperature")
+    found.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
+    return found
+
+
+def chat(generator: Generator, args: argparse.Namespace) -> None:
+    """One prompt, or a dialogue at the terminal."""
+    messages = _system(args)
     prompts = [args.prompt] if args.prompt is not None else iter(_ask, "")
     for prompt in prompts:
         messages.append({"role": "user", "content": prompt})
@@ -48,7 +82,34 @@ def main(argv: list[str] | None = None) -> int:
             write=_write,
         )
         messages.append({"role": "assistant", "content": answer})
-    return 0
+
+
+def answer_file(generator: Generator, args: argparse.Namespace) -> None:
+    """Writes each row of --prompts with what the model says to it, in their order and as they come."""
+    from automodel_lite.data.files import read_questions
+    from automodel_lite.training.evaluation import answers_to
+
+    rows = read_questions(args.prompts)
+    num_done = 0
+    with args.out.open("x", encoding="utf-8") as file:
+        while window := list(islice(rows, args.batch_size * _SORTED_BATCHES)):
+            questions = [asked_by(question, args) for _, question in window]
+            options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+            for (row, _), text in zip(window, answers_to(questions, generator, args.batch_size, **options)):
+                file.write(json.dumps({**row, "generated": text}, ensure_ascii=False, default=str) + "\n")
+            file.flush()
+            num_done += len(window)
+    print(f"{num_done:,} answers written to {args.out}")
+
+
+def asked_by(question: Question, args: argparse.Namespace) -> Question:
+    """The question with what the command line says of all of them."""
+    system = _system(args) if question.messages[0]["role"] != "system" else []
+    return replace(question, messages=[*system, *question.messages], is_chat=question.is_chat and not args.raw)
+
+
+def _system(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
 
 
 def _ask() -> str:

@@ -33,6 +33,7 @@ from automodel_lite.data.prepare import check_positions, check_same_data, check_
 from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
+from automodel_lite.models.generate import load_generator
 from automodel_lite.models.source import CausalLM, runs_remote_code
 from automodel_lite.parallel.checks import check_ranks_read_alike
 from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
@@ -57,15 +58,16 @@ from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepEdge, deadline_of, ending_of
 from automodel_lite.seed import seed_all, use_deterministic
+from automodel_lite.telemetry.callbacks import open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
-from automodel_lite.telemetry.tracker import open_metrics
+from automodel_lite.telemetry.profiler import StepProfiler
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.training.build import build_model
 from automodel_lite.training.dry_run import dry_run
 from automodel_lite.training.ema import WeightAverage
-from automodel_lite.training.evaluation import sample_answers, validation_loss
+from automodel_lite.training.evaluation import questions_of, sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.schedules import move_to
@@ -177,7 +179,8 @@ class TrainFinetuneRecipe:
         """Continues from the newest checkpoint that loads, or starts fresh."""
         self.num_steps, self.cursor = 0, Cursor()
         self.owes_validation, self.val_loss = False, None  # of this step
-        self.extra: dict[str, Any] = {}  # what loggers keep over restarts, small and JSON
+        self.extra: dict[str, Any] = {}  # what callbacks keep over restarts, small and JSON
+        self.end_reason: str | None = None  # of a callback that ends the run before its last step
         self.origin = None
         self.lock.token = self.control.on_first(self.lock.acquire)
         state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
@@ -201,9 +204,7 @@ class TrainFinetuneRecipe:
         self.watchdog.start(rank(), self.lock.token)
         is_first = self.mesh.rank == 0
         self.metrics = open_metrics(self.config, self.folder, is_first, self.num_steps, self.extra, self.console.print)
-        self.extra = self.metrics.state()
-        if not self.num_steps:
-            self.metrics.log({"step": 0, **self.data.counts})
+        self.tell({"step": 0, **self.data.counts} if not self.num_steps else None)
 
     def run(self) -> int:
         """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
@@ -227,8 +228,11 @@ class TrainFinetuneRecipe:
             for axis in (self.mesh.cp, self.mesh.tp):
                 check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
         self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
-        while self.num_steps < self.plan.max_steps and not self.edge.stop_reason:
+        mesh, say = self.mesh, self.console.say
+        profiler = StepProfiler(training.profile_steps, self.folder.path, mesh.rank, mesh.device, say)
+        while self.num_steps < self.plan.max_steps and not (self.edge.stop_reason or self.end_reason):
             self.watchdog.beat(f"in step {self.num_steps + 1}")
+            profiler.begin(self.num_steps + 1)
             self.meter.start()
             ready = next(self.feed)
             batches = ready.batches
@@ -243,15 +247,23 @@ class TrainFinetuneRecipe:
                 self.bad_steps.settle()
             self.meter.stop(result.counts, batches.wait_s)
             self.bar.add(1)
+            profiler.end(self.num_steps)
+            self.meter.lap("other")
             if logs:
                 self.log(result, batches.epoch)
             if validates:
                 self.validate()
             if saves:
                 self.save()
+        profiler.end(self.num_steps, is_over=True)
         self.bad_steps.settle()
         self.bar.close()
-        return self.leave_early() if self.edge.stop_reason else self.finish()
+        if self.edge.stop_reason:
+            return self.leave_early()
+        if self.end_reason:
+            self.console.print(f"{self.num_steps:7d}  ended early: {self.end_reason}")
+            self.save(wait=True)
+        return self.finish()
 
     def step(self, ready: ReadyStep) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step.
@@ -290,12 +302,20 @@ class TrainFinetuneRecipe:
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
 
     def log(self, result: StepResult, epoch: int) -> None:
-        """One row on the screen, in metrics.jsonl and in the trackers."""
+        """One row on the screen, in metrics.jsonl and in the callbacks."""
         row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
-        self.metrics.log(row.as_row() | self.data.left_out(self.cursor, self.mesh))
+        self.tell(row.as_row() | self.data.left_out(self.cursor, self.mesh))
         self.page.update()
+
+    def tell(self, row: dict[str, Any] | None) -> None:
+        """Hands a row to metrics.jsonl and the callbacks; one of them may end the run."""
+        if row:
+            self.metrics.log(row)
+        self.extra |= self.metrics.state()
+        if self.config.callbacks:
+            self.end_reason = self.control.on_first(lambda: self.metrics.end_reason)
 
     def validate(self) -> None:
         """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
@@ -313,7 +333,8 @@ class TrainFinetuneRecipe:
             answers = sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer)
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
-            self.metrics.log({"step": self.num_steps, f"val_loss/{name}": loss})
+        if losses:
+            self.tell({"step": self.num_steps, **{f"val_loss/{name}": loss for name, loss in losses.items()}})
         for prompt, answer in answers:
             self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
             self.metrics.text(self.num_steps, prompt, answer)
@@ -366,14 +387,16 @@ class TrainFinetuneRecipe:
                 exported = self.export()
             loader = "peft.PeftModel" if self.built.adapter else "AutoModelForCausalLM"
             self.console.say("exported", f"{exported}: loads with {loader}.from_pretrained")
+            self.metrics.exported(exported)
             if self.config.evaluation and self.mesh.rank == 0:
                 is_foreign = runs_remote_code(self.built.model.loss_model.lm)
-                answers = build(self.config.evaluation).ask(exported, self.data.documents.questions, is_foreign)
+                generator = load_generator(str(exported), is_foreign, on_cpu=True)  # the GPU is full
+                answers = build(self.config.evaluation).ask(generator, questions_of(self.data.documents))
                 self.console.print(answers.text())
-                self.metrics.log({"step": self.num_steps, "answers_right": answers.num_right, "answers": len(answers)})
+                self.metrics.log({"step": self.num_steps, **answers.as_row()})
         self.check_saved()
         if self.mesh.rank == 0:
-            self.folder.write_status("finished", self.num_steps)
+            self.folder.write_status("finished", self.num_steps, self.end_reason or "")
         self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
         if self.page.is_drawn:
             self.console.say("report", str(self.page.path))

@@ -122,6 +122,9 @@ class Ended(BaseException):
         self.code, self.error = code, error
 
 
+TRAINS = "recipes.train_ft:main"
+
+
 @dataclass(frozen=True)
 class Job:
     """Hydra's task function: one run of a recipe. Launchers send it to other processes."""
@@ -144,6 +147,8 @@ class Job:
     def config_of(self, raw: DictConfig, overrides: Sequence[str]) -> Config:
         """The checked configuration; says which file beat which. Raises ConfigError."""
         check_granted(raw, self.typed)
+        if self.main != TRAINS and OmegaConf.is_missing(raw, "name"):
+            raw.name = "unnamed"  # only what trains has a folder
         if self.preset:
             raw, _, lines = settled(raw, self.sources, self.preset, overrides)
             config = check_config(raw)

@@ -13,6 +13,7 @@ RECIPES = {
     "prepare": ("prepare_data", "tokenise and pack, and stop"),
     "inspect": ("inspect_data", "look at documents as tokens, labels and packs"),
     "verify": ("verify", "prove packing, sharding and the loss on your model and data"),
+    "evaluate": ("evaluate", "loss and answers on held-out files"),
     "generate": ("generate", "ask a trained model"),
     "report": ("report", "draw a run, or compare several"),
     "export": ("export_hf", "write a run's model as a Hugging Face folder, adapters merged"),

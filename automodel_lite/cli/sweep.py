@@ -31,6 +31,7 @@ from automodel_lite.cli.overrides import is_sweep, split
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, SIGNALS, StoppedEarly
+from automodel_lite.telemetry.callbacks import value_of
 
 _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _MAX_TIMEOUTS = 100  # times that a SLURM job which has reached its time limit goes back into the queue
@@ -256,12 +257,9 @@ def metric_of(folder: Path, metric: str) -> float | None:
     if not rows:
         return None
     last = {key: float(value) for row in rows for key, value in row.items() if isinstance(value, (int, float))}
-    losses = [value for key, value in last.items() if key.startswith("val_loss/")]
-    if metric == "val_loss" and losses:
-        return sum(losses) / len(losses)
-    if metric not in last:
+    if (value := value_of(last, metric)) is None:
         raise ConfigError(f"sweep.metric={metric}: the run does not log it; it logs {', '.join(sorted(last))}.")
-    return last[metric]
+    return value
 
 
 def table(results: list[dict[str, Any]], metric: str = "val_loss", is_highest_best: bool = False) -> str:

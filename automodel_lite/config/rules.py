@@ -75,6 +75,18 @@ class Length:
 
 
 @dataclass(frozen=True)
+class FirstAndLast:
+    """Two step numbers, [10, 12]."""
+
+    def problem(self, value: list[int]) -> str | None:
+        is_good = len(value) == 2 and 1 <= value[0] <= value[1]
+        return None if is_good else "the first and the last step, such as [10,12]."
+
+    def __str__(self) -> str:
+        return "the first and the last step"
+
+
+@dataclass(frozen=True)
 class UpToTheCores:
     """Processes or threads: at most as many as this machine has cores, and four on any machine."""
 

@@ -21,6 +21,7 @@ from omegaconf import MISSING
 from automodel_lite.config.rules import (
     Count,
     Duration,
+    FirstAndLast,
     Fraction,
     OneOf,
     PathStr,
@@ -96,6 +97,7 @@ class TrainingConfig:
     compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on a GPU
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scales of linear layers (torchao)
     deterministic: bool = False  # the same bits in each run on a GPU, by slower kernels; resuming is then bit for bit
+    profile_steps: Annotated[list[int], FirstAndLast()] | None = None  # [10, 12]: traces of these steps in profile/
     num_threads: Annotated[int, Range(0), UpToTheCores()] = 0  # of a process; 0 = the cores / processes of this host
     max_bad_steps: Count = 3  # steps in a row with a non-finite loss or gradient that are skipped before the run ends
     max_time: Annotated[str | int, Duration()] | None = (
@@ -168,6 +170,7 @@ class Config:
     evaluation: Part = field(default_factory=dict)
     report: bool = True  # keep report.html, a page of the run that refreshes itself while the run goes on
     logger: Part = field(default_factory=dict)
+    callbacks: Part = field(default_factory=dict)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
 

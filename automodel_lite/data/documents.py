@@ -29,10 +29,36 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out question and the exact answer that a trained model must generate."""
+    """A chat that waits for the model's turn, and the answer that a trained model should give."""
 
-    messages: list[dict[str, str]]
-    answer: str
+    messages: list[Message]
+    answer: str | None  # None: not known
+    tools: list[Any] | None = None
+    is_chat: bool = True  # False: plain text, to be gone on with as it is
+
+
+def question_of(document: Document) -> Question | None:
+    """What a document asks: its last answer taken off. None for tokens.
+
+    >>> question_of({"prompt": "2 + 2?", "completion": "4"})
+    Question(messages=[{'role': 'user', 'content': '2 + 2?'}], answer='4', tools=None, is_chat=True)
+    """
+    if "messages" in document:
+        asked = list(document["messages"])
+        last = asked.pop() if asked[-1]["role"] == "assistant" and len(asked) > 1 else None
+        answer = last["content"] if last and not last.get("tool_calls") else None
+        return Question([_plain_turn(turn) for turn in asked], answer, document.get("tools"))
+    if "text" in document:
+        return Question([{"role": "user", "content": document["text"]}], None, is_chat=False)
+    if "prompt" not in document:
+        return None
+    system = [{"role": "system", "content": document["system"]}] if document.get("system") else []
+    return Question([*system, {"role": "user", "content": document["prompt"]}], document["completion"] or None)
+
+
+def _plain_turn(turn: Message) -> Message:
+    """Without the weight, which is for training."""
+    return {key: value for key, value in turn.items() if key != "weight"}
 
 
 class DocumentRows(Protocol):

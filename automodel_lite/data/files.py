@@ -22,7 +22,7 @@ import numpy as np
 
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
-from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question
+from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question, question_of
 from automodel_lite.data.formats import Normalise, NormalisedRows, detect
 from automodel_lite.data.readers import RawRow, RawRows, Source, is_file_name, open_source, without_nulls
 from automodel_lite.data.token_rows import Alignment, align, find_alignment
@@ -145,6 +145,41 @@ def sniff_columns(rows: RawRows, description: str) -> list[str]:
     if first_error is not None:
         raise first_error
     raise DataError(f"{description}: the file is empty: it holds no row.")
+
+
+_ANSWERS = ("completion", "output", "answer")
+
+
+def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
+    """The rows of a file, and what each asks: `messages`, `prompt`, `question` or `instruction`, or a `text` to go on
+    with. An answer beside it is the expected one.
+
+    Raises ConfigError for columns of no known format, DataError for a row that does not fit.
+    """
+    source = open_source(path, None, "train", "--prompts")
+    columns = sniff_columns(source.rows, source.description)
+    try:
+        detected = detect(columns, None, None)
+        missing: Sequence[str] = ()
+    except ConfigError:
+        missing = [name for name in _ANSWERS if name not in columns]
+        detected = detect([*columns, *missing], None, None)
+    rows = NormalisedRows(source.rows, Composed(detected.format.normalise, Without(missing)), detected.renames)
+    for index in range(len(rows)):
+        question = question_of(rows[index])
+        if question is None:
+            raise ConfigError(f"--prompts {path}: {detected.description} asks nothing: give prompt or messages.")
+        yield source.rows[index], question
+
+
+@dataclass(frozen=True)
+class Without:
+    """A row in which columns may be missing: they are empty."""
+
+    columns: Sequence[str]
+
+    def __call__(self, row: RawRow) -> RawRow:
+        return {**dict.fromkeys(self.columns, ""), **row}
 
 
 @dataclass(frozen=True)

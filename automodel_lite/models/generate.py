@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from automodel_lite.attention.probe import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
@@ -19,6 +21,7 @@ from automodel_lite.interpreter import Deadline
 from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
 
 MAX_RENDER_S = 20.0
+_PROBE_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -45,24 +48,77 @@ class Generator:
         Raises ConfigError for a prompt that is empty or longer than the model's positions, and for one that its chat
         template or its embedding does not take.
         """
-        inputs = self._inputs(messages, is_chat).to(self.model.device)
-        max_new_tokens = min(max_new_tokens, self._room_tokens(inputs["input_ids"][0]))
+        prompt = self._ids(messages, is_chat)
+        streamer = _Stream(self.tokenizer, write) if write else None
+        return self._generate([prompt], max_new_tokens, temperature, streamer)[0]
+
+    @torch.no_grad()
+    def answers(
+        self,
+        chats: Sequence[list[dict[str, Any]]],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        is_chat: bool = True,
+        tools: Sequence[list[Any] | None] | None = None,
+    ) -> list[str]:
+        """The model's turn after each of the chats, as one batch; raises ConfigError as `answer` does.
+
+        tools   of each chat, for its template
+        One at a time where padding would change an answer: a model that runs over it, or no room for it.
+        """
+        prompts = [self._ids(chat, is_chat, own) for chat, own in zip(chats, tools or [None] * len(chats))]
+        has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
+        batches = [prompts] if has_room and self.takes_padding else [[ids] for ids in prompts]
+        return [text for batch in batches for text in self._generate(batch, max_new_tokens, temperature)]
+
+    @cached_property
+    def takes_padding(self) -> bool:
+        """Does a prompt that is padded on its left go on as it does by itself? Some recurrent layers run over it."""
+        ids = torch.arange(_PROBE_TOKENS) % embedding_rows(self.model)
+
+        def logits(prompts: list[Tensor]) -> Tensor:
+            generate: Any = self.model.generate
+            options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            found: Tensor = generate(**self._padded(prompts), **options).logits[0][0].float()
+            return found
+
+        alone, beside = logits([ids]), logits([ids, torch.cat([ids, ids])])
+        return bool((alone - beside).abs().max() <= tolerance_std(self.model.dtype) * alone.std())
+
+    def _generate(
+        self, prompts: list[Tensor], max_new_tokens: int, temperature: float, streamer: TextStreamer | None = None
+    ) -> list[str]:
+        """What follows each prompt; all at once."""
+        max_new_tokens = min(max_new_tokens, *map(self._room_tokens, prompts))
         choice: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:
             choice["temperature"] = temperature
-        streamer = _Stream(self.tokenizer, write) if write else None
-        generate: Any = self.model.generate
+        inputs, generate = self._padded(prompts), cast(Any, self.model.generate)
         output = generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **choice)
-        text: Any = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return str(text)
+        new = output[:, inputs["input_ids"].shape[1] :]
+        return list(self.tokenizer.batch_decode(new, skip_special_tokens=True))
 
-    def _inputs(self, messages: list[dict[str, str]], is_chat: bool) -> Any:
+    def _padded(self, prompts: list[Tensor]) -> dict[str, Tensor]:
+        """input_ids and attention_mask, int64 [B, longest], each prompt at the right end of its row."""
+        longest = max(len(ids) for ids in prompts)
+        pad_id = self.tokenizer.pad_token_id or 0  # masked: any id will do
+        mask = torch.stack([torch.arange(longest) >= longest - len(ids) for ids in prompts])
+        rows = torch.full(mask.shape, pad_id).masked_scatter(mask, torch.cat(prompts))
+        return {"input_ids": rows.to(self.model.device), "attention_mask": mask.long().to(self.model.device)}
+
+    def _ids(self, messages: list[dict[str, Any]], is_chat: bool, tools: list[Any] | None = None) -> Tensor:
+        """The prompt's token ids, int64 [T]."""
+        inputs = self._inputs(messages, is_chat, tools)
+        return torch.tensor(inputs["input_ids"], dtype=torch.int64)
+
+    def _inputs(self, messages: list[dict[str, Any]], is_chat: bool, tools: list[Any] | None = None) -> Any:
         if not is_chat or self.tokenizer.chat_template is None:
-            return self.tokenizer(messages[-1]["content"], return_tensors="pt")
+            return self.tokenizer(messages[-1]["content"])
         try:
             with Deadline(MAX_RENDER_S):
                 return self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                    messages, tools=tools, add_generation_prompt=True, return_dict=True
                 )
         except Exception as error:  # whatever a template does wrong
             reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -95,14 +151,14 @@ class _Stream(TextStreamer):
         self.write(text + ("\n" if stream_end else ""))
 
 
-def load_generator(source: str, trust_remote_code: bool = False) -> Generator:
-    """Loads from a model or adapter folder, or by a hub name; on a GPU in bf16.
+def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = False) -> Generator:
+    """Loads from a model or adapter folder, or by a hub name; on a GPU in bf16, unless `on_cpu`.
 
     Raises ConfigError for a model of code that is not trusted.
     """
     if not (Path(source) / "adapter_config.json").is_file():
         check_source("model", source)
-    has_gpu = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available() and not on_cpu
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader

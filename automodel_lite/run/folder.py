@@ -7,6 +7,7 @@ runs/<name>/
     run.json          the command, the start block    report.html      the run on one page, live
     STATUS.json       running, preempted, interrupted, finished or failed: how the last process of this run ended
     logs/             stacks and errors of each rank    bad_steps/        steps whose numbers were not finite
+    profile/          traces of training.profile_steps
     run.lock          who is at work here
 """
 
@@ -50,6 +51,7 @@ FREE_SETTINGS = (
     "training.micro_batch_size",
     "training.activation_checkpointing",
     "training.num_threads",
+    "training.profile_steps",
     "training.max_bad_steps",
     "training.max_time",
     "training.stop_margin_s",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorboard  # noqa: F401 - torch's writer imports it late; a missing one is named when the config is checked
 from torch.utils.tensorboard import SummaryWriter
 
 from automodel_lite.config.rules import Positive
-from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 
-class TensorboardTracker:
+class TensorboardTracker(Callback):
     """The config node `logger.tensorboard`. Steps that a continued run repeats replace the old ones."""
 
     def __init__(self, run: RunInfo, flush_s: Positive = 30) -> None:
@@ -24,9 +22,6 @@ class TensorboardTracker:
 
     def text(self, step: int, name: str, value: str) -> None:
         self.writer.add_text(name, value, step)
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         self.writer.close()

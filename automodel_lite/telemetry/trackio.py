@@ -9,10 +9,10 @@ from typing import Any
 import trackio
 
 from automodel_lite.redact import scrub
-from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 
-class TrackioTracker:
+class TrackioTracker(Callback):
     """The config node `logger.trackio`; a restart goes on in the run of the same name.
 
     space_id   a Hugging Face Space to write to; null = this machine

@@ -12,12 +12,12 @@ import wandb
 
 from automodel_lite.config.rules import Positive
 from automodel_lite.redact import scrub_tree
-from automodel_lite.telemetry.tracker import Row, RunInfo, numbers
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 _HOST = "api.wandb.ai"
 
 
-class WandbTracker:
+class WandbTracker(Callback):
     """The config node `logger.wandb`.
 
     The run id goes into the checkpoint and is resumed. Our step is an ordinary metric, and the axis of the others: a

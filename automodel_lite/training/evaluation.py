@@ -4,27 +4,30 @@ What the model in training answers to fixed prompts, without leaving the mesh: g
 
 Every rank runs every forward, as sharded weights ask for; rank 0's choice of token is everyone's.
 
-Questions held out of the training set, asked by generation and compared word for word.
+Questions held out of the training set, asked by generation, compared word for word and scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.attention.probe import stream_of
 from automodel_lite.config.rules import Count, Positive
 from automodel_lite.config.schema import SamplesConfig
+from automodel_lite.data.documents import Documents, Question, question_of
 from automodel_lite.data.loader import DeviceFeed, PackSource, validation_steps
 from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.models.generate import load_model
+from automodel_lite.errors import DataError
+from automodel_lite.models.generate import Generator
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
@@ -95,11 +98,25 @@ def prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(encoded["input_ids"])
 
 
-class Question(Protocol):
-    """A chat that ends with the user's turn, and the answer that counts as right."""
+class Metric(Protocol):
+    """A node of `evaluation.metrics`, one's own included: an object that scores one answer."""
 
-    messages: list[dict[str, Any]]
-    answer: str
+    def __call__(self, given: str, expected: str) -> float: ...
+
+
+@dataclass(frozen=True)
+class F1:
+    """Words that the answer shares with the expected one, as in SQuAD: case, punctuation and articles do not count."""
+
+    def __call__(self, given: str, expected: str) -> float:
+        found, wanted = (Counter(_words(text)) for text in (given, expected))
+        num_shared = (found & wanted).total()
+        return 2 * num_shared / max(found.total() + wanted.total(), 1) if wanted else float(not found)
+
+
+def _words(text: str) -> list[str]:
+    kept = "".join(" " if character in string.punctuation else character for character in text.lower())
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 @dataclass(frozen=True)
@@ -115,35 +132,82 @@ class Answer:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """The config node `evaluation`: asks the dataset's held-out questions at the end of the run."""
+    """The config node `evaluation`: asks held-out questions at the end of the run, and scores the answers.
+
+    metrics   name -> a further score of each answer, such as `F1`; the mean is logged as score/<name>
+    """
 
     num_questions: Count = 24
     max_new_tokens: Positive = 64
     num_shown: Count = 3
+    batch_size: Positive = 8
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
-    def ask(self, model_folder: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> Answers:
-        """Greedy answers of the exported model or adapter, loaded as a user would load it."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
-        model = load_model(str(model_folder), torch.float32, trust_remote_code)
-        answers = [self._ask_one(model, tokenizer, question) for question in questions[: self.num_questions]]
-        return Answers(answers, self.num_shown)
+    def ask(self, generator: Generator, held_out: Iterable[Question]) -> Answers:
+        """Greedy answers to the first of the questions."""
+        questions = list(islice(held_out, self.num_questions))
+        given = answers_to(questions, generator, self.batch_size, max_new_tokens=self.max_new_tokens)
+        answers = [
+            Answer(question.messages[-1]["content"], str(question.answer), text.strip())
+            for question, text in zip(questions, given)
+        ]
+        scores = {
+            name: sum(metric(answer.given, answer.expected) for answer in answers) / max(len(answers), 1)
+            for name, metric in self.metrics.items()
+        }
+        return Answers(answers, self.num_shown, scores)
 
-    @torch.no_grad()
-    def _ask_one(self, model: Any, tokenizer: Any, question: Question) -> Answer:
-        prompt = tokenizer.apply_chat_template(
-            question.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        output = model.generate(**prompt, max_new_tokens=self.max_new_tokens, do_sample=False)
-        given = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        return Answer(question.messages[-1]["content"], question.answer, given.strip())
+
+def answers_to(
+    questions: Sequence[Question],
+    generator: Generator,
+    batch_size: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> list[str]:
+    """The model's answers, in the order of the questions; those of like length share a batch."""
+    lengths = [sum(len(str(turn["content"])) for turn in question.messages) for question in questions]
+    order = sorted(range(len(questions)), key=lengths.__getitem__)
+    answers = [""] * len(questions)
+    with Progress("answering", len(questions), "questions") as progress:
+        for start in range(0, len(order), batch_size):
+            places = order[start : start + batch_size]
+            asked = [questions[place] for place in places]
+            texts = generator.answers(
+                [question.messages for question in asked],
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                is_chat=asked[0].is_chat,
+                tools=[question.tools for question in asked],
+            )
+            for place, text in zip(places, texts):
+                answers[place] = text
+            progress.add(len(places))
+    return answers
+
+
+def questions_of(documents: Documents) -> Iterator[Question]:
+    """The dataset's own; where it has none, what its validation documents ask; without any, its documents."""
+    if documents.questions:
+        yield from documents.questions
+        return
+    for rows in documents.val.values() or [documents.train]:
+        for index in range(len(rows)):
+            try:
+                question = question_of(rows[index])
+            except DataError:  # counted where the documents were tokenised
+                continue
+            if question and question.answer is not None:
+                yield question
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to all questions asked."""
+    """The answers to all questions asked, and the mean scores by metric."""
 
     answers: list[Answer]
     num_shown: int
+    scores: dict[str, float]
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -152,11 +216,17 @@ class Answers:
     def num_right(self) -> int:
         return sum(answer.is_right for answer in self.answers)
 
+    def as_row(self) -> dict[str, float]:
+        """For metrics.jsonl and callbacks."""
+        scores = {f"score/{name}": score for name, score in self.scores.items()}
+        return {"answers_right": self.num_right, "answers": len(self), **scores}
+
     def text(self) -> str:
-        """`held-out questions: 24 of 24 exactly right`, and the first answers."""
+        """`held-out questions: 24 of 24 exactly right, f1 1.000`, and the first answers."""
         if not self.answers:
             return "held-out questions: the data has none"
-        lines = [f"held-out questions: {self.num_right} of {len(self)} exactly right"]
+        scores = "".join(f", {name} {score:.3f}" for name, score in self.scores.items())
+        lines = [f"held-out questions: {self.num_right} of {len(self)} exactly right{scores}"]
         for answer in self.answers[: self.num_shown]:
             mark = "right" if answer.is_right else f"wrong, expected {answer.expected!r}"
             lines.append(f"  Q: {answer.question}\n  A: {answer.given}   ({mark})")

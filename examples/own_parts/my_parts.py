@@ -10,14 +10,14 @@ is nothing to delete; its other keys are the arguments of the target, checked be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.documents import DocumentList, Question
-from automodel_lite.telemetry.tracker import Row, RunInfo
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
 from automodel_lite.training.optimizers import param_groups
 
 
@@ -119,8 +119,8 @@ def _places(cu: Tensor) -> tuple[Tensor, Tensor]:
     return documents, torch.arange(len(documents), device=cu.device) - cu[documents]
 
 
-class CsvTracker:
-    """A tracker: started on the first rank alone, fed the rows of metrics.jsonl. If it raises, the run goes on."""
+class CsvTracker(Callback):
+    """A callback: started on the first rank alone, fed the rows of metrics.jsonl. If it raises, the run goes on."""
 
     def __init__(self, run: RunInfo, columns: list[str]) -> None:
         self.columns = columns
@@ -129,12 +129,6 @@ class CsvTracker:
     def log(self, row: Row) -> None:
         if "loss" in row:
             self.file.write(",".join(str(row[column]) for column in self.columns) + "\n")
-
-    def text(self, step: int, name: str, value: str) -> None:
-        """Samples have no place in this file."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         self.file.close()

@@ -1,5 +1,6 @@
-"""Trackers as a run uses them; wandb and trackio are not installed by `.[dev]`, their tests are slow ones."""
+"""Callbacks as a run uses them: trackers, early stopping, one's own; wandb and trackio are not installed by `.[dev]`, their tests are slow ones."""
 
+import gzip
 import json
 import socket
 from pathlib import Path
@@ -11,11 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.telemetry.tracker import RunInfo, open_metrics
-from tests.recipes.runs import rows_of, train
+from automodel_lite.telemetry.callbacks import Callback, EarlyStopping, RunInfo, open_metrics
+from tests.recipes.runs import config_of, rows_of, train
 
 
-class Breaks:
+class Breaks(Callback):
     """A tracker whose network goes away after two rows."""
 
     def __init__(self, run: RunInfo, at_start: bool = False) -> None:
@@ -28,12 +29,8 @@ class Breaks:
         if len(self.seen) == 2:
             raise OSError("connection lost")
 
-    def text(self, step: int, name: str, value: str) -> None: ...
-
     def state(self) -> dict[str, Any]:
         return {"id": "a1"}
-
-    def close(self) -> None: ...
 
 
 def metrics_of(folder: Path, says: list[str], is_first: bool = True, **options: Any):
@@ -48,16 +45,71 @@ def test_a_tracker_that_fails_is_off_and_the_run_goes_on(tmp_path: Path):
     for step in (1, 2, 3):
         metrics.log({"step": step, "loss": 2.0})
     metrics.close()
-    assert says == ["WARNING: logger mine is off from here: OSError: connection lost; metrics.jsonl goes on"]
+    assert says == ["WARNING: mine is off from here: OSError: connection lost; metrics.jsonl goes on"]
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
 
 
 def test_a_tracker_that_does_not_start_costs_a_warning_a_wrong_option_ends_the_run(tmp_path: Path):
     says: list[str] = []
     metrics_of(tmp_path, says, at_start=True).log({"step": 1})
-    assert says == ["WARNING: logger mine is off: OSError: no route to host; metrics.jsonl is written"]
+    assert says == ["WARNING: mine is off: OSError: no route to host; metrics.jsonl is written"]
     with pytest.raises(ConfigError, match="projekt"):
         metrics_of(tmp_path, says, projekt="x")
+
+
+STOPPING = [
+    "callbacks=early_stopping",
+    "callbacks.early_stopping.patience=2",
+    "callbacks.early_stopping.min_delta=9",  # nothing falls by so much
+    "training.val_every_steps=2",
+    "training.max_steps=20",
+    "lr_scheduler=constant",
+]
+
+
+def test_two_ranks_stop_early_together_and_are_profiled(tmp_path: Path):
+    run = tmp_path / "run"
+    rows = train("smoke", run, *STOPPING, "training.profile_steps=[3,4]", world_size=2)
+    assert [row["step"] for row in rows if "val_loss/held_out" in row] == [2, 4, 6]
+    assert max(row["step"] for row in rows) == 6
+    status = json.loads((run / "STATUS.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 6)
+    assert status["reason"].startswith("val_loss has not fallen 2 times in a row (best: ")
+    assert (run / "checkpoints/step_00000006").is_dir()
+    assert (run / "hf/model.safetensors").is_file()
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((run / f"profile/rank_{rank:05d}.trace.json.gz").read_bytes()))
+        assert sum("Optimizer.step" in event.get("name", "") for event in trace["traceEvents"]) == 2
+        assert "aten::mm" in (run / f"profile/rank_{rank:05d}.txt").read_text()
+
+
+def test_early_stopping_goes_on_counting_after_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    train("smoke", run, *STOPPING, "training.max_steps=4")  # two values: the best, and one that is no better
+    (run / "STATUS.json").unlink()
+    rows = train("smoke", run, *STOPPING, "checkpoint.accept_changes=true")
+    assert [row["step"] for row in rows if "val_loss/held_out" in row] == [2, 4, 6]
+    (run / "STATUS.json").unlink()
+    train("smoke", run, *STOPPING)  # killed before it was marked as finished: not a step more
+    assert "ended early: val_loss has not fallen 2 times" in capsys.readouterr().out
+    assert max(row["step"] for row in rows_of(run)) == 6
+
+
+def test_a_metric_that_falls_does_not_end_the_run(tmp_path: Path):
+    ended: list[str] = []
+    stopping = EarlyStopping(RunInfo("x", tmp_path, {}, 0, {}, ended.append), metric="val_loss", patience=2)
+    for step, (easy, hard) in enumerate([(3.0, 3.0), (9.0, 9.0), (2.0, 3.0), (2.0, 3.0), (1.0, 3.9)]):
+        stopping.log({"step": step, "loss": 100.0 + step})
+        stopping.log({"step": step, "val_loss/easy": easy, "val_loss/hard": hard})
+    assert ended == []
+    stopping.log({"step": 5, "val_loss/easy": float("nan"), "val_loss/hard": 1.0})
+    stopping.log({"step": 6, "val_loss/easy": 3.0, "val_loss/hard": 3.0})
+    assert ended == ["val_loss has not fallen 2 times in a row (best: 2.4500 at step 4)"]
+
+
+def test_the_steps_to_profile_are_a_first_and_a_last(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"training.profile_steps=\[3, 2\] must be the first and the last step"):
+        config_of("smoke", tmp_path / "run", "training.profile_steps=[3,2]")
 
 
 def test_only_the_first_rank_writes(tmp_path: Path):

@@ -1,0 +1,200 @@
+"""metrics.jsonl: one object a line, written at once, so that a killed run keeps what it has logged.
+
+Callbacks beside it: started on rank 0 alone, fed the same rows. Trackers are callbacks, and so is early stopping. One
+that fails is switched off with a warning; one that asks for it ends the run early, as if the last step were done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from automodel_lite.config.components import build
+from automodel_lite.config.rules import Positive, Range
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError
+from automodel_lite.redact import scrub, scrub_tree
+from automodel_lite.run.folder import RunFolder, config_yaml_values
+
+
+class JsonlLogger:
+    """Appends rows to a file. NaN and infinities are written as text, so that every line is valid JSON."""
+
+    def __init__(self, path: Path, is_silent: bool = False) -> None:
+        self._file = None if is_silent else open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._file:
+            self._file.write(json.dumps({key: _json_value(value) for key, value in row.items()}) + "\n")
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value
+
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a callback is told of the run."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]  # as in config.yaml: plain values, secrets left out
+    first_step: int  # rows of later steps will come (again)
+    state: dict[str, Any]  # what this callback's `state()` was when the checkpoint was written; empty for a fresh run
+    end: Callable[[str], None] = lambda reason: None  # ends the run at this step: it is saved, exported and finished
+
+
+class Callback:
+    """One node of `logger` or `callbacks`, built with `run=RunInfo` at the start. A subclass has what it needs."""
+
+    def log(self, row: Row) -> None:
+        """Numbers of a step: {"step": 10, "loss": 2.3, ...}, or of a validation: {"step": 10, "val_loss/val": 2.4}."""
+
+    def text(self, step: int, name: str, value: str) -> None:
+        """A generated sample: what the model answered (`value`) to a prompt (`name`)."""
+
+    def exported(self, folder: Path) -> None:
+        """The trained model, or its adapter, is in this folder."""
+
+    def state(self) -> dict[str, Any]:
+        """What it needs after a restart; small and JSON, kept in each checkpoint."""
+        return {}
+
+    def close(self) -> None:
+        """The run ends, for now or for good."""
+
+
+class EarlyStopping(Callback):
+    """The config node `callbacks.early_stopping`: ends the run when a number has stopped falling.
+
+    metric     a key of metrics.jsonl; val_loss = the mean over the validation sets
+    patience   so many values in a row that are not below the best one by `min_delta` end the run
+    """
+
+    def __init__(
+        self,
+        run: RunInfo,
+        metric: str = "val_loss",
+        patience: Positive = 3,
+        min_delta: Annotated[float, Range(0)] = 0.0,
+    ) -> None:
+        self.run, self.metric, self.patience, self.min_delta = run, metric, patience, min_delta
+        self.best, self.best_step, self.num_worse = math.inf, 0, 0
+        if run.state:
+            self.best, self.best_step, self.num_worse = (run.state[key] for key in ("best", "best_step", "num_worse"))
+            self._end_if_due()
+
+    def log(self, row: Row) -> None:
+        value = value_of(row, self.metric)
+        if value is None:
+            return
+        if value < self.best - self.min_delta:
+            self.best, self.best_step, self.num_worse = value, row["step"], 0
+        else:  # NaN too
+            self.num_worse += 1
+        self._end_if_due()
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse} if self.best_step else {}
+
+    def _end_if_due(self) -> None:
+        if self.num_worse >= self.patience:
+            best = f"{self.best:.4f} at step {self.best_step}" if self.best_step else "none"
+            self.run.end(f"{self.metric} has not fallen {self.num_worse} times in a row (best: {best})")
+
+
+def value_of(row: Row, metric: str) -> float | None:
+    """A number of a row; `val_loss` is the mean over its validation sets. None where the row has none.
+
+    >>> value_of({"step": 3, "val_loss/easy": 1.0, "val_loss/hard": 3.0}, "val_loss")
+    2.0
+    """
+    losses = [value for key, value in row.items() if key.startswith("val_loss/")]
+    if metric == "val_loss" and losses:
+        return sum(losses) / len(losses)
+    return row.get(metric)
+
+
+class MetricsLog:
+    """metrics.jsonl and all callbacks, as one. Silent on every rank but the first. No secret gets past here."""
+
+    def __init__(self, jsonl: JsonlLogger, say: Callable[[str], None]) -> None:
+        self.jsonl, self.say = jsonl, say
+        self.callbacks: dict[str, Callback] = {}
+        self.end_reason: str | None = None  # of the first callback that asked for it
+
+    def log(self, row: Row) -> None:
+        row = scrub_tree(row)
+        self.jsonl.log(row)
+        self._each(lambda callback: callback.log(row))
+
+    def text(self, step: int, name: str, value: str) -> None:
+        name, value = scrub(name), scrub(value)
+        self.jsonl.log({"step": step, f"text/{name}": value})
+        self._each(lambda callback: callback.text(step, name, value))
+
+    def exported(self, folder: Path) -> None:
+        self._each(lambda callback: callback.exported(folder))
+
+    def end(self, reason: str) -> None:
+        """Asks for the end of the run at this step."""
+        self.end_reason = self.end_reason or reason
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint: callback -> its state."""
+        state: dict[str, Any] = scrub_tree({name: callback.state() for name, callback in self.callbacks.items()})
+        return state
+
+    def close(self) -> None:
+        self.jsonl.close()
+        self._each(lambda callback: callback.close())
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        for name, callback in list(self.callbacks.items()):
+            try:
+                call(callback)
+            except Exception as error:  # a callback's trouble is not the run's
+                del self.callbacks[name]
+                self.say(f"WARNING: {name} is off from here: {_one_line(error)}; metrics.jsonl goes on")
+
+
+def open_metrics(
+    config: Config, folder: RunFolder, is_first: bool, step: int, state: dict[str, Any], say: Callable[[str], None]
+) -> MetricsLog:
+    """metrics.jsonl, and on the first rank the configured callbacks; one that does not start costs a warning.
+
+    state   what `MetricsLog.state()` was at the checkpoint that the run continues from, {} for a fresh run
+    """
+    metrics = MetricsLog(JsonlLogger(folder.metrics, is_silent=not is_first), say)
+    values = config_yaml_values(config)
+    for name, node in {**config.logger, **config.callbacks}.items() if is_first else ():
+        info = RunInfo(scrub(config.name), folder.path, values, step, state.get(name, {}), metrics.end)
+        try:
+            metrics.callbacks[name] = build(node, run=info)
+        except ConfigError:
+            raise
+        except Exception as error:
+            say(f"WARNING: {name} is off: {_one_line(error)}; metrics.jsonl is written")
+    return metrics
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """The values of a row that a chart can show, its step left out."""
+    return {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
+
+
+def _one_line(error: Exception) -> str:
+    return scrub(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]

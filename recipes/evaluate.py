@@ -1,0 +1,98 @@
+"""Loss of a model on held-out files, and how well it answers what they ask; nothing is trained.
+
+    python recipes/evaluate.py --config-name finetune model.pretrained=runs/mine dataset.path=held_out.jsonl
+
+Takes the arguments of train_ft.py. Validation sets are evaluated (dataset.val_path={easy: a.jsonl, hard: b.jsonl}), or
+all of dataset.path where there is none. `evaluation=exact_match` asks their questions too. On several GPUs by torchrun.
+"""
+
+from __future__ import annotations
+
+from automodel_lite.cli import run_recipe
+
+if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
+    run_recipe("recipes.evaluate:main")
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config
+from automodel_lite.data.loader import PackSource
+from automodel_lite.data.packing.packs import PackedDataset
+from automodel_lite.data.prepare import PlannedPacks, check_positions, check_sizes, prepare_data
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.generate import load_generator
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, use_threads, world_size
+from automodel_lite.parallel.shard import cp_shard
+from automodel_lite.progress import activity
+from automodel_lite.run.export import exported_folder
+from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.training.build import build_model
+from automodel_lite.training.evaluation import questions_of, validation_loss
+from automodel_lite.training.trial import try_settings
+
+
+def main(config: Config) -> int:
+    """Prints a line per set, and the scores of the answers."""
+    quiet_libraries()
+    console = Console(is_silent=rank() != 0)
+    config = of_folder(config)
+    batches = check_sizes(config, world_size())
+    source: CausalLM = build(config.model)
+    try_settings(config, source)
+    data = prepare_data(config, batches)
+    for note in (data.documents.description, *data.notes):
+        console.say("data", note)
+    mesh = init_mesh(config.mesh)
+    use_threads(config.training.num_threads)
+    print_losses(config, source, data, mesh, console)
+    if config.evaluation and rank() == 0:
+        generator = load_generator(str(source.pretrained), config.model.get("trust_remote_code", False))
+        console.say("answers", build(config.evaluation).ask(generator, questions_of(data.documents)).text())
+    mesh.barrier()
+    mesh.close()
+    return 0
+
+
+def print_losses(config: Config, source: CausalLM, data: PackSource, mesh: Mesh, console: Console) -> None:
+    """The mean loss over the label tokens of each set; every rank calls it."""
+    sets = sets_of(data)
+    check_positions(data.longest, source.config(data.tokenizer))
+    with activity("loading the model"):
+        built = build_model(config, source, data.tokenizer, mesh)
+    console.say("model", f"{source.pretrained}, attention {built.attention}")
+    for name, packs in sets.items():
+        loss = validation_loss(
+            built.model, packs, data, mesh, lambda b: cp_shard(b, mesh.cp, config.mesh.cp_exchange), lambda: False
+        )
+        assert loss is not None  # nobody stops it
+        perplexity = math.exp(min(loss, 700.0))
+        documents = packs.plan.counts.packed_documents
+        console.say("loss", f"{name}: {loss:.4f}, perplexity {perplexity:,.2f}, of {documents:,} documents")
+
+
+def sets_of(data: PackSource) -> Mapping[str, PackedDataset]:
+    """The validation sets, or all documents where there is none."""
+    if data.val_packs:
+        return data.val_packs
+    if isinstance(data, PlannedPacks):
+        return {"all": data.packs_of(0)}
+    raise ConfigError("a stream has no end to evaluate: set dataset.val_path, or dataset=files.")
+
+
+def of_folder(config: Config) -> Config:
+    """With the exported model where model.pretrained is a run's folder."""
+    pretrained = config.model["pretrained"]
+    if pretrained is None:
+        raise ConfigError("model.pretrained=null is a model from scratch: name a run, a model's folder or a hub name.")
+    folder = exported_folder(pretrained)
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.pretrained={pretrained} is an adapter: python recipes/export_hf.py merges it into its base first."
+        )
+    tokenizer = {key: folder if value == pretrained else value for key, value in config.tokenizer.items()}
+    return replace(config, model=config.model | {"pretrained": folder}, tokenizer=tokenizer)

@@ -1,0 +1,117 @@
+"""evaluate and generate: the loss that training logged, answers in batches as one by one, scores, files of prompts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_lite.data.documents import Question, question_of
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.generate import Generator, load_generator
+from automodel_lite.training.evaluation import F1, ExactMatch, answers_to
+from recipes import evaluate, generate
+from tests.ranks import run_ranks
+from tests.recipes.runs import config_of, train
+
+CHATS = [[{"role": "user", "content": text}] for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate") / "run"
+    train("smoke", folder, "optimizer.lr=1e-2", "training.max_steps=8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generator(run: Path) -> Generator:
+    return load_generator(str(run / "hf"))
+
+
+def evaluation_of(run: Path, *overrides: str):
+    model = ["model=pretrained", f"model.pretrained={run}", "tokenizer=pretrained"]
+    return config_of("smoke", run, *model, *overrides)
+
+
+def evaluate_on_rank(rank: int, world_size: int, run: Path, overrides: list[str]) -> int:
+    return evaluate.main(evaluation_of(run, *overrides))
+
+
+def test_the_loss_of_the_exported_model_is_the_one_that_training_logged(run: Path, capfd: pytest.CaptureFixture[str]):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
+    assert evaluate.main(evaluation_of(run, "evaluation=exact_match")) == 0
+    said = capfd.readouterr().out
+    assert f"held_out: {logged:.4f}, perplexity" in said
+    assert "of 24 exactly right, f1 0." in said
+    with pytest.raises(ConfigError, match=r"model.pretrained=null is a model from scratch"):
+        evaluate.main(config_of("smoke", run))
+
+
+@pytest.mark.slow
+def test_two_ranks_evaluate_to_the_same_loss(run: Path, capfd: pytest.CaptureFixture[str]):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
+    run_ranks(evaluate_on_rank, 2, run, ["mesh.cp=2"])
+    assert f"held_out: {logged:.4f}, perplexity" in capfd.readouterr().out
+
+
+def test_a_batch_answers_as_each_prompt_alone(generator: Generator, monkeypatch: pytest.MonkeyPatch):
+    alone = [generator.answer(chat, max_new_tokens=12) for chat in CHATS]
+    assert len(set(alone)) > 1
+    assert generator.takes_padding
+    assert generator.answers(CHATS, max_new_tokens=12) == alone
+    questions = [Question(chat, None) for chat in CHATS]
+    assert answers_to(questions, generator, batch_size=3, max_new_tokens=12) == alone
+    forward = generator.model.generate
+    monkeypatch.setattr(
+        generator.model,
+        "generate",
+        lambda attention_mask, **more: forward(attention_mask=attention_mask * 0 + 1, **more),
+    )
+    careless = Generator(generator.model, generator.tokenizer)  # its layers run over padding
+    assert not careless.takes_padding
+    assert careless.answers(CHATS, max_new_tokens=12) == alone
+
+
+def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, generator: Generator):
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text(
+        "".join(json.dumps({"id": n, "prompt": chat[0]["content"]}) + "\n" for n, chat in enumerate(CHATS))
+    )
+    options = ["--prompts", str(asked), "--out", str(answered), "--max-new-tokens", "12", "--batch-size", "3"]
+    assert generate.main([str(run), *options]) == 0
+    rows = [json.loads(line) for line in answered.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [0, 1, 2, 3]
+    assert [row["generated"] for row in rows] == [generator.answer(chat, max_new_tokens=12) for chat in CHATS]
+    with pytest.raises(ConfigError, match=r"out.jsonl exists already"):
+        generate.main([str(run), *options])
+    with pytest.raises(ConfigError, match=r"--prompts in.jsonl and --out out.jsonl go together"):
+        generate.main([str(run), "--prompts", str(asked)])
+
+
+def test_what_a_document_asks():
+    user = {"role": "user", "content": "2 + 2?"}
+    assert question_of({"messages": [user, {"role": "assistant", "content": "4", "weight": 1}]}) == Question(
+        [user], "4"
+    )
+    assert question_of({"messages": [user]}) == Question([user], None)
+    assert question_of({"prompt": "2 + 2?", "completion": "4"}) == Question([user], "4")
+    assert question_of({"text": "2 + 2?"}) == Question([user], None, is_chat=False)
+    assert question_of({"input_ids": torch.tensor([1])}) is None
+
+
+def test_scores_of_an_answer():
+    f1 = F1()
+    assert f1("The capital of Peru is Lima.", "the capital of peru is Lima") == 1.0
+    assert f1("Lima", "the city of Lima") == 0.5  # 1 word of 1, 1 of 3 (the article does not count)
+    assert f1("Quito", "Lima") == 0.0
+    assert f1("", "") == 1.0
+
+
+def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(run: Path, generator: Generator):
+    score = ExactMatch(num_questions=2, max_new_tokens=4, metrics={"long": lambda given, expected: len(expected) / 2})
+    answers = score.ask(generator, [Question(chat, "four") for chat in CHATS])
+    assert len(answers) == 2
+    assert answers.as_row() == {"answers_right": 0, "answers": 2, "score/long": 2.0}
