@@ -79,6 +79,16 @@ def scrub_tree(value: Any, kept: Collection[str] = ()) -> Any:
     return value
 
 
+def secret_in(text: str) -> str | None:
+    """The environment variable whose value stands in a text that must be kept as it is, such as a chat template. Values
+    of letters or digits alone are words and numbers (`SORT_KEY=messages`), no secrets.
+    """
+    for value, name in secrets().items():
+        if value in text and not value.isalpha() and not value.isdigit():
+            return name
+    return None
+
+
 class ScrubbedStream(io.TextIOBase):
     """A screen or log that never shows a secret, whoever writes to it: tracebacks and warnings of libraries too."""
 

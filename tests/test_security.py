@@ -15,9 +15,11 @@ from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.data.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub, secrets
 from automodel_lite.run.folder import plain
+from tests.data.templates import LLAMA3, byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -253,6 +255,46 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
         assert b"<HF_TOKEN>" in (tmp_path / "run" / "config.yaml").read_bytes()
         again = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300)
         assert b"nothing to do" in again.stdout  # the scrubbed configuration is the same one
+
+
+def test_no_canary_in_what_a_sweep_writes(tmp_path: Path) -> None:
+    """Typed as they are, not as ${oc.env:...}: Hydra keeps the command line in files of its own."""
+    command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/sweep", "-m"]
+    options = [
+        f"cache_dir={tmp_path}/cache",
+        "training.max_steps=1",
+        "training.num_threads=1",
+        "hydra.output_subdir=.h",
+    ]
+    options += ["checkpoint.export_hf=false", "report=false", "training.val_every_steps=0", "dry_run=true"]
+    options += ["tokenize.template_kwargs.a=hf_canary_one,ghp_canary_five", "samples.prompts=['canary-three']"]
+    environment = os.environ | CANARIES | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    written = {"screen": done.stdout + done.stderr}
+    written |= {str(p): str(p).encode() + p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert {"multirun.yaml", "overrides.yaml", "sweep.json"} <= {Path(place).name for place in written}
+    for place, content in written.items():
+        assert not any(canary.encode() in content for canary in CANARIES.values()), place
+
+
+def test_a_secret_is_no_part_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_canary_one")
+    monkeypatch.setenv("SORT_KEY", "messages")  # a word, and no secret
+    template = "{% for m in messages %}hf_canary_one{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, and is a part"):
+        check_config(
+            compose_config(
+                "smoke", ["tokenizer=pretrained", "tokenizer.path=x", f"tokenizer.chat_template='{template}'"]
+            )
+        )
+    byte_tokenizer(LLAMA3).save_pretrained(tmp_path)
+    (tmp_path / "template.jinja").write_text(template)
+    with pytest.raises(
+        ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, and would be trained on"
+    ):
+        load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "template.jinja"))
+    load_tokenizer(str(tmp_path), chat_template=template.replace("hf_canary_one", ""))
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "a/b", ".hidden", "x\0y", ""])

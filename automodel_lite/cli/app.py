@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,7 +66,8 @@ def answer(main: str, argv: Sequence[str]) -> int:
     line = parsed(argv)
     recipe = main.split(":")[0].rpartition(".")[2]
     if line.launch:
-        from automodel_lite.cli.launcher import launch  # imports torch
+        with without_warnings_of_torch():
+            from automodel_lite.cli.launcher import launch  # imports torch
 
         return launch(main, line.launch, list(argv))
     beside = CONF_DIR.parent / "recipes"
@@ -106,6 +108,18 @@ def choose_allocator(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+@contextmanager
+def without_warnings_of_torch() -> Iterator[None]:
+    """For a launcher that imports torch here: 30 lines of C++ frames each time that a store's host has left. Its ranks
+    inherit nothing of it, and a choice of the user's stays.
+    """
+    is_chosen = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    yield
+    if not is_chosen:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+
+
 def imported(main: str) -> Callable[[Config], int | None]:
     """The function that "recipes.train_ft:main" names."""
     module, function = main.removeprefix("recipes.").split(":")
@@ -135,6 +149,8 @@ class Job:
     typed: tuple[str, ...]
 
     def __call__(self, raw: DictConfig) -> float | None:
+        hide_secrets()  # a launcher may have started this process
+        sweep.scrub_files_of_hydra()
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return sweep.run_job(self.config_of, raw, lambda: imported(self.main))
         try:
@@ -178,7 +194,10 @@ class Job:
             if "--multirun" not in flags:
                 composed(self.sources, preset, self.typed)  # names the other mistakes too
             raise ConfigError(unreadable(error)) from None
-        except (HydraException, OmegaConfBaseException) as error:
+        except ConfigError:
+            sweep.close()
+            raise
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             sweep.close()
             raise ConfigError(sentence_of(error)) from None
         except Exception:

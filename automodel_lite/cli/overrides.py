@@ -51,6 +51,8 @@ def check_options(
             continue
         if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
             continue
+        if not chosen(text) and not value.strip().startswith(("[", "{")):
+            yield f"{text}: choose an option of the group: {', '.join(known[group])}."
         for option in chosen(text):
             if option not in known[group] and "/" not in option and not group.startswith("hydra/"):
                 near = did_you_mean(option, known[group]) or "."

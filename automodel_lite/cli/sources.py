@@ -149,7 +149,7 @@ def composed(sources: Sources, preset: str, overrides: Sequence[str], with_hydra
             except OverrideParseException as error:
                 problems.append(unreadable(error))
                 readable.remove(error.override)
-            except (HydraException, OmegaConfBaseException) as error:
+            except (HydraException, OmegaConfBaseException, ValueError) as error:
                 raise ConfigError("\n".join([*problems, sentence_of(error)])) from None
     if problems:
         raise ConfigError("\n".join([*problems, *_mistakes_of(raw)]))

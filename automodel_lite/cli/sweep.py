@@ -30,6 +30,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from automodel_lite.cli.overrides import is_sweep, split
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.redact import scrub, scrub_tree
+from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, SIGNALS, StoppedEarly
 from automodel_lite.telemetry.callbacks import value_of
 
@@ -59,7 +61,7 @@ class Record:
             yield
             self.state = "finished"
         except Exception as error:
-            self.state, self.error = "failed", str(error)
+            self.state, self.error = "failed", scrub(str(error))
             if _is_first():
                 print(f"\njob {self.job} failed: {error}", file=sys.stderr, flush=True)
             raise
@@ -140,6 +142,7 @@ def close() -> None:
     if not _OPEN or not _is_first():
         return
     sweep = _OPEN.pop()
+    _scrub_yaml([sweep.folder / name for name in ("multirun.yaml", "optimization_results.yaml")])
     records = [Record(**json.loads(path.read_text())) for path in (sweep.folder / "jobs").glob("*.json")]
     records.sort(key=lambda record: (record.job, record.folder))
     results = [result_of(record, sweep.folder / record.folder, sweep.metric) for record in records]
@@ -151,6 +154,24 @@ def close() -> None:
     print(f"\n{text}\n{sweep.folder / 'sweep.md'}", flush=True)
     if failed := [record.folder for record in records if record.state == "failed"]:
         raise RunStoppedError(f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)} in {sweep.folder}")
+
+
+def scrub_files_of_hydra() -> None:
+    """What Hydra itself writes holds the command line as it was typed: multirun.yaml in the folder of a sweep, and
+    hydra.output_subdir where that is set.
+    """
+    hydra: Any = HydraConfig.get()
+    paths = [Path(str(hydra.sweep.dir)) / "multirun.yaml"]
+    if hydra.output_subdir:
+        paths += (Path(str(hydra.runtime.output_dir)) / hydra.output_subdir).glob("*.yaml")
+    _scrub_yaml(paths)
+
+
+def _scrub_yaml(paths: Sequence[Path]) -> None:
+    for path in filter(Path.is_file, paths if _is_first() else ()):
+        written = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if written != (clean := scrub_tree(written)):
+            write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(clean)))
 
 
 def run_job(
@@ -167,7 +188,7 @@ def run_job(
     requeue = SIGNALS.renew()
     folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
     name = os.path.relpath(folder, base)
-    record = Record(int(hydra.job.num), name, ", ".join(varied(hydra)) or "as given")
+    record = Record(int(hydra.job.num), name, scrub(", ".join(varied(hydra))) or "as given")
     with read_write(raw):
         raw.name, raw.output_dir = f"{raw.name}+{name.replace('/', '+')}", str(folder)
     with record.kept_in(base):
@@ -226,7 +247,8 @@ def fixed_keys(typed: Sequence[str]) -> list[str]:
 
 def folder_name(number: int, settings: Sequence[str]) -> str:
     """`0_lr-0.001_seed-0`"""
-    short = "_".join(text.split("=", 1)[0].split(".")[-1] + "-" + text.split("=", 1)[-1] for text in settings)
+    texts = map(scrub, settings)
+    short = "_".join(text.split("=", 1)[0].split(".")[-1] + "-" + text.split("=", 1)[-1] for text in texts)
     return "_".join([str(number), re.sub(r"[^A-Za-z0-9_.-]+", "-", short)])[:120].rstrip("_")
 
 

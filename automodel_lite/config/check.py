@@ -26,9 +26,11 @@ from automodel_lite.config.components import (
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
 from automodel_lite.config.schema import Config, Part, size_problems
 from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.redact import secret_in
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
+PUBLISHED = ("model.config.", "tokenizer.chat_template")
 LISTS = (list, tuple, Sequence)
 GROUPS = (dict, Mapping)
 
@@ -47,9 +49,10 @@ def check_config(raw: DictConfig) -> Config:
     problems = sorted(_schema_problems(plain, Config, ""), key=lambda line: ": unknown key" not in line)  # typos first
     problems += _target_problems(plain)
     problems += [*_unsound_values(plain), *_name_problems(plain), *_missing_parts(plain)]
-    if not any("_target_" in problem for problem in problems):
-        allowed = _lookup(plain, "security.allow_targets") or []
-        for key, part in _parts(plain):
+    is_refused = any("_target_" in problem for problem in problems)  # then nothing but our own code is imported
+    allowed = _lookup(plain, "security.allow_targets") or []
+    for key, part in _parts(plain):
+        if not is_refused or part["_target_"] in list(own_targets()):
             problems += _part_problems(key, part, allowed)
     if problems:
         raise ConfigError("\n".join([*problems, *_size_problems(plain, problems)]))
@@ -144,6 +147,8 @@ def _unsound_values(node: Any, path: str = "") -> Iterator[str]:
         yield f"{path}={node} must be below 2**63."
     elif isinstance(node, str) and "\0" in node:
         yield f"{path}={node!r} holds a zero byte, which no text or path may."
+    elif path.startswith(PUBLISHED) and (name := secret_in(str(node))):
+        yield f"{path} holds the value of {name}, and is a part of the model that is exported: take it out."
 
 
 def _name_problems(plain: dict[str, Any]) -> Iterator[str]:

@@ -181,8 +181,9 @@ def size_problems(config: Config) -> Iterator[str]:
     size, multiple = packing.get("packed_sequence_size"), packing.get("slot_multiple")
     checks: list[Callable[[], object]] = [
         lambda: global_batch_size_of(config.training, mesh_shape(config.mesh, world_size()).dp),
-        lambda: slot_multiple_of(size, multiple, config.mesh.cp) if isinstance(size, int) else None,
     ]
+    if isinstance(size, int) and (multiple is None or isinstance(multiple, int)):  # another type is named elsewhere
+        checks.append(lambda: slot_multiple_of(size, multiple, config.mesh.cp))
     for check in checks:
         try:
             check()

@@ -14,6 +14,7 @@ from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
 from automodel_lite.data.cache import build_once, default_cache_dir, short_hash
 from automodel_lite.data.documents import Documents, document_texts
 from automodel_lite.errors import ConfigError
+from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
 PAD, END = "<|pad|>", "<|end|>"
@@ -54,6 +55,10 @@ def load_tokenizer(
     if chat_template is not None:
         is_file = "{" not in chat_template
         tokenizer.chat_template = _read_template(chat_template) if is_file else chat_template
+        if name := secret_in(tokenizer.chat_template):
+            raise ConfigError(
+                f"tokenizer.chat_template holds the value of {name}, and would be trained on and exported: take it out."
+            )
     return require_fast(tokenizer, path)
 
 
