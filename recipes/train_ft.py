@@ -16,8 +16,6 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.train_ft:main")
 
 import json
-import os
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -26,6 +24,7 @@ from typing import Any
 
 import torch
 
+from automodel_lite.cli.ending import leave_from_thread
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import Cursor, DeviceFeed, ReadyStep
@@ -447,9 +446,7 @@ class TrainFinetuneRecipe:
         """Ends this rank, wherever it is, with the mistake of another."""
         self.last_words("failed", str(error))
         self.lock.release()
-        if rank() == 0:
-            print(f"\n{error}", file=sys.stderr, flush=True)
-        os._exit(MISTAKE_EXIT)
+        leave_from_thread(str(error), MISTAKE_EXIT)
 
     def last_words(self, state: str, reason: str) -> None:
         """Before the process is ended from a thread."""

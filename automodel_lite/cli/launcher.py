@@ -7,10 +7,12 @@ on to the ranks: 75 when they have saved and left, 130 when they were interrupte
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,16 +20,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch.cuda import device_count
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from automodel_lite.cli.ending import LAUNCHED_BY_US
+from automodel_lite.cli.ending import LAUNCHED_BY_US, SAVED
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, RunStoppedError
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
 
 FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
 _RANK = "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_signals: list[int] = []  # that were forwarded
 _NOTICED_WITHIN_S = 60.0
 _SHUTDOWN_S = 240  # that ranks get to save after another one has left
 
@@ -39,18 +45,20 @@ def launch(main: str, given: Mapping[str, Any], argv: list[str]) -> int:
     given   nproc, nnodes, rdzv, rdzv_id, max_restarts
     Raises ConfigError; RunStoppedError with the words of the rank that failed first.
     """
-    config = _config(given)
     os.environ[LAUNCHED_BY_US] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     root = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
-    try:
-        with _forwarding():
+    for room in ("elastic", "launcher"):
+        logging.getLogger(f"torch.distributed.{room}").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="automodel_lite_ranks_") as logs, _forwarding():
+        config = _config(given, logs)
+        try:
             elastic_launch(config, sys.executable)("-c", _RANK, main, *without_flags(argv))
-    except ChildFailedError as error:
-        return _last_words(error)
+        except ChildFailedError as error:
+            return _last_words(error)
+        except (RendezvousError, DistError) as error:
+            return _words_of_the_left(Path(logs), config.rdzv_endpoint, error)
     return 0
 
 
@@ -65,7 +73,7 @@ def without_flags(argv: list[str]) -> list[str]:
     return kept
 
 
-def _config(given: Mapping[str, Any]) -> LaunchConfig:
+def _config(given: Mapping[str, Any], logs: str | None = None) -> LaunchConfig:
     """Raises ConfigError for numbers that cannot be."""
     if "RANK" in os.environ:
         raise ConfigError("--nproc starts ranks, and this is one already: leave it out under torchrun or srun.")
@@ -88,6 +96,7 @@ def _config(given: Mapping[str, Any]) -> LaunchConfig:
         max_restarts=given.get("max_restarts", 0),
         signals_to_handle="SIGQUIT",  # the others are forwarded here
         shutdown_timeout=_SHUTDOWN_S,
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
 
 
@@ -114,6 +123,7 @@ def _forwarding() -> Iterator[None]:
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
+    _signals.append(number)
     tasks = Path("/proc/self/task").glob("*/children")
     ranks = [int(pid) for children in tasks for pid in children.read_text().split()]
     if not ranks and number == signal.SIGINT:
@@ -133,10 +143,23 @@ def _last_words(error: ChildFailedError) -> int:
     rank, first = failures[0]
     text = _message(first)
     if first.exitcode in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
-        if text:
+        if text and text != SAVED:
             print(f"\n{text}", file=sys.stderr)
         return first.exitcode
     _raise(rank, first, text)
+
+
+def _words_of_the_left(logs: Path, endpoint: str, error: Exception) -> int:
+    """The same when the launcher of another machine has ended: the ranks here have said why, or were ended with it."""
+    told = [json.loads(path.read_text())["message"] for path in sorted(logs.rglob("error.json"))]
+    for words in told:
+        if words["errorCode"] == MISTAKE_EXIT or words["message"] == SAVED or _signals:
+            print(f"\n{words['message']}", file=sys.stderr)
+            return int(words["errorCode"])
+    raise RunStoppedError(
+        f"--rdzv {endpoint}: the connection to the other machines is gone, or did not come about "
+        f"({str(error).splitlines()[0].rstrip('.')}): look at what the launchers there have printed."
+    )
 
 
 def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, float, int]:
@@ -162,4 +185,5 @@ def _raise(rank: int, failure: ProcessFailure, text: str) -> NoReturn:
 
 def _message(failure: ProcessFailure) -> str:
     """What the rank has written into its error file."""
-    return "" if failure.error_file == "<N/A>" else str(failure.message)
+    told: Any = failure.message
+    return str(told["message"] if isinstance(told, dict) else told) if failure.error_file != "<N/A>" else ""

@@ -131,6 +131,7 @@ def _decoded(error: Exception) -> str:
 
 _LOOK_EVERY_S = 0.25
 _OWN_WORDS_S = 2.0  # for a rank to meet the same mistake itself
+_FIRST_WORDS_S = 4.0  # for rank 0 to meet it, where machines are slow to import torch
 _PRINT_S = 5.0  # for the rank that failed to print why
 _LATEST_S = 3600.0  # for slow nodes: reading data may take as long
 MAY_DIFFER = ("cache_dir", "training.num_threads")
@@ -202,7 +203,7 @@ class Peers:
         """Has rank 0 met the same mistake, and printed it? Waits a moment."""
         if self._store is None:
             return rank() == 0
-        end = time.monotonic() + _OWN_WORDS_S / 2
+        end = time.monotonic() + _FIRST_WORDS_S
         with suppress(dist.DistError, RuntimeError):
             while time.monotonic() < end:
                 if self._store.check(["mistake/0"]):

@@ -136,7 +136,7 @@ class RunFolder:
         if state != "finished":
             return []
         hf = self.path / "hf"
-        exported = [f"vllm serve {hf}"] if hf.is_dir() else [f"automodel-lite export_hf {self.path}"]
+        exported = [f"vllm serve {hf}"] if hf.is_dir() else [f"automodel-lite export {self.path}"]
         return [f'automodel-lite generate {self.path} "..."', *exported]
 
     def rewind_metrics(self, step: int) -> None:

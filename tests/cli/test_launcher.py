@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,7 +46,8 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "automodel_lite", "train", "--nproc", "2", "--config-name", "smoke", *arguments]
+    nproc = [] if "--nproc" in arguments else ["--nproc", "2"]
+    command = [sys.executable, "-m", "automodel_lite", "train", *nproc, "--config-name", "smoke", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -77,6 +79,41 @@ def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: 
     assert "Traceback" not in err
     assert "ChildFailedError" not in err
     assert "the same command goes on from step_" in out
+
+
+def two_machines(first: list[str], second: list[str]) -> list[tuple[int, str]]:
+    """Exit code and stderr of two launchers that stand for two machines."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = ["--nproc", "1", "--nnodes", "2", "--rdzv", f"localhost:{port}", *QUICK]
+    launchers = [start(*common, *arguments) for arguments in (first, second)]
+    told = [launcher.communicate(timeout=200) for launcher in launchers]
+    return [(launcher.returncode, err) for launcher, (_, err) in zip(launchers, told)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (["optimizr.lr=1"], ["optimizr.lr=1"], "optimizr.lr=1: unknown key; did you mean optimizer.lr?"),
+        (["seed=7"], [], "Start the same command on every node, with the same files and versions."),
+    ],
+    ids=["the same mistake", "different settings"],
+)
+def test_the_launchers_of_two_machines_end_with_the_sentence(
+    first: list[str], second: list[str], words: str, tmp_path: Path
+) -> None:
+    for code, err in two_machines([f"output_dir={tmp_path}/run", *first], [f"output_dir={tmp_path}/run", *second]):
+        assert (code, err.splitlines()[-1]) == (2, words), err
+        assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_two_machines_train(tmp_path: Path) -> None:
+    for code, err in two_machines([f"output_dir={tmp_path}/run"], [f"output_dir={tmp_path}/run"]):
+        assert code == 0, err
+    assert '"finished"' in (tmp_path / "run/STATUS.json").read_text()
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     record.facts.update(command="torchrun train", lines=[["steps", "4\nNOTE: the data are few"]])
     assert warnings_of(record) == ["NOTE: the data are few"]
     folder = RunFolder(tmp_path / "a")
-    assert folder.next_commands("finished")[-1] == f"automodel-lite export_hf {tmp_path / 'a'}"
+    assert folder.next_commands("finished")[-1] == f"automodel-lite export {tmp_path / 'a'}"
     assert folder.next_commands("preempted") == []
     folder.write_facts([])
     assert folder.next_commands("preempted")[0].endswith("# goes on from the newest checkpoint")
