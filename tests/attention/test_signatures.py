@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.seed import use_deterministic
+from tests.attention.test_mixer_functions import fake_causal_conv1d, fake_chunk_scan, fake_delta_rule
 
 
 def words(text: str) -> list[str]:
@@ -308,8 +310,6 @@ def test_varlen_keeps_another_scale_on_torch_2_10() -> None:
 
 def test_varlen_of_this_torch_takes_what_it_is_given() -> None:
     """The installed torch's own signature, bound as the kernel binds it."""
-    import inspect
-
     from torch.nn.attention.varlen import varlen_attn
 
     names = list(inspect.signature(varlen_attn).parameters)
@@ -335,7 +335,8 @@ def downloaded(requirement: str, pattern: str, *options: str) -> Path:
     if not list(CACHE.glob(pattern)):
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "--timeout", "15"]
         command += ["-d", str(CACHE), *options, requirement]
-        environment = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}  # metadata alone
+        packages = ("FLASH_ATTENTION", "MAMBA", "CAUSAL_CONV1D")
+        environment = os.environ | {f"{name}_SKIP_CUDA_BUILD": "TRUE" for name in packages}  # metadata alone
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         if done.returncode:
             pytest.skip(f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
@@ -405,3 +406,33 @@ def test_transformer_engine_sources(version: str, monkeypatch: pytest.MonkeyPatc
     exchange = read_member(archive, "dot_product_attention/context_parallel.py")
     for comm_type in ("p2p", "all_gather", "a2a"):
         assert f'"{comm_type}"' in exchange
+
+
+SDIST = ("--no-binary", ":all:", "--no-build-isolation")
+MIXERS = {  # the package, its archive, the file -> the function, and what stands in for it in test_mixer_functions.py
+    "causal_conv1d_fn": ("causal-conv1d", "causal_conv1d-*.tar.gz", SDIST, "causal_conv1d_interface.py"),
+    "mamba_chunk_scan_combined": ("mamba-ssm", "mamba_ssm-*.tar.gz", SDIST, "ops/triton/ssd_combined.py"),
+    "mamba_split_conv1d_scan_combined": ("mamba-ssm", "mamba_ssm-*.tar.gz", SDIST, "ops/triton/ssd_combined.py"),
+    "chunk_gated_delta_rule": ("fla-core", "fla_core-*.whl", (), "fla/ops/gated_delta_rule/chunk.py"),
+    "chunk_kda": ("fla-core", "fla_core-*.whl", (), "fla/ops/kda/chunk.py"),
+}
+STAND_INS = {
+    "causal_conv1d_fn": fake_causal_conv1d,
+    "mamba_chunk_scan_combined": fake_chunk_scan,
+    "chunk_gated_delta_rule": fake_delta_rule,
+}
+
+
+@pytest.mark.parametrize("function", MIXERS)
+def test_sources_of_the_mixers_kernels(function: str) -> None:
+    """The stand-ins have these functions' parameters, in their order; each of the functions takes the boundaries."""
+    requirement, pattern, options, file = MIXERS[function]
+    source = read_member(downloaded(requirement, pattern, *options), file)
+    names = parameters_of(source, function)
+    boundaries = {"cu_seqlens", "cu_seqlens_cpu"} if requirement == "fla-core" else {"seq_idx"}
+    assert boundaries <= {*names}
+    if function in STAND_INS:
+        known = inspect.signature(STAND_INS[function](len)).parameters
+        assert [name for name in known if name != "kwargs"] == names
+    if function == "causal_conv1d_fn":
+        assert "seq_idx.contiguous()" in source
