@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from automodel_lite.attention.documents import NOW, hold_documents
 from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec, ReferenceAttention
-from automodel_lite.attention.mixers import install_mixers
+from automodel_lite.attention.mixers import install_mixers, install_rows
 from automodel_lite.attention.spec import UNPACKED, has_attention, layer_chunk, layer_window
 from automodel_lite.errors import ConfigError
 
@@ -114,21 +114,17 @@ class KernelByKind:
 
 
 def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> None:
-    """Makes all attention layers of `model` run on `kernel`, and its other mixers document by document.
-
-    Raises ConfigError when the family does not go through AttentionInterface: transformers itself only warns.
+    """Makes all attention layers of `model` run on `kernel`, and its other mixers document by document; a family that
+    does not go through AttentionInterface (transformers itself only warns) as a whole, see `runs_by_rows`.
     """
     hold_documents(model)
+    if has_attention(model.config.get_text_config()):
+        transformers.AttentionInterface.register(kernel.name, torch.compiler.disable(packed_attention(kernel)))
+        model.set_attn_implementation(kernel.name)
+        if model.config._attn_implementation != kernel.name:
+            install_rows(model)
+            return
     install_mixers(model)
-    if not has_attention(model.config.get_text_config()):
-        return
-    transformers.AttentionInterface.register(kernel.name, torch.compiler.disable(packed_attention(kernel)))
-    model.set_attn_implementation(kernel.name)
-    if model.config._attn_implementation != kernel.name:
-        raise ConfigError(
-            f"model_type={model.config.model_type} ({type(model).__name__}) does not take its attention from "
-            f"transformers' AttentionInterface, so its documents cannot be kept apart: {UNPACKED}."
-        )
 
 
 def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, None]]:

@@ -8,16 +8,19 @@ isolation probe finds.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from automodel_lite.attention.documents import NOW, is_recomputed, layers_of
+from automodel_lite.attention.documents import NOW, WithinDocuments, is_recomputed, layers_of
 from automodel_lite.attention.mixer_functions import Recorded, patch_functions, running, split_at_documents
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import MixerPlan
@@ -33,6 +36,54 @@ def install_mixers(model: nn.Module) -> None:
     for mixer in mixers_of(model):
         if not isinstance(mixer.forward, PackedMixer):
             mixer.forward = PackedMixer(mixer)  # type: ignore[method-assign]
+
+
+def install_rows(model: transformers.PreTrainedModel) -> None:
+    """Makes the decoder of `model`, which holds its documents, run on each of them by itself; a second time changes
+    nothing.
+    """
+    held = model.base_model.forward
+    assert isinstance(held, WithinDocuments)
+    if not isinstance(held.forward, DecoderByRows):
+        held.forward = DecoderByRows(held.forward)
+
+
+def runs_by_rows(model: transformers.PreTrainedModel) -> bool:
+    """Does the whole decoder run on right-padded documents, because its attention is its own code (Falcon, Bloom)?"""
+    return isinstance(getattr(model.base_model.forward, "forward", None), DecoderByRows)
+
+
+class DecoderByRows:
+    """The forward of a decoder on documents as right-padded rows, with the attention of its family."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        documents = NOW.get()
+        if documents is None:
+            return self.forward(*args, **kwargs)
+        assert documents.mixer_plan is not None
+        ids_T = (args[0] if args else kwargs["input_ids"])[0]
+        before = NOW.set(None)
+        try:
+            hidden_TC = by_documents(self._mix, [ids_T], documents.mixer_plan)
+        finally:
+            NOW.reset(before)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_TC[None])
+
+    def _mix(self, of_rows: list[Tensor]) -> Tensor:
+        hidden: Tensor = self.forward(input_ids=of_rows[0], use_cache=False, return_dict=True).last_hidden_state
+        return hidden
+
+
+def by_documents(mix: Callable[[list[Tensor]], Tensor], streams: list[Tensor], plan: MixerPlan) -> Tensor:
+    """`mix` on rows of `streams` [T, ...]; under context parallelism on those of the documents that this rank owns."""
+    if plan.exchange is None:
+        return plan.stream.each(mix, streams)
+    owned = [plan.exchange.to_owner(x) for x in streams]
+    return plan.exchange.from_owner(plan.exchange.owned.each(mix, owned))
 
 
 def mixers_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -107,7 +158,7 @@ class PackedMixer:
         return any(self.called.takes_boundaries)
 
     def _by_documents(self, call: _Arguments, plan: MixerPlan) -> Any:
-        """The whole mixer on rows; under context parallelism on those of the documents that this rank owns."""
+        """The whole mixer on rows."""
         rest: list[Any] = []
 
         def mix(of_rows: list[Tensor]) -> Tensor:
@@ -118,11 +169,7 @@ class PackedMixer:
             mixed: Tensor = out
             return mixed
 
-        if plan.exchange is None:
-            out = plan.stream.each(mix, call.streams)
-        else:
-            owned = [plan.exchange.to_owner(x) for x in call.streams]
-            out = plan.exchange.from_owner(plan.exchange.owned.each(mix, owned))
+        out = by_documents(mix, call.streams, plan)
         return (out[None], *rest) if rest else out[None]
 
 

@@ -30,8 +30,9 @@ Logits = Callable[[ThdBatch], Tensor]
 
 @torch.no_grad()
 def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu", logits: Logits | None = None) -> None:
-    """One forward of `second | first | second | changed | second`: neither what stands before it nor its place may move
-    the logits of `second`. Where they move, a second forward tells which of the two it is.
+    """One forward of `second | first | second | changed | second | second with another end`: neither what stands before
+    it nor its place may move the logits of `second`, nor its last token those before. Where the former move, a second
+    forward tells which of the two it is.
 
     logits   how a model that is spread over ranks is called (by all of them); None = directly
     Raises ConfigError when logits move by more than `tolerance_std`.
@@ -43,14 +44,20 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
     was_training = model.training
     model.eval()
     try:
-        stream = [second, first, second, first.flip(0), second]
+        ending = torch.cat([second[:-1], first[:1]])
+        stream = [second, first, second, first.flip(0), second, ending]
         result_TV = logits(stream_of(torch.stack(stream), device))
         if not torch.isfinite(result_TV).all():
             raise ConfigError(f"{type(model).__name__}: its logits are not finite: {_why_not_finite(model)}")
-        alone, _, packed, _, last = result_TV.float().split(DOCUMENT_TOKENS)
+        alone, _, packed, _, last, of_ending = result_TV.float().split(DOCUMENT_TOKENS)
         scale, limit = packed.std(), tolerance_std(result_TV.dtype)
         moved = max((packed - other).abs().max() / scale for other in (alone, last))
         if moved < limit:
+            if not (last - of_ending)[:-1].abs().max() / scale < limit:
+                raise ConfigError(
+                    f"{type(model).__name__} is not causal: a token moves the logits of those before it. "
+                    f"{UNPACKED.capitalize()}."
+                )
             return
         stream[1] = first.flip(0)
         changed = logits(stream_of(torch.stack(stream), device)).float().split(DOCUMENT_TOKENS)[2]

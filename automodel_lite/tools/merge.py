@@ -10,8 +10,6 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.attention.documents import hold_documents
-from automodel_lite.attention.mixers import install_mixers
 from automodel_lite.attention.probe import Logits
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with
@@ -65,12 +63,10 @@ def load_trained(
     plain = replace(config, loss={"_target_": "automodel_lite.models.loss.CrossEntropy"})
     plain = replace(plain, training=replace(plain.training, fp8="none"), mesh=MeshConfig())
     model, adapter = assemble(plain, source, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
-    hold_documents(model.loss_model.lm)
-    install_mixers(model.loss_model.lm)
     load_weights(checkpoint, model.loss_model)
-    logits: Logits = model.logits
+    logits: Logits = lambda batch: model.loss_model.plain_logits(batch.input_ids)  # noqa: E731 - of one document
     if adapter:
-        adapted_TV = probe_logits(model.loss_model, model.logits, mesh.device)  # to be those of the merged one
+        adapted_TV = probe_logits(model.loss_model, logits, mesh.device)  # to be those of the merged one
         logits = lambda _: adapted_TV  # noqa: E731
         model.free_gathered()
         adapter.merge()

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.adapter import auto_attention, install
 from automodel_lite.attention.kernel import AttentionKernel
+from automodel_lite.attention.mixers import runs_by_rows
 from automodel_lite.attention.probe import check_packing_isolation, stream_of
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config.components import build, locate
@@ -81,6 +82,8 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
         model, adapter = assemble(config, source, tokenizer, mesh, strategy, dtype)
         lm = model.loss_model.lm
         install(lm, kernel)
+        if runs_by_rows(lm):
+            reason = rows_reason(config, lm)
         loss_reason = check_model(config, model, mesh)
     compiled = speed_up(config, model, mesh)
     size = model_size(model_config)
@@ -107,6 +110,18 @@ def check_axes(config: Config, strategy: str) -> None:
         raise ConfigError(f"{axes} with peft: the plans by which layers are cut know no adapters; use mesh.dp_shard.")
     if training.fp8 != "none":
         raise ConfigError(f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.")
+
+
+def rows_reason(config: Config, lm: transformers.PreTrainedModel) -> str:
+    """Raises ConfigError where a kernel, or compiled layers, were asked for."""
+    if "reference" not in config.attention.get("_target_", "ReferenceAttention").lower():
+        raise ConfigError(f"attention: {type(lm).__name__} attends in code of its own, without a kernel: use auto.")
+    if config.training.compile is True:
+        raise ConfigError(
+            f"training.compile=true: documents go through {type(lm).__name__} as rows of many shapes, each of which "
+            "would need a graph: set training.compile=false."
+        )
+    return f"rows: {type(lm).__name__} attends in code of its own, so documents go through it as right-padded rows"
 
 
 def check_balance(config: Config, described: transformers.PreTrainedModel, coefficient: float) -> None:
@@ -256,8 +271,8 @@ def speed_up(config: Config, model: ParallelModel, mesh: Mesh, backend: str = "i
     training = config.training
     layers = decoder_layers(model.loss_model.lm)
     how = (training.activation_checkpointing, training.recompute_every_layers)
-    records_routers = model.loss_model.balance is not None  # refused beside training.compile=true
-    if records_routers or not compiles(training, mesh.device.type == "cuda"):
+    has_to_be_plain = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
+    if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):
         recompute_layers(layers, *how)
         return "off"
     undo, plain_loss = compile_layers(layers, backend), model.loss_model.loss

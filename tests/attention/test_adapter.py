@@ -10,7 +10,6 @@ import transformers
 from transformers import (
     AutoModelForCausalLM,
     DogeConfig,
-    FalconConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -22,6 +21,7 @@ from automodel_lite.attention.adapter import install
 from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention
 from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.errors import ConfigError
+from benchmarks.tiny_models import tiny_config
 from tests.attention.families import BASE, build, documents, stream
 
 SMALL: dict[str, Any] = {
@@ -47,10 +47,10 @@ def started(config: PretrainedConfig) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (lambda: FalconConfig(**SMALL), "does not take its attention from transformers' AttentionInterface"),
+        (lambda: tiny_config("cpmant"), "is not causal: a token moves the logits of those before it"),
         (lambda: DogeConfig(**SMALL), "brings a mask of shape"),
     ],
-    ids=["falcon", "doge"],
+    ids=["cpmant", "doge"],
 )
 def test_families_that_cannot_be_packed(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
