@@ -1,18 +1,12 @@
 """Packing on whole datasets, and dense masks of packed rows.
 
-    lengths [2, 1]      1 0 0
-                        1 1 0
-                        0 0 1      a query (row) sees the keys (columns) of its own document up to itself
-
-Neat packing is worst-fit decreasing; its rows have an indexed attention mask instead of document lengths:
-
-    documents [1 2 3] and [4 5], size 6     input_ids 1 2 3 4 5 0   attention_mask 1 1 1 2 2 0
-                                            position_ids 0 1 2 0 1 0
+lengths [2, 1]      1 0 0
+                    1 1 0
+                    0 0 1      a query (row) sees the keys (columns) of its own document up to itself
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import multiprocessing
 from collections.abc import Iterable, Sequence
@@ -278,91 +272,3 @@ def _held_rows(start: int, stop: int) -> pa.Table:
 def _rows(dataset: MapStyle, start: int, stop: int) -> pa.Table:
     rows = datasets.Dataset.from_list([dict(dataset[i]) for i in range(start, stop)])
     return rows.data.table.replace_schema_metadata(None)  # the types of all chunks together decide
-
-
-def greedy_knapsack(lengths: Sequence[int] | np.ndarray, max_length: int) -> list[list[int]]:
-    """Positions in `lengths` of each bin: longest first into the emptiest bin if it fits, else a new one.
-
-    Items over max_length are skipped. greedy_knapsack([3, 2, 4, 1], 5) -> [[2, 3], [0, 1]]
-    """
-    lengths = np.asarray(lengths, np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    packs: list[list[int]] = []
-    fills: list[tuple[int, int]] = []  # heap of (tokens, pack)
-    for i, length in zip(order.tolist(), lengths[order].tolist()):
-        if length > max_length:
-            continue
-        if fills and fills[0][0] + length <= max_length:
-            tokens, pack = fills[0]
-            heapq.heapreplace(fills, (tokens + length, pack))
-            packs[pack].append(i)
-        else:
-            heapq.heappush(fills, (length, len(packs)))
-            packs.append([i])
-    return packs
-
-
-def neat_pack_dataset(
-    dataset: Any,
-    split: str,
-    pack_size: int,
-    max_packs: int | None = None,
-    padding_idx: int = 0,
-    drop_long_samples: bool = False,
-) -> datasets.Dataset:
-    """All packs of greedy_knapsack at once: columns input_ids, labels, attention_mask, position_ids [pack_size].
-
-    attention_mask is the document's index from 1 on, 0 on padding; position_ids restart in each document and are 0 on
-    padding; labels are -100 on padding. `max_packs` takes the first ones.
-    Raises ValueError for a sample over pack_size unless drop_long_samples, and when no sample is left.
-    """
-    if max_packs is not None and max_packs < 1:
-        raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
-    rows = flat_samples(split_of(dataset, split))
-    lengths = np.diff(rows.offsets)
-    long = lengths > pack_size
-    if long.any() and not drop_long_samples:
-        too_long = f"Sample is too long ({int(lengths[long][0])} > {pack_size})."
-        raise DataError(f"{too_long} Set drop_long_samples=True or increase pack_size.")
-    if long.any():
-        logger.warning("Dropped %d samples longer than pack_size=%d.", int(long.sum()), pack_size)
-    kept = np.flatnonzero(~long & (lengths > 0))
-    if not len(kept):
-        raise DataError("No samples remaining after filtering.")
-    packs = greedy_knapsack(lengths[kept], pack_size)[:max_packs]
-    parts = [
-        _build_packed_sample(
-            [_sample(rows.input_ids, rows.labels, rows.offsets, kept[i]) for i in pack], pack_size, padding_idx
-        )
-        for pack in packs
-    ]
-    return datasets.Dataset.from_dict({name: [part[name].numpy() for part in parts] for name in parts[0]})
-
-
-def _sample(input_ids: np.ndarray, labels: np.ndarray, offsets: np.ndarray, i: int) -> dict[str, np.ndarray]:
-    tokens = slice(int(offsets[i]), int(offsets[i + 1]))
-    return {"input_ids": input_ids[tokens], "labels": labels[tokens]}
-
-
-def _build_packed_sample(
-    samples: Sequence[dict[str, Any]], pack_size: int, padding_idx: int
-) -> dict[str, torch.Tensor]:
-    """One row of int64 tensors [pack_size] from samples {"input_ids", "labels"} that together fit it."""
-    row = {
-        "input_ids": torch.full((pack_size,), padding_idx, dtype=torch.int64),
-        "labels": torch.full((pack_size,), IGNORE_INDEX, dtype=torch.int64),
-        "attention_mask": torch.zeros(pack_size, dtype=torch.int64),
-        "position_ids": torch.zeros(pack_size, dtype=torch.int64),
-    }
-    at = 0
-    for index, sample in enumerate(samples, start=1):
-        input_ids = torch.as_tensor(sample["input_ids"], dtype=torch.int64)
-        end = at + len(input_ids)
-        if end > pack_size:
-            raise DataError(f"samples of {end} tokens or more do not fit pack_size={pack_size}: pass fewer.")
-        row["input_ids"][at:end] = input_ids
-        row["labels"][at:end] = torch.as_tensor(sample["labels"], dtype=torch.int64)
-        row["attention_mask"][at:end] = index
-        row["position_ids"][at:end] = torch.arange(len(input_ids))
-        at = end
-    return row

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_lite.nemo_api.thd_utils import _shard_thd_chunk_for_te, make_cp_batch_for_te
+from automodel_lite.nemo_api.context_parallel import _shard_thd_chunk_for_te, make_cp_batch_for_te
 from tests.test_thd import batch_of
 
 
