@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class CostModel:
-    """Work of a forward and backward pass: `per_token` a token and `per_pair` a visible (query, key) pair, in FLOPs.
+    """FLOPs of a forward and backward pass: `per_token`, and `per_pair` of a visible (query, key) pair.
 
     window: keys that a query sees in sliding-window layers; `window_frac` of the layers have it.
     """
@@ -33,8 +33,8 @@ class CostModel:
         window: int | None = None,
         window_frac: float = 0.0,
     ) -> CostModel:
-        """From the integers of a model config: gated MLP, grouped-query attention, an output head; 6 FLOPs a weight and
-        token, 12 a pair and attention channel (two products, forward and twice backward)."""
+        """From the integers of a model config: gated MLP, grouped-query attention, an output head; 6 FLOPs per weight
+        and token, 12 per pair and attention channel (two products, forward and twice backward)."""
         attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
         mlp = 3 * hidden_size * intermediate_size * experts_per_token
         weights = num_layers * (attention + mlp) + hidden_size * vocab_size

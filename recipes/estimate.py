@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         between_nodes_bytes_per_s=args.network_gb * 1e9,
         gpus_per_node=args.gpus_per_node,
     )
-    print("gpus   dp x cp   tokens a step   compute s   exposed traffic s   step s   tokens/s/gpu   memory GiB/gpu")
+    print("gpus   dp x cp   tokens per step   compute s   exposed traffic s   step s   tokens/s/gpu   memory GiB/gpu")
     for row in estimates(config, model, hardware, args.gpus, args.document_tokens):
         print(row)
 
@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
         default=0.45,
         help="share of the peak that compute alone reaches",
     )
-    found.add_argument("--nvlink-gb", type=POSITIVE, default=300.0, help="GB/s a GPU inside of a node, one direction")
-    found.add_argument("--network-gb", type=POSITIVE, default=40.0, help="GB/s a GPU between nodes, one direction")
+    found.add_argument("--nvlink-gb", type=POSITIVE, default=300.0, help="GB/s per GPU inside a node, one direction")
+    found.add_argument("--network-gb", type=POSITIVE, default=40.0, help="GB/s per GPU between nodes, one direction")
     found.add_argument("--document-tokens", type=ONE_OR_MORE, default=600, help="mean length of a document")
     found.add_argument("--vocab-size", type=ONE_OR_MORE, default=8192, help="of a model from scratch")
     return found

@@ -69,7 +69,7 @@ def drawn_packs(packs: PackedDataset) -> Iterator[str]:
         yield "\nPACKS: none, every document is a row of its own"
         return
     rows = [layout_of(packs[index]) for index in range(min(NUM_PACKS, len(packs)))]
-    yield f"\nPACKS (a letter a document, . padding; {packs.plan.packed_sequence_size} tokens a line)"
+    yield f"\nPACKS (a letter per document, . padding; {packs.plan.packed_sequence_size} tokens per line)"
     for number, (seq_lens, slots) in enumerate(rows):
         num_documents = sum(length > 0 for length in seq_lens)
         yield f"  {number:>3} |{draw_pack(seq_lens, slots)}| {num_documents} documents"

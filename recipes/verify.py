@@ -122,7 +122,7 @@ class Verification:
         counts = names({"documents": self.sample.num_documents, "packs": len(self.batches)})
         yield self.check(f"packed = each document alone ({counts})", self.step(model, self.batches))
         whole = self.stream(self.sample.packs)
-        yield self.check("one micro-batch of all packs = one a pack", self.step(model, [whole]))
+        yield self.check("one micro-batch of all packs = one per pack", self.step(model, [whole]))
         other = [self.stream([pack]) for pack in self.sample.packed_otherwise()]
         yield self.check(f"packed otherwise ({names({'packs': len(other)})})", self.step(model, other))
         yield from self.configured_kernel(model)

@@ -1,4 +1,4 @@
-"""Every row of docs/faults.md that a setting or a file can cause: one sentence that names it and the way out."""
+"""Every row of docs/troubleshooting.md that a setting or a file can cause: one sentence that names it and the way out."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _no_weights(folder: Path) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (_truncated, r"model.pretrained=.*: the weights are truncated or no safetensors .*fetch them again"),
+    "truncated": (_truncated, r"model.pretrained=.*: the weights are truncated or not safetensors .*fetch them again"),
     "a layer is missing": (lambda f: _without(f, "model.layers.1.mlp.up_proj.weight"), r"1 weights are missing .*model.layers.1.mlp.up_proj.weight first; they would train from random values"),
     "another shape": (_another_shape, r"1 have another shape than the config says, model.norm.weight first"),
     "no config": (_no_config, r"the folder has no config.json"),
@@ -190,7 +190,7 @@ def test_a_tokenizer_without_a_pad_token_trains(model_folder: Path, tmp_path: Pa
 # ----------------------------------------------------------------------------------------------------------- the folder
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is not empty and is no run's folder: choose another name="):
+    with pytest.raises(ConfigError, match=r"is not empty and is not the folder of a run: choose another name="):
         train(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 

@@ -143,7 +143,7 @@ MISTAKES = {
         "Try, in this order:\n"
         "  1. loss=fused_linear_cross_entropy (no logits of the whole stream)\n"
         "  2. training.activation_checkpointing=full (about a third slower)\n"
-        "  3. optimizer=adamw_8bit (moments of 2 bytes a weight instead of 8)",
+        "  3. optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)",
         code=1,
         more_gib=2.0,
     ),

@@ -69,7 +69,7 @@ def cut_at_chunks(cu_q: Tensor, cu_k: Tensor, max_k: int, chunk: int) -> tuple[T
 _ARGUMENTS = tuple(field.name for field in fields(Documents))
 
 NOW: ContextVar[Documents | None] = ContextVar("documents", default=None)
-"""None outside of a model, and in one that was called without boundaries."""
+"""None outside a model, and in one that was called without boundaries."""
 
 
 class WithinDocuments:
@@ -98,7 +98,7 @@ class WithinDocuments:
             NOW.reset(before)
 
     def _keep_for_recomputation(self) -> None:
-        """transformers' own gradient checkpointing recomputes what is inside of this forward."""
+        """transformers' own gradient checkpointing recomputes what is inside this forward."""
         recompute = vars(self.module).get("_gradient_checkpointing_func")
         if recompute is not None and not isinstance(recompute, WithContext):
             self.module._gradient_checkpointing_func = WithContext(recompute)  # type: ignore[assignment]
@@ -132,5 +132,5 @@ def layers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_recomputed() -> bool:
-    """Is this a forward inside of a backward pass?"""
+    """Is this a forward inside a backward pass?"""
     return torch._C._current_graph_task_id() != -1

@@ -25,10 +25,10 @@ LARGEST_HEAD_DIM = 256
 class FlashAttention:
     """`flash_attn_varlen_func`; with training.deterministic its slower backward, without atomics."""
 
-    name = "thd_fa2"  # "flash" inside of a name makes transformers run checks of its own
+    name = "thd_fa2"  # "flash" inside a name makes transformers run checks of its own
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError off CUDA, outside of fp16 / bf16, with sinks, for unusual head dims."""
+        """Raises ConfigError off CUDA, outside fp16 / bf16, with sinks, for unusual head dims."""
         require_cuda(self, spec)
         require_half(self, spec)
         refuse_own_exchange(self, spec)

@@ -37,7 +37,7 @@ class FlexAttention:
     compiled  None compiles on CUDA only; a compiled `flex_attention` is called on every device
     """
 
-    name = "thd_flex"  # "flex_attention" inside of a name makes transformers build a mask
+    name = "thd_flex"  # "flex_attention" inside a name makes transformers build a mask
 
     def __init__(self, compiled: Callable[..., Any] | None = None) -> None:
         self._compiled = compiled or compiled_flex()
@@ -135,7 +135,7 @@ def _ordered(is_in: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _visible(segment_q: Tensor, segment_k: Tensor, highest: Tensor, window: int | None) -> Callable[..., Tensor]:
-    """mask_mod of segments: same segment, causal bottom right, inside of the window."""
+    """mask_mod of segments: same segment, causal bottom right, inside the window."""
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = highest[i] - j

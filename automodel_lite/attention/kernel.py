@@ -105,7 +105,7 @@ def require_cuda(kernel: AttentionKernel, spec: AttentionSpec) -> None:
 
 
 def require_half(kernel: AttentionKernel, spec: AttentionSpec) -> None:
-    """Raises ConfigError outside of fp16 and bf16."""
+    """Raises ConfigError outside fp16 and bf16."""
     if spec.dtype not in (torch.float16, torch.bfloat16):
         cure = "set training.precision=bf16, or take attention=flex or attention=reference"
         raise refuse(kernel, f"dtype={spec.dtype}", cure)

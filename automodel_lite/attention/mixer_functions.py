@@ -81,7 +81,7 @@ _RUN: ContextVar[Callable[[Call], Any] | None] = ContextVar("mixer_functions", d
 
 
 def patch_functions(mixer: nn.Module) -> None:
-    """Makes the functions that `mixer` calls listen to `running`; they are as before outside of it."""
+    """Makes the functions that `mixer` calls listen to `running`; they are as before outside it."""
     names = inspect.unwrap(type(mixer).forward).__globals__
     for name in (*FUNCTIONS, *FUSED):
         if name in names and not isinstance(names[name], _Patched):

@@ -48,7 +48,7 @@ class TransformerEngineAttention:
         self._filled: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError off CUDA, outside of fp16 / bf16, with sinks, and for what this version cannot do on this
+        """Raises ConfigError off CUDA, outside fp16 / bf16, with sinks, and for what this version cannot do on this
         GPU: without flash-attn only cuDNN is left, which has no softcap, and THD from compute capability 9.0 on.
         """
         require_cuda(self, spec)

@@ -48,7 +48,7 @@ class VarlenAttention:
             _activate(implementation)
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError off CUDA, outside of fp16 / bf16, with softcap or sinks, for unusual head dims."""
+        """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head dims."""
         require_cuda(self, spec)
         require_half(self, spec)
         refuse_own_exchange(self, spec)

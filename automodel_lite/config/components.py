@@ -124,7 +124,7 @@ def check_origin(path: str, found: Callable[..., Any], allowed: Sequence[str]) -
     origin = f"{found.__module__}.{found.__qualname__}"
     if path not in own_targets() and not _is_below(origin, (*PREFIXES, *allowed)):
         raise ConfigError(
-            f"_target_={path} is not allowed: it is {origin}, outside of {', '.join((*PREFIXES, *allowed))}."
+            f"_target_={path} is not allowed: it is {origin}, outside {', '.join((*PREFIXES, *allowed))}."
         )
 
 

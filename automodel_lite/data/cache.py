@@ -197,7 +197,7 @@ def _remove(folder: Path, damage: str) -> None:
 
 
 def _raise_failure_after(failure: Path, asked: float) -> None:
-    """Raises what the builder raised that this process waited for; an older failure is no reason not to try."""
+    """Raises what the builder raised that this process waited for; an older failure is not a reason not to try."""
     if not failure.exists() or failure.stat().st_mtime < asked:
         return
     try:

@@ -168,7 +168,7 @@ class ChatRenderer:
                 )
         except DeadlineExceeded:
             raise DataError(
-                f"the chat template was stopped after {MAX_RENDER_S:.0f} s: are there loops inside of loops in it?"
+                f"the chat template was stopped after {MAX_RENDER_S:.0f} s: are there loops inside loops in it?"
             ) from None
         except Exception as error:  # whatever a template does wrong
             raise DataError(f"is refused by the chat template: {error}") from error

@@ -422,5 +422,5 @@ def _locate(function: str) -> Callable[[], Iterable[Any]]:
             f"dataset.generator={function} cannot be found ({error}): write package.module:function."
         ) from error
     if not callable(found):
-        raise ConfigError(f"dataset.generator={function} is no function.")
+        raise ConfigError(f"dataset.generator={function} is not a function.")
     return found

@@ -258,7 +258,7 @@ def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:
 
 def _map_tokens(path: Path, dtype: str) -> np.ndarray:
     if path.stat().st_size % np.dtype(dtype).itemsize:
-        raise DataError(f"{path.name}: {path.stat().st_size} bytes are no whole number of {dtype} tokens.")
+        raise DataError(f"{path.name}: {path.stat().st_size} bytes are not a whole number of {dtype} tokens.")
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
 

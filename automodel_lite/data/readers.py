@@ -2,7 +2,7 @@
 
 JSON and CSV are read here and not through `datasets`: it reports a bad line without its file, turns `"007"` into 7
 and `"NA"` into nothing, and pads tool schemas of different shapes with nulls. Lines are indexed by their byte offsets
-and parsed when they are asked for, so a file of any size costs 8 bytes a row.
+and parsed when they are asked for, so a file of any size costs 8 bytes per row.
 
 From what a user calls their data (a file, a folder, a glob, a hub name) to raw rows.
 """
@@ -51,7 +51,7 @@ class RawRows(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """One JSON object a line; blank lines are no rows. Picklable: a worker indexes nothing again.
+    """One JSON object per line; blank lines are not rows. Picklable: a worker indexes nothing again.
 
     Lines are read, not mapped: a mapped file that somebody cuts short ends the process by a signal.
     """
@@ -181,7 +181,7 @@ class JsonArray:
 
 
 def open_json(path: Path, name: str) -> RawRows:
-    """A `.json` file: an array of objects, an object with one array of them in it, or one object a line."""
+    """A `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
     lines = open_json_lines(path, name)
     return lines if _has_row_a_line(lines) else JsonArray(_json_array(path, name), name)
 
@@ -482,7 +482,7 @@ def _open_hub(path: str, name: str | None, split: str, key: str) -> Source:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{key}={path} is no local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: {reason}"
+            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: {reason}"
         ) from error
     shown = f"{path}/{name}" if name else path
     return Source(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")

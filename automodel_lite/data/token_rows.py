@@ -332,5 +332,5 @@ def _integers(row: dict[str, Any], column: str, length: int | None = None) -> np
     if length is not None and len(numbers) != length:
         raise DataError(f"column {column} has {len(numbers)} values and input_ids {length}: they must be as many.")
     if len(numbers) and (numbers.min() < -(2**31) or numbers.max() >= 2**31):
-        raise DataError(f"column {column} holds {numbers.max()}, which is no token id.")
+        raise DataError(f"column {column} holds {numbers.max()}, which is not a token id.")
     return numbers.astype(ID_DTYPE)

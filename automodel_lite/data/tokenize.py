@@ -76,7 +76,7 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
 
 
 def _chunks_in_threads(worker: ChunkTokenizer, ranges: Sequence[range]) -> Iterator[Chunk]:
-    """Renders a chunk (Python) while the one before it is tokenised (Rust, outside of the interpreter's lock)."""
+    """Renders a chunk (Python) while the one before it is tokenised (Rust, outside the interpreter's lock)."""
     with ThreadPoolExecutor(1) as encoder:
         pending: Future[Chunk] | None = None
         for wanted in ranges:

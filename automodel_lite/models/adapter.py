@@ -26,7 +26,7 @@ from automodel_lite.models.layers import decoder_layers, output_head
 
 
 class Adapter(Protocol):
-    """Small trainable weights inside of a frozen model."""
+    """Small trainable weights inside a frozen model."""
 
     description: str  # "lora r 16 on q_proj, v_proj: 0.8 M trained"
 
@@ -98,7 +98,7 @@ class LoraTargets:
 
 
 def lora_targets(model: transformers.PreTrainedModel, wanted: str | list[str], experts: bool) -> LoraTargets:
-    """`wanted`: "all-linear", or names such as [q_proj, v_proj]; named ones may lie outside of the layers (lm_head).
+    """`wanted`: "all-linear", or names such as [q_proj, v_proj]; named ones may lie outside the layers (lm_head).
 
     experts      the routed experts too
     Raises ConfigError for a name that no layer has which can be adapted.

@@ -53,7 +53,7 @@ class ModelSize:
     layer_weights: float  # in matrices of the language model's layers, those that one token visits
     num_layers: int
     largest_layer: int  # parameters
-    embedding: int  # parameters of the language model outside of its layers, tied ones once
+    embedding: int  # parameters of the language model outside its layers, tied ones once
     head_weights: int
     towers: int  # parameters of a composite that text does not meet: vision, audio, their projections
 

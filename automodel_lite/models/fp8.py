@@ -14,7 +14,7 @@ _LEAST_MULTIPLE = 16  # of both dims of a weight, for the fp8 matrix product
 
 
 def use_fp8(layers: list[nn.Module], recipe: str, emulate: bool = False) -> None:
-    """Replaces the linear layers inside of `layers`, in place; adapters and the output head stay as they are.
+    """Replaces the linear layers inside `layers`, in place; adapters and the output head stay as they are.
 
     emulate  rounds to fp8 and multiplies in fp32, on any device: for tests
     Raises ConfigError.

@@ -104,7 +104,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """The adapter inside of a model."""
+    """The adapter inside a model."""
 
     wrapped: peft.PeftModel
     description: str

@@ -248,7 +248,7 @@ class LossModel(nn.Module):
         head.forward = _computing_inside(head)
 
     def forward(self, batch: ThdBatch) -> Tensor:
-        """The load-balancing loss of a mixture has gradients in training, but is no part of the value."""
+        """The load-balancing loss of a mixture has gradients in training, but is not part of the value."""
         if self.balance is None or not self.training:
             return self._cross_entropy(batch, batch.model_inputs())
         with recorded_routers(self.lm) as router_logits:

@@ -367,7 +367,7 @@ def _load(
         raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
     except SafetensorError as error:
         raise ConfigError(
-            f"model.pretrained={source}: the weights are truncated or no safetensors ({error}): fetch them again."
+            f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): fetch them again."
         ) from None
     except RuntimeError as error:  # shapes that do not fit
         raise ConfigError(f"model.pretrained={source}: {' '.join(str(error).split())[:500]}") from None

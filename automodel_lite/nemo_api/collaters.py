@@ -100,7 +100,7 @@ def neat_packed_collater(batch: Sequence[Mapping[str, Any]], attn_implementation
 
 
 def batchify(tensor: Any, default_tensor_cls: Any = torch.LongTensor) -> Tensor:
-    """A tensor with a batch dim; what is no tensor becomes a `default_tensor_cls`."""
+    """A tensor with a batch dim; what is not a tensor becomes a `default_tensor_cls`."""
     if not isinstance(tensor, Tensor):
         tensor = default_tensor_cls(tensor)
     return tensor[None] if tensor.ndim == 1 else tensor

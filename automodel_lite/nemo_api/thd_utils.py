@@ -76,7 +76,7 @@ def split_batch_into_thd_chunks(
 
 
 def stack_thd_chunks(chunks: list[dict[str, Any]], seq_lens_padding_value: int = SEQ_LENS_PADDING) -> dict[str, Any]:
-    """THD dicts with the same keys -> one dict of tensors [num_chunks, ...]; what is no tensor is taken once."""
+    """THD dicts with the same keys -> one dict of tensors [num_chunks, ...]; what is not a tensor is taken once."""
     stacked: dict[str, Any] = {}
     for key, first in chunks[0].items():
         if not isinstance(first, Tensor):

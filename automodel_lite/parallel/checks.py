@@ -92,7 +92,7 @@ def check_context_parallel(
 ) -> None:
     """A small stream, whole and sharded: every rank must compute the same logits.
 
-    Finds what the settings do not show: layers that mix tokens outside of attention, positions that are used in other
+    Finds what the settings do not show: layers that mix tokens outside attention, positions that are used in other
     ways than one by one. Raises ConfigError on every rank of the group.
     """
     if cp_mesh is None or cp_mesh.size() == 1:
@@ -112,7 +112,7 @@ def check_context_parallel(
     if not worst.item() < tolerance_std(whole.dtype):
         raise ConfigError(
             f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by {worst.item():.1e} standard "
-            "deviations): a layer mixes tokens outside of attention; set mesh.cp=1."
+            "deviations): a layer mixes tokens outside attention; set mesh.cp=1."
         )
 
 

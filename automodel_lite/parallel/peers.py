@@ -111,7 +111,7 @@ class Control:
         return json.loads(data.numpy().tobytes())
 
 
-PATIENT_S = 3600  # a slow disk is no dead rank
+PATIENT_S = 3600  # a slow disk is not a dead rank
 
 
 def open_control(config: MeshConfig, is_patient: bool = False) -> Control:

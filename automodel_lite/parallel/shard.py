@@ -31,7 +31,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
 
     cp_mesh   the context-parallel axis; None or size 1 gives the batch back
     exchange  one of EXCHANGES
-    Raises ValueError when a document slot is no multiple of `2 * cp`, ConfigError for an unknown exchange.
+    Raises ValueError when a document slot is not a multiple of `2 * cp`, ConfigError for an unknown exchange.
     """
     if exchange not in EXCHANGES:
         raise ConfigError(f"mesh.cp_exchange={exchange} is unknown: use one of {', '.join(EXCHANGES)}.")

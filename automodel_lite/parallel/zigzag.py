@@ -31,7 +31,7 @@ class OwnedSegments:
 def owned_segments(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> OwnedSegments:
     """Rank `cp_rank`'s runs of a stream with slot boundaries `cu_seqlens_padded` (int [N + 1]).
 
-    Raises ValueError when a slot is no multiple of `2 * cp_size`.
+    Raises ValueError when a slot is not a multiple of `2 * cp_size`.
     """
     cu = cu_seqlens_padded.long()
     slots = cu.diff()
@@ -39,7 +39,7 @@ def owned_segments(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Own
     if not torch.equal(chunk * (2 * cp_size), slots):
         wrong = int(slots[slots % (2 * cp_size) != 0][0])
         raise ValueError(
-            f"a document slot of {wrong} tokens is no multiple of {2 * cp_size} (2 * cp): pack with "
+            f"a document slot of {wrong} tokens is not a multiple of {2 * cp_size} (2 * cp): pack with "
             f"packed_sequence.slot_multiple={2 * cp_size} and a packed_sequence_size that is a multiple of it."
         )
     owned = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], device=cu.device)

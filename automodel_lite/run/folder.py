@@ -1,7 +1,7 @@
 """The folder of a run: one for all ranks and every restart, no timestamps; the same command again continues in it.
 
 runs/<name>/
-    config.yaml       resolved, secrets left out      metrics.jsonl     one object a logged step
+    config.yaml       resolved, secrets left out      metrics.jsonl     one object per logged step
     checkpoints/      step_00000100/ ...              hf/               the exported model
     packing.json      what the packs cost and gain    lengths.json      documents by length, and one pack
     run.json          the command, the start block    report.html      the run on one page, live
@@ -95,7 +95,7 @@ class RunFolder:
         if not self.config.is_file():
             if self.path.is_dir() and any(not _BEFORE_THE_RUN.fullmatch(path.name) for path in self.path.iterdir()):
                 raise ConfigError(
-                    f"output_dir={self.path} is not empty and is no run's folder: choose another name=... ."
+                    f"output_dir={self.path} is not empty and is not the folder of a run: choose another name=... ."
                 )
             return
         if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:

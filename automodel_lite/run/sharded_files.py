@@ -90,7 +90,7 @@ class ShardWriter(StorageWriter):
         tensors: dict[str, Tensor] = {}
         sizes = []
         for item in plan.items:
-            assert item.type != WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
+            assert item.type != WriteItemType.BYTE_IO, f"{item.index.fqn} is not a tensor"
             tensor = _own_storage(planner.resolve_data(item))
             tensors[_key(item)] = tensor
             sizes.append((item.index, tensor.nbytes))
@@ -231,7 +231,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """A file name inside of the folder; raises BrokenCheckpointError for anything that leads out of it."""
+    """A file name inside the folder; raises BrokenCheckpointError for anything that leads out of it."""
     if name != Path(name).name or name.startswith(".") or "\0" in name:
         raise BrokenCheckpointError(f"the file name {name!r} leads out of the checkpoint")
     return name
@@ -273,7 +273,7 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def as_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; copies of those whose shards are no boxes. A collective when there are any."""
+    """The same tensors; copies of those whose shards are not boxes. A collective when there are any."""
     return {name: _box(tensor) for name, tensor in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the person in front of the run sees: a block at the start, then a row a logged step. Rank 0 alone prints."""
+"""What the person in front of the run sees: a block at the start, then a row per logged step. Rank 0 alone prints."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Counts:
     num_tokens: int  # of documents
     num_label_tokens: int  # that the loss is summed over
     num_slots: int  # padding included
-    num_pairs: float  # (query, key) pairs that attention sees inside of documents
+    num_pairs: float  # (query, key) pairs that attention sees inside documents
 
 
 @dataclass(frozen=True)

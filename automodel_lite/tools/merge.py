@@ -48,9 +48,9 @@ def load_trained(
 ) -> Trained:
     """Builds the model of a run's config.yaml and loads a checkpoint into it, the newest by default.
 
-    A run's folder may come from a stranger: code outside of the project is run only when the caller allows it again.
+    A run's folder may come from a stranger: code outside the project is run only when the caller allows it again.
 
-    Raises ConfigError when the folder is no run's, has no such checkpoint, or asks for code that is not allowed.
+    Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that is not allowed.
     """
     folder = RunFolder(run)
     config = load_run_config(folder, allow_targets, trust_remote_code)
@@ -77,7 +77,7 @@ def load_trained(
 def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:
     """A run's config.yaml, checked; it allows itself nothing."""
     if not folder.config.is_file():
-        raise ConfigError(f"{folder.path} is no run's folder: it has no config.yaml.")
+        raise ConfigError(f"{folder.path} is not the folder of a run: it has no config.yaml.")
     raw = OmegaConf.create(saved_config(folder.config))
     wanted = OmegaConf.select(raw, "security.allow_targets") or []
     if foreign := [package for package in wanted if package not in allow_targets]:

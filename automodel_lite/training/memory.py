@@ -4,7 +4,7 @@
     gradients     like masters; with several micro-batches FSDP2 adds them up unsharded, in fp32
     optimizer     its state, AdamW's two moments: fp32, bf16 or 8 bits
     working copy  what is gathered or cast for the layer at work
-    activations   of one micro-batch, in the compute dtype; with activation checkpointing one input a layer
+    activations   of one micro-batch, in the compute dtype; with activation checkpointing one input per layer
     logits        of the rows that the loss has at one time
 
 The allocator's slack, the kernels' workspaces and communication buffers come on top: some 1 to 3 GiB on a GPU.
@@ -62,7 +62,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name.replace('_', ' ')} {_size(value)}" for name, value in asdict(self).items() if value)
-        return f"about {_size(self.total)} a rank: {parts}"
+        return f"about {_size(self.total)} per rank: {parts}"
 
 
 def estimate_memory(
@@ -131,7 +131,7 @@ def gpu_bytes(device: torch.device) -> int | None:
 
 
 def _working_copy(strategy: str, size: ModelSize, adapter: int | None, compute: int, master: int) -> float:
-    """FSDP gathers two layers and what is outside of them; autocast keeps a cast copy of fp32 weights."""
+    """FSDP gathers two layers and what is outside them; autocast keeps a cast copy of fp32 weights."""
     if strategy == "fsdp":
         return float(compute * (2 * size.largest_layer + size.embedding) + _FP32 * size.largest_layer)
     return float(compute * size.parameters) if compute < master and adapter is None else 0.0
@@ -196,7 +196,7 @@ def remedies(config: Config) -> list[str]:
     if config.mesh.strategy == "ddp":
         found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
     if not config.peft and optimizer_bytes(config.optimizer) >= 2 * _FP32:
-        found.append("optimizer=adamw_8bit (moments of 2 bytes a weight instead of 8)")
+        found.append("optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)")
     found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
     if not config.peft and source.pretrained:
         found.append("peft=lora (no gradients and optimizer states of the model itself)")

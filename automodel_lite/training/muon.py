@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024) on matrices that are sharded: torch.optim.Muon's numbers, on any number of ranks.
 
 The momentum of a matrix is made orthogonal before it is applied, which takes the whole matrix: each rank of a shard
-group gathers one, works on it, and sends the rows back. 4 bytes of state per weight; what is no matrix of a layer is
+group gathers one, works on it, and sends the rows back. 4 bytes of state per weight; what is not a matrix of a layer is
 AdamW's, with 8.
 """
 

@@ -74,7 +74,7 @@ def adamw_8bit(
     block_size: Positive = 256,
     rounding: Rounding = "stochastic",
 ) -> SmallAdamW:
-    """`block_size` values share one scale, fewer where a row is no multiple of it. Vectors and tensors below 4096
+    """`block_size` values share one scale, fewer where a row is not a multiple of it. Vectors and tensors below 4096
     values stay in fp32. `rounding` as in `adamw_bf16`.
     """
     return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.uint8, block_size, rounding)

@@ -63,7 +63,7 @@ class Estimate:
 def estimates(
     config: Config, model: PretrainedConfig, hardware: Hardware, gpus: Sequence[int], document_tokens: int
 ) -> list[Estimate]:
-    """Weak scaling: each data-parallel rank keeps its packs a step. `document_tokens` is the mean length."""
+    """Weak scaling: each data-parallel rank keeps its packs per step. `document_tokens` is the mean length."""
     return [estimate(config, model, hardware, number, document_tokens) for number in gpus]
 
 

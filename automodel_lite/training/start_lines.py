@@ -117,7 +117,7 @@ def packing_text(report: PackingReport | None) -> str:
         return "while it is read: exact_fill over the next 256 documents"
     lines = [
         f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
-        f"{report.documents_per_pack_mean:.1f} documents a pack, fill {report.fill_frac:.1%} "
+        f"{report.documents_per_pack_mean:.1f} documents per pack, fill {report.fill_frac:.1%} "
         f"(padded batches: {report.padded_fill_frac:.1%})"
     ]
     if report.dropped_documents:

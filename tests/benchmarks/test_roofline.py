@@ -14,7 +14,7 @@ def products(job: Job, num_layers: int) -> float:
 
 
 def test_a_layer_multiplies_its_weights_three_times() -> None:
-    """64 x 16 x (2 * 4 + 2 * 2) of attention and 3 * 64 * 96 of the MLP; 6 FLOPs a weight and token, 8 recomputed, but
+    """64 x 16 x (2 * 4 + 2 * 2) of attention and 3 * 64 * 96 of the MLP; 6 FLOPs per weight and token, 8 recomputed, but
     for the layer's last product, whose result nobody needs again.
     """
     weights = 64 * 16 * 12 + 3 * 64 * 96

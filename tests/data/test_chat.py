@@ -164,7 +164,7 @@ def test_a_template_of_endless_loops_is_stopped(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(chat, "MAX_RENDER_S", 0.6)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = byte_tokenizer(Family(f"{loops}{QWEN3.template}", QWEN3.specials, QWEN3.eos))
-    with pytest.raises(DataError, match=r"the chat template was stopped after .* are there loops inside of loops"):
+    with pytest.raises(DataError, match=r"the chat template was stopped after .* are there loops inside loops"):
         ChatRenderer(tokenizer, "assistant")
 
 

@@ -105,7 +105,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         MemmapCorpus(str(tmp_path / "a.bin"))
     with pytest.raises(ConfigError, match=r"dataset.separator_id=null: a.bin has no a.offsets.npy"):
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint16")
-    with pytest.raises(DataError, match="6 bytes are no whole number of uint32 tokens"):
+    with pytest.raises(DataError, match="6 bytes are not a whole number of uint32 tokens"):
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint32", separator_id=0)
     with pytest.raises(DataError, match="document 0 holds the token 70000; uint16 holds up to 65535"):
         write_memmap(tmp_path / "b", [[70000]], "uint16")

@@ -39,7 +39,7 @@ def test_segments_know_their_document() -> None:
 
 
 def test_a_slot_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"slot of 6 tokens is no multiple of 4 \(2 \* cp\): pack with "):
+    with pytest.raises(ValueError, match=r"slot of 6 tokens is not a multiple of 4 \(2 \* cp\): pack with "):
         shard_indices(torch.tensor([0, 4, 10]), 2, 0)
 
 

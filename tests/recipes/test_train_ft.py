@@ -162,5 +162,5 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty and is no run's folder"):
+    with pytest.raises(ConfigError, match="is not empty and is not the folder of a run"):
         main(config_of("smoke", tmp_path))

@@ -45,7 +45,7 @@ ARGUMENTS = [
     ("generate", ["./nothing", "Hi"], "model=./nothing: there is no such folder."),
     ("generate", ["{run}", "", "--raw"], "the prompt is empty"),
     ("generate", ["{run}", "Hi " * 100_000], "shorten the prompt"),
-    ("export_hf", ["./nothing"], "nothing is no run's folder: it has no config.yaml."),
+    ("export_hf", ["./nothing"], "nothing is not the folder of a run: it has no config.yaml."),
     ("export_hf", ["{run}", "--checkpoint", "step_9"], "has no complete checkpoint step_9: there are step_"),
     ("export_hf", ["{run}", "--to", "{run}"], "exists already: choose another folder."),
     ("export_hf", ["{run}", "--to", "/proc/nothing/x"], "/proc/nothing/x cannot be written"),

@@ -222,7 +222,7 @@ def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
     assert sentence.endswith(
         "Try, in this order:\n"
         "  1. training.activation_checkpointing=full (about a third slower)\n"
-        "  2. optimizer=adamw_8bit (moments of 2 bytes a weight instead of 8)\n"
+        "  2. optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)\n"
         "  3. mesh.cp=2 on more processes (each holds half of a pack's tokens)"
     )
 

@@ -42,7 +42,7 @@ def test_one_gpu_moves_nothing() -> None:
 
 def test_traffic_does_not_grow_with_data_parallel_ranks() -> None:
     four, eight = (estimate(config_of(), MODEL, HARDWARE, gpus, 8) for gpus in (4, 8))
-    assert four.gather_bytes == 2 * (2 * 1720 + 1010) * 3 / 4  # the layers twice, what is outside of them once
+    assert four.gather_bytes == 2 * (2 * 1720 + 1010) * 3 / 4  # the layers twice, what is outside them once
     assert eight.gather_bytes == 2 * (2 * 1720 + 1010) * 7 / 8
     assert eight.reduce_bytes == 4 * PARAMETERS * 7 / 8
     assert eight.tokens == 2 * four.tokens

@@ -152,7 +152,7 @@ SEARCHED_DOCUMENTS = 40_000  # by subset-sum: 0.05 s, 0.9 s where exact fits are
 
 @dataclass(frozen=True)
 class Placements:
-    """Arrays of equal length [P], int64; `slot` is the place of the first copy inside of its bin.
+    """Arrays of equal length [P], int64; `slot` is the place of the first copy inside its bin.
 
     Order: placements of the same length take the documents of that length one after the other.
     """

@@ -34,7 +34,7 @@ WINDOW_STEPS = 16
 
 
 def pack_costs(plan: PackPlan, lengths: np.ndarray, model: CostModel) -> np.ndarray:
-    """Work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside of each slot."""
+    """Work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot."""
     multiple = plan.slot_multiple
     slots = -(-plan.piece_lengths(np.asarray(lengths)) // multiple) * multiple
     attention = np.add.reduceat(model.pairs(slots), plan.offsets[:-1])

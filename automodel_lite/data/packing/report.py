@@ -22,7 +22,7 @@ BAR = "█"
 
 
 def draw_pack(seq_lens: Sequence[int], slots: Sequence[int], width: int = 64) -> str:
-    """A pack as one line: a letter a document, dots for padding; a character stands for size / width tokens.
+    """A pack as one line: a letter per document, dots for padding; a character stands for size / width tokens.
 
     >>> draw_pack([3, 4, 0], [4, 4, 8], width=16)
     'AAA.BBBB........'
@@ -136,7 +136,7 @@ class PackingReport:
                 "length",
                 f"median {self.median_tokens:,}, mean {self.mean_tokens:,.1f}, longest {self.longest_tokens:,} tokens",
             ),
-            ("strategy", f"{self.strategy}, {self.packed_sequence_size:,} tokens a pack, seed {self.seed}"),
+            ("strategy", f"{self.strategy}, {self.packed_sequence_size:,} tokens per pack, seed {self.seed}"),
             ("packs", f"{self.packs_before_max_packs:,}; no plan has fewer than {self.lower_bound_packs:,}"),
             (
                 "documents per pack",

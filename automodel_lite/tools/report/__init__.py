@@ -71,7 +71,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Raises ConfigError for a folder that is no run's, or that has logged nothing yet."""
+    """Raises ConfigError for a folder that is not a run's, or that has logged nothing yet."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(f"{path} is not a run's folder: it has no config.yaml.")
