@@ -10,7 +10,7 @@ train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio]" trl

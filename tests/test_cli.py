@@ -71,7 +71,9 @@ def test_a_part_that_is_refused_hides_no_mistake_of_another() -> None:
     ]
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize(
+    "preset", [name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow) for name in presets()]
+)
 def test_every_preset_composes_with_every_group_option(preset: str) -> None:
     for group, options in groups().items():
         for option in options:
@@ -107,7 +109,10 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "message"), SIZES, ids=[overrides for overrides, _ in SIZES])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [SIZES[0], SIZES[-1], *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:-1])],
+)
 def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, message: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     recipe = [str(ROOT / "recipes" / "train_ft.py"), "--config-name", "smoke", f"output_dir={tmp_path / 'run'}"]

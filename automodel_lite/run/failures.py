@@ -363,8 +363,11 @@ class Watchdog:
         if guard is None:
             return
         self._tell({"bye": True}, guard)
-        with suppress(subprocess.TimeoutExpired):
+        try:
             guard.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            guard.kill()  # its signal would end this process, once nobody answers it
+            guard.wait()
         faulthandler.unregister(_SIGNAL)
 
     def _tell(self, said: dict[str, object], guard: subprocess.Popen[bytes] | None = None) -> None:
