@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from automodel_lite.cli.commands import as_typed
+from automodel_lite.config.schema import check_launched
 from automodel_lite.errors import (
     MISTAKE_EXIT,
     ConfigError,
@@ -66,6 +67,7 @@ def end(work: Callable[[], int]) -> NoReturn:
     again), 130 interrupted, 1 any other error.
     """
     try:
+        check_launched()
         code = work()
     except PeerError as error:
         leave(str(error), MISTAKE_EXIT, is_told=True)
@@ -201,7 +203,8 @@ def _ask_peers(question: Callable[[Peers], Any]) -> Any:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ frames of a store whose host has left
         from automodel_lite.parallel.peers import open_peers  # imports torch
 
-        answers.append(question(open_peers()))
+        with contextlib.suppress(Exception):  # of a store that is not there
+            answers.append(question(open_peers()))
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

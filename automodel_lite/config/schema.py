@@ -232,6 +232,27 @@ def launched(name: str, default: int) -> int:
     return int(text)
 
 
+def check_launched() -> None:
+    """Raises ConfigError for numbers of a launcher that are none, or do not belong together; before anything waits for
+    processes that will never come.
+    """
+    launched("LOCAL_WORLD_SIZE", 1)
+    for name in ("RANK", "LOCAL_RANK"):
+        if launched(name, 0) >= world_size():
+            raise ConfigError(
+                f"the environment has {name}={os.environ[name]} of WORLD_SIZE={world_size()} processes, which "
+                f"count from 0: torchrun and srun set both; without them, unset {name} and WORLD_SIZE."
+            )
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size() > 1 and missing:
+        raise ConfigError(
+            f"the environment has WORLD_SIZE={world_size()} and no {' and no '.join(missing)}: start with torchrun or "
+            "automodel-lite train --nproc, which set them; for one process, unset WORLD_SIZE."
+        )
+    if "RANK" in os.environ and "MASTER_PORT" in os.environ:
+        launched("MASTER_PORT", 0)
+
+
 def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
     processes.

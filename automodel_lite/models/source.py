@@ -267,24 +267,26 @@ def check_source(key: str, source: str) -> None:
         raise ConfigError(f"{key}={source}: the folder has no config.json.")
 
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
+MOST = {  # some ten times what any model has: a size beyond it is a slip, and describing such a model takes hours
+    "vocab_size": 10**7,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**7,
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+    "max_position_embeddings": 10**9,
+}
 
 
 def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
     """Raises ConfigError for sizes that no model can have; libraries meet them late, or never."""
     text = config.get_text_config()
-    sizes = {key: config_value(text, key, None) for key in SIZES}
+    sizes = {key: config_value(text, key, None) for key in MOST}
     for key, value in sizes.items():
         if isinstance(value, int) and value < 1:
             raise cannot_work(f"{key}={value} must be at least 1.", overrides)
+        if isinstance(value, int) and value > MOST[key]:
+            raise cannot_work(f"{key}={value:,} must be at most {MOST[key]:,}.", overrides)
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise cannot_work(

@@ -41,7 +41,7 @@ from automodel_lite.parallel.sharding import (
     parallelize,
 )
 from automodel_lite.thd import ThdBatch
-from automodel_lite.training.memory import MemoryEstimate, gpu_bytes, plan_memory
+from automodel_lite.training.memory import MemoryEstimate, check_weights_fit, gpu_bytes, plan_memory
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     hint = check_cp(config, model_config, mesh, dtype)
     if source.router_aux_loss:
         check_balance(config, describe(model_config), source.router_aux_loss)
+    size = model_size(model_config)
+    check_weights_fit(config, mesh.shape, strategy, size, mesh.device)
     with returning_blocks():
         model, adapter = assemble(config, source, tokenizer, mesh, strategy, dtype)
         lm = model.loss_model.lm
@@ -86,7 +88,6 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
             reason = rows_reason(config, lm)
         loss_reason = check_model(config, model, mesh)
     compiled = speed_up(config, model, mesh)
-    size = model_size(model_config)
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
     flops = step_flops(lm.config, size, trained)
     memory, reduction = plan_memory(

@@ -12,7 +12,9 @@ The allocator's slack, the kernels' workspaces and communication buffers come on
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +22,11 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.components import build
-from automodel_lite.config.schema import Config
+from automodel_lite.config.schema import Config, launched
 from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import build_packer
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.adapter import is_quantized
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import CausalLM
@@ -128,6 +132,31 @@ def plan_memory(
 def gpu_bytes(device: torch.device) -> int | None:
     """None on a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def host_bytes() -> int:
+    """Of this machine, or of the container that this process is in."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    told = limit.read_text().strip() if limit.is_file() else ""
+    return min(found, int(told)) if told.isdecimal() else found
+
+
+def check_weights_fit(config: Config, shape: MeshShape, strategy: str, size: ModelSize, device: torch.device) -> None:
+    """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest type that they may
+    have: it would be noticed by the kernel, which ends processes without a word.
+    """
+    smallest = 0.5 if is_quantized(config.peft) else 2
+    need = smallest * size.parameters / (shape.world_size / shape.dp_replicate if strategy == "fsdp" else 1)
+    have, where = gpu_bytes(device), "GPU"
+    if have is None or config.mesh.cpu_offload:
+        have, where = host_bytes(), "machine"
+        need *= launched("LOCAL_WORLD_SIZE", 1)
+    if need > have:
+        raise ConfigError(
+            f"the model has {size.parameters:,} parameters: its weights alone are {_size(need)} on each {where}, which "
+            f"has {_size(have)}: take a smaller model, or more processes to share it (mesh.dp_shard)."
+        )
 
 
 def _working_copy(strategy: str, size: ModelSize, adapter: int | None, compute: int, master: int) -> float:

@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.run.failures import recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.training.memory import (
+    check_weights_fit,
     estimate_memory,
     optimizer_bytes,
     out_of_memory_text,
@@ -237,3 +239,14 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
     assert not run.exists()
     with pytest.raises(ConfigError, match="attention=reference"):
         main(config_of("smoke", run, "dry_run=true", "attention=varlen"))
+
+
+def test_weights_that_no_memory_holds_are_named_before_they_are_made() -> None:
+    config = Config(name="x")
+    size = model_size(LlamaConfig(hidden_size=10**6, intermediate_size=64, num_hidden_layers=2, vocab_size=64))
+    shape = MeshShape(dp_replicate=1, dp_shard=2, cp=1)
+    with pytest.raises(
+        ConfigError, match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: take"
+    ):
+        check_weights_fit(config, shape, "fsdp", size, torch.device("cpu"))
+    check_weights_fit(config, shape, "fsdp", replace(size, parameters=10**6), torch.device("cpu"))

@@ -39,6 +39,8 @@ MODELS = {
     "model.config.hidden_size=33": "The hidden size (33) is not a multiple of the number of attention heads (4)",
     "model.config.num_attention_heads=3": "The hidden size (32) is not a multiple of the number of attention heads (3)",
     "model.config.num_key_value_heads=3": "num_attention_heads=4 must be a multiple of num_key_value_heads=3.",
+    "model.config.hidden_size=10000000": "hidden_size=10,000,000 must be at most 1,000,000.",
+    "model.config.num_hidden_layers=1000000": "num_hidden_layers=1,000,000 must be at most 10,000.",
     "model.config.num_hidden_layers=0": "num_hidden_layers=0 must be at least 1.",
     "model.config.max_position_embeddings=0": "max_position_embeddings=0 must be at least 1.",
     "model.config.hidden_act=swish_": "'swish_' is not known.",
