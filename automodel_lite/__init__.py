@@ -36,7 +36,7 @@ _MODULES = {
     "PackedDataset": "data.packing.packs",
     "Packer": "data.packing.packer",
     "pack_dataset": "nemo_api.packed_sequence",
-    "packed_sequence_thd_collater": "data.collate",
+    "packed_sequence_thd_collater": "data.loader",
     "plan_packs": "data.packing.plan",
     "to_thd": "thd",
 }  # the others are functions of `api`

@@ -1,6 +1,7 @@
 """Write a run's model as a Hugging Face folder that plain `from_pretrained` loads; an adapter is merged into its base.
 
 python recipes/export_hf.py runs/mine
+python recipes/export_hf.py runs/mine --push me/my-model                   (to the Hugging Face hub, private)
 python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
 python recipes/export_hf.py runs/mine --text-only --to /models/mine_text      (of a vision-language model)
 torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the whole model)
@@ -11,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
-from automodel_lite.config.rules import argument
+from automodel_lite.config.rules import RepoName, argument
 from automodel_lite.errors import ConfigError
 
 
@@ -21,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
     parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
     parser.add_argument("--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)")
+    parser.add_argument("--push", type=argument(str, RepoName()), help="upload it to the hub as owner/name")
+    parser.add_argument("--public", action="store_true", help="a repository that --push makes is public")
     parser.add_argument("--text-only", action="store_true", help="of a vision-language model its language model alone")
     parser.add_argument("--allow-targets", nargs="+", default=[], help="packages of your own that the run was allowed")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
@@ -30,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.run.checkpoint_folder import step_of
     from automodel_lite.run.export import export_hf
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
+    from automodel_lite.tools.hub import push, write_card
     from automodel_lite.tools.merge import load_trained
 
     quiet_libraries()
@@ -49,7 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"{target} cannot be written ({error.strerror or error}).") from error
     merged = " (adapter merged)" if trained.was_merged else ""
     if rank() == 0:
+        write_card(args.run, target, args.push)
         print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
+        if args.push:
+            print(f"uploaded to {push(args.run, target, args.push, not args.public)}")
     return 0
 
 

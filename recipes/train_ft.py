@@ -29,7 +29,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import Cursor, DeviceFeed, ReadyStep
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
-from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError
+from automodel_lite.errors import MISTAKE_EXIT, ConfigError, PeerError, RunStoppedError
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.generate import load_generator
@@ -62,6 +62,7 @@ from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
 from automodel_lite.telemetry.profiler import StepProfiler
 from automodel_lite.thd import ThdBatch
+from automodel_lite.tools.hub import push, write_card
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.training.build import build_model
 from automodel_lite.training.dry_run import dry_run
@@ -386,13 +387,15 @@ class TrainFinetuneRecipe:
                 exported = self.export()
             loader = "peft.PeftModel" if self.built.adapter else "AutoModelForCausalLM"
             self.console.say("exported", f"{exported}: loads with {loader}.from_pretrained")
-            self.metrics.exported(exported)
             if self.config.evaluation and self.mesh.rank == 0:
                 is_foreign = runs_remote_code(self.built.model.loss_model.lm)
                 generator = load_generator(str(exported), is_foreign, on_cpu=True)  # the GPU is full
                 answers = build(self.config.evaluation).ask(generator, questions_of(self.data.documents))
                 self.console.print(answers.text())
                 self.metrics.log({"step": self.num_steps, **answers.as_row()})
+            if self.mesh.rank == 0:
+                self.publish(exported)
+            self.metrics.exported(exported)
         self.check_saved()
         if self.mesh.rank == 0:
             self.folder.write_status("finished", self.num_steps, self.end_reason or "")
@@ -402,6 +405,18 @@ class TrainFinetuneRecipe:
         self.console.say("next", "\n".join(self.folder.next_commands("finished")))
         self.close()
         return 0
+
+    def publish(self, exported: Path) -> None:
+        """The model card, and the upload if one is asked for; what the hub refuses is a warning, and no failure."""
+        hub = self.config.hub
+        write_card(self.folder.path, exported, hub.push)
+        if hub.push:
+            try:
+                with activity(f"uploading to {hub.push}"):
+                    address = push(self.folder.path, exported, hub.push, hub.private)
+                self.console.say("uploaded", address)
+            except ConfigError as error:
+                self.console.say("uploaded", f"WARNING: {error}")
 
     def check_numbers(self) -> None:
         """Raises RunStoppedError when the last steps were not applied, or left weights that are not finite."""

@@ -75,6 +75,17 @@ class Length:
 
 
 @dataclass(frozen=True)
+class RepoName:
+    """A repository of the Hugging Face hub."""
+
+    def problem(self, value: str) -> str | None:
+        return None if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", value, flags=re.ASCII) else f"{self}."
+
+    def __str__(self) -> str:
+        return "owner/name"
+
+
+@dataclass(frozen=True)
 class FirstAndLast:
     """Two step numbers, [10, 12]."""
 

@@ -27,6 +27,7 @@ from automodel_lite.config.rules import (
     PathStr,
     Positive,
     Range,
+    RepoName,
     Seed,
     UpToTheCores,
 )
@@ -122,6 +123,14 @@ class CheckpointConfig:
 
 
 @dataclass
+class HubConfig:
+    """What the run uploads to the Hugging Face hub at its end."""
+
+    push: Annotated[str, RepoName()] | None = None  # the repository of the exported model, with its card; null = none
+    private: bool = True  # of a repository that is made
+
+
+@dataclass
 class SecurityConfig:
     """What a preset cannot grant: these keys are taken from the command line only."""
 
@@ -172,6 +181,7 @@ class Config:
     logger: Part = field(default_factory=dict)
     callbacks: Part = field(default_factory=dict)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
 

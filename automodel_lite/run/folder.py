@@ -61,6 +61,7 @@ FREE_SETTINGS = (
     "evaluation",
     "report",
     "logger",
+    "hub",
     "security",
 )
 

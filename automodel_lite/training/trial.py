@@ -42,6 +42,8 @@ class Twin(nn.Module):
 def try_settings(config: Config, source: CausalLM) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is loaded."""
     problems = []
+    if config.hub.push and not config.checkpoint.export_hf:
+        problems.append(f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write.")
     for attempt in (lambda: try_model(source), lambda: try_optimizer(config), lambda: check_master_weights(config)):
         try:
             attempt()
