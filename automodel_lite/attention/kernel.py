@@ -156,7 +156,8 @@ class ReferenceAttention:
         k_lens = q_lens if cu_k is cu_q else cu_k.diff().tolist()
         if len(set(zip(q_lens, k_lens))) == 1:  # rows of one length: one call for all of them
             q, k, v = (x.unflatten(0, (len(q_lens), -1)).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
-            return _segment(q, k, v, scale, window, softcap, sinks).transpose(1, 2).flatten(0, 1)
+            out = _segment(q, k, v, scale, window, softcap, sinks).transpose(1, 2).flatten(0, 1)
+            return out.contiguous()  # as the documents below: another layout is another graph of compiled layers
         # split, not slices: its backward is one concatenation, a slice's is a zero-filled [T, H, D]
         outs = []
         for parts in zip(q_THD.split(q_lens), k_THD.split(k_lens), v_THD.split(k_lens)):

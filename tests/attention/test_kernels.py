@@ -120,6 +120,17 @@ def test_reference_on_random_documents(segments: list[tuple[int, int]], window: 
         assert (one - other).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("lengths", [[12], [6, 6], [5, 7]], ids=str)
+def test_the_output_has_one_layout(lengths: list[int], softcap: float | None) -> None:
+    """Compiled layers take it in: an output of another layout for a pack of one document was three more graphs."""
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    q, k, v = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+    longest = max(lengths)
+    out = ReferenceAttention()(q, k, v, cu, cu, longest, longest, scale=0.3, window=None, softcap=softcap, sinks=None)
+    assert out.stride() == (32, 8, 1)
+
+
 def test_empty_segments_are_skipped() -> None:
     tensors = random_tensors([3, 4], [3, 4], (2, 2), 16, False)
     cu = torch.tensor([0, 3, 3, 7], dtype=torch.int32)

@@ -65,17 +65,7 @@ def model_of(family: str, settings: dict[str, Any], num_layers: int, kernel: Att
     return LossModel(lm, FusedLinearCrossEntropy())
 
 
-GROWING = {"phi3", "gemma2"}
-"""Families seen to make graphs after the first packs (phi3: 4, then 7): a fault that is not understood yet."""
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="new graphs")) if name in GROWING else name
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_layers_need_no_graph_after_the_first_packs(family: str) -> None:
     """12 layers; packs of other documents, validation, growing samples, training again."""
     model = model_of(family, FAMILIES[family], 12, ReferenceAttention())
