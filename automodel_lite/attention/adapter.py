@@ -18,10 +18,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from automodel_lite.attention.documents import NOW, hold_documents
-from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec, ReferenceAttention
-from automodel_lite.attention.mixers import install_mixers, install_rows
-from automodel_lite.attention.spec import UNPACKED, has_attention, layer_chunk, layer_window
+from automodel_lite.attention.documents import NOW, hold_documents, install_mixers, install_rows
+from automodel_lite.attention.kernel import (
+    UNPACKED,
+    AttentionKernel,
+    AttentionSpec,
+    ReferenceAttention,
+    has_attention,
+    layer_chunk,
+    layer_window,
+)
 from automodel_lite.errors import ConfigError
 
 

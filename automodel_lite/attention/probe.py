@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.attention.spec import UNPACKED
+from automodel_lite.attention.kernel import UNPACKED
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, document_rows
 

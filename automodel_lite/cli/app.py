@@ -26,11 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli import sweep
 from automodel_lite.cli.commands import RECIPES_PACKAGE
-from automodel_lite.cli.completion import answer_query
 from automodel_lite.cli.ending import end, hide_secrets
-from automodel_lite.cli.flags import Line, parsed
-from automodel_lite.cli.help import fill_in_help, help_of
-from automodel_lite.cli.layers import settled
+from automodel_lite.cli.flags import Line, answer_query, fill_in_help, help_of, parsed
 from automodel_lite.cli.overrides import check_options, chosen, group_of, opened, split
 from automodel_lite.cli.sources import (
     Sources,
@@ -40,6 +37,7 @@ from automodel_lite.cli.sources import (
     composed,
     groups_of,
     sentence_of,
+    settled,
     unreadable,
 )
 from automodel_lite.config.check import check_config

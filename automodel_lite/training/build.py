@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.adapter import auto_attention, install
-from automodel_lite.attention.kernel import AttentionKernel
-from automodel_lite.attention.mixers import runs_by_rows
+from automodel_lite.attention.documents import runs_by_rows
+from automodel_lite.attention.kernel import AttentionKernel, attention_spec
 from automodel_lite.attention.probe import check_packing_isolation, stream_of
-from automodel_lite.attention.spec import attention_spec
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.prepare import build_packer
@@ -26,10 +25,9 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, cast_trained, is_quantized
-from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
 from automodel_lite.models.source import CausalLM, describe, embedding_rows
 from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings, checkpointing_hint
 from automodel_lite.parallel.mesh import Mesh

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from automodel_lite.attention.adapter import KernelByKind, auto_attention, install
 from automodel_lite.attention.flex import FlexAttention
-from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention
-from automodel_lite.attention.spec import attention_spec, passes_sinks
+from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention, attention_spec, passes_sinks
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES, documents, stream

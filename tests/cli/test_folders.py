@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import compose_config, folders
-from automodel_lite.cli.json_schema import json_schema
+from automodel_lite.cli.folders import json_schema
 from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import known_keys
 from automodel_lite.errors import ConfigError

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import compose_config
-from automodel_lite.cli.layers import settled
-from automodel_lite.cli.sources import Sources, composed
+from automodel_lite.cli.sources import Sources, composed, settled
 
 SGD = "_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n"
 MINE = "defaults:\n  - finetune\n  - override optimizer: sgd\n  - _self_\n"

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, Phi3Config
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.spec import attention_spec
+from automodel_lite.attention.kernel import ReferenceAttention, attention_spec
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.checks import (
     check_context_parallel,
