@@ -13,7 +13,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio]" trl
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio,mlflow]" trl
 	$(BIN)/python -m pytest -m slow
 
 # what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers

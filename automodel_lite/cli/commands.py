@@ -17,6 +17,7 @@ RECIPES = {
     "generate": ("generate", "ask a trained model"),
     "report": ("report", "draw a run, or compare several"),
     "export": ("export_hf", "write a run's model as a Hugging Face folder, adapters merged"),
+    "average": ("average", "write the mean of a run's checkpoints as a Hugging Face folder"),
     "estimate": ("estimate", "FLOPs, memory and traffic on paper, for any number of GPUs"),
 }
 

@@ -19,6 +19,7 @@ EXTRAS = {  # optional package -> the extra that brings it
     "bitsandbytes": "qlora",
     "flash_attn": "flash",
     "liger_kernel": "liger",
+    "mlflow": "mlflow",
     "peft": "peft",
     "tensorboard": "tensorboard",
     "torchao": "ao",

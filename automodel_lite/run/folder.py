@@ -266,6 +266,15 @@ def saved_config(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in saved.items()}
 
 
+def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
 def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, old value, new value) of every setting that shapes the numbers and differs."""
     for key in dict.fromkeys([*old, *new]):

@@ -24,6 +24,7 @@ class WandbTracker(Callback):
     continued run logs steps again, which wandb's own step would drop. Code, git and command lines are not uploaded:
     the configuration is there, without its secrets.
 
+    artifact   upload the exported model as an artifact of the run
     mode   online | offline | auto (online with a key in WANDB_API_KEY or ~/.netrc, and offline when that fails)
     """
 
@@ -36,6 +37,7 @@ class WandbTracker(Callback):
         tags: list[str] | None = None,
         mode: str = "auto",
         timeout_s: Positive = 30,
+        artifact: bool = False,
     ) -> None:
         mode = os.environ.get("WANDB_MODE", mode)
         is_online = mode == "online" or (mode == "auto" and _has_key())
@@ -65,13 +67,25 @@ class WandbTracker(Callback):
         self.run = _start(arguments, is_online)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
+        for falling in ("loss", "val_loss/*"):
+            self.run.define_metric(falling, step_metric="step", summary="min,last")
+        for rising in ("answers_right", "score/*"):
+            self.run.define_metric(rising, step_metric="step", summary="max,last")
+        self.artifact = artifact
+        self.samples = wandb.Table(columns=["step", "prompt", "answer"], log_mode="INCREMENTAL")
 
     def log(self, row: Row) -> None:
         self.run.log({"step": row["step"], **numbers(row)})
 
     def text(self, step: int, name: str, value: str) -> None:
-        table = wandb.Table(columns=["step", "text"], data=[[step, value]])
-        self.run.log({"step": step, name: table})
+        self.samples.add_data(step, name, value)
+        self.run.log({"step": step, "samples": self.samples})
+
+    def exported(self, folder: Path) -> None:
+        if self.artifact:
+            model = wandb.Artifact(f"{self.run.id}-model", type="model")
+            model.add_dir(str(folder))
+            self.run.log_artifact(model)
 
     def state(self) -> dict[str, Any]:
         return {"id": self.run.id}

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.attention.probe import Logits
@@ -43,12 +46,15 @@ def load_trained(
     run: Path,
     checkpoint_name: str | None = None,
     *,
+    averaged_with: Sequence[Path] = (),
     allow_targets: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Trained:
     """Builds the model of a run's config.yaml and loads a checkpoint into it, the newest by default.
 
     A run's folder may come from a stranger: code outside the project is run only when the caller allows it again.
+
+    averaged_with   more checkpoints of the run: the weights are the mean over all of them
 
     Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that is not allowed.
     """
@@ -64,6 +70,8 @@ def load_trained(
     plain = replace(plain, training=replace(plain.training, fp8="none"), mesh=MeshConfig())
     model, adapter = assemble(plain, source, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
     load_weights(checkpoint, model.loss_model)
+    if averaged_with:
+        _average(model.loss_model, averaged_with, is_adapter=adapter is not None)
     logits: Logits = lambda batch: model.loss_model.plain_logits(batch.input_ids)  # noqa: E731 - of one document
     if adapter:
         adapted_TV = probe_logits(model.loss_model, logits, mesh.device)  # to be those of the merged one
@@ -72,6 +80,28 @@ def load_trained(
         adapter.merge()
     was_merged = adapter is not None
     return Trained(model.loss_model, tokenizer, source.dtype, checkpoint, was_merged, logits, model.sharded_over)
+
+
+def _average(model: LossModel, checkpoints: Sequence[Path], is_adapter: bool) -> None:
+    """Leaves the mean of the model's weights and those of the checkpoints in it; on each rank its part."""
+    if is_adapter:
+        raise ConfigError(
+            "the mean of an adapter's two factors is not the mean of the models: average runs that train all weights, "
+            "or keep an average while training, training.ema_decay=0.999."
+        )
+    update = get_swa_multi_avg_fn()
+    weights = [_local(parameter.detach()) for parameter in model.parameters()]
+    means = [weight.clone() for weight in weights]
+    for number, checkpoint in enumerate(checkpoints, start=1):
+        check_unharmed(checkpoint)
+        load_weights(checkpoint, model)
+        update(means, weights, torch.tensor(number))
+    for weight, mean in zip(weights, means):
+        weight.copy_(mean)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:

@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "verify", "evaluate")
 READERS_OWN = re.compile(
     r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|\bnproc-per-node 8|attention=(varlen|flash|te|flex)|"
-    r"logger=\S*(wandb|trackio)|qlora|--config-name (finetune|llama3|qwen3)|--config-dir|te_|runs/(a|b|mine)\b"
+    r"logger=\S*(wandb|trackio|mlflow)|qlora|--config-name (finetune|llama3|qwen3)|--config-dir|te_|runs/(a|b|mine)\b"
 )
 
 

@@ -159,6 +159,45 @@ def test_wandb_with_a_key_and_no_network_goes_offline(
 
 
 @pytest.mark.slow
+def test_wandb_has_one_table_of_samples_best_values_and_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged: list[Any] = []
+    monkeypatch.setattr(wandb.Run, "log_artifact", lambda run, artifact: logged.append(artifact))
+    summaries: list[dict[str, Any]] = []
+    finish = wandb.Run.finish
+    monkeypatch.setattr(wandb.Run, "finish", lambda run: (summaries.append(dict(run.summary)), finish(run)))
+    samples = ["samples.prompts=[Capital of Peru?,Hi]", "samples.max_new_tokens=2"]
+    rows = train("smoke", tmp_path / "run", "logger=wandb", "logger.wandb.artifact=true", "optimizer.lr=0.5", *samples)
+    (summary,) = summaries
+    assert summary["samples"]["nrows"] == 4  # two validations of two prompts
+    lowest = min(row["loss"] for row in rows if "loss" in row)
+    assert summary["loss"]["min"] == lowest
+    assert "model.safetensors" in logged[-1].manifest.entries
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_its_run_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import mlflow
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    options = ["logger=mlflow", "logger.mlflow.artifact=true", "checkpoint.accept_changes=true", "samples.prompts=[Hi]"]
+    options += ["samples.max_new_tokens=2", "lr_scheduler=constant"]
+    train("smoke", tmp_path / "run", *options, "training.max_steps=4")
+    rows = train("smoke", tmp_path / "run", *options)
+    client = mlflow.MlflowClient(tracking_uri=f"file:{tmp_path / 'mlruns'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("automodel_lite").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optimizer.lr"] == "0.003"
+    losses = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    assert losses == {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert "val_loss/held_out" in run.data.metrics
+    assert "model/model.safetensors" in [file.path for file in client.list_artifacts(run.info.run_id, "model")]
+    assert "samples.json" in [file.path for file in client.list_artifacts(run.info.run_id)]
+
+
+@pytest.mark.slow
 def test_trackio_runs_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     train("smoke", tmp_path / "run", "logger=trackio", "training.max_steps=2")

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.durable import write_atomically
-from automodel_lite.run.folder import RunFolder, saved_config
+from automodel_lite.run.folder import RunFolder, flatten, saved_config
 
 Curve = tuple[list[int], list[float]]  # steps, values
 
@@ -98,15 +98,6 @@ def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
     keys = sorted({key for values in flat for key in values} - {"name", "output_dir"})
     table = [(key, [str(values.get(key, "-")) for values in flat]) for key in keys]
     return [(key, values) for key, values in table if len(set(values)) > 1]
-
-
-def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -1,0 +1,68 @@
+"""MLflow: one run over all restarts of ours, on a tracking server or in a database of this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.entities import Metric, Param
+
+from automodel_lite.redact import scrub
+from automodel_lite.run.folder import flatten
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
+
+_MAX_PARAM_CHARS = 500  # of older servers
+
+
+class MlflowTracker(Callback):
+    """The config node `logger.mlflow`; the run id goes into the checkpoint and is resumed.
+
+    tracking_uri   a server's address or a folder; null = MLFLOW_TRACKING_URI, else a folder mlruns beside the run's
+    artifact       the exported model is logged too
+    """
+
+    def __init__(
+        self,
+        run: RunInfo,
+        experiment: str = "automodel_lite",
+        tracking_uri: str | None = None,
+        artifact: bool = False,
+    ) -> None:
+        beside = f"file:{run.folder.parent / 'mlruns'}"
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", beside)
+        if uri == beside:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a laptop needs no database
+        self.client, self.artifact = mlflow.MlflowClient(tracking_uri=uri), artifact
+        self.run_id: str = run.state.get("run_id") or self._new_run(scrub(experiment), run)
+        self.client.update_run(self.run_id, status="RUNNING")
+
+    def _new_run(self, experiment: str, run: RunInfo) -> str:
+        known = self.client.get_experiment_by_name(experiment)
+        experiment_id = known.experiment_id if known else self.client.create_experiment(experiment)
+        run_id: str = self.client.create_run(experiment_id, run_name=run.name).info.run_id
+        params = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in flatten(run.config)]
+        for start in range(0, len(params), 100):  # MLflow's limit of a request
+            self.client.log_batch(run_id, params=params[start : start + 100])
+        return run_id
+
+    def log(self, row: Row) -> None:
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(key, float(value), now_ms, row["step"]) for key, value in numbers(row).items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def text(self, step: int, name: str, value: str) -> None:
+        row = {"step": [step], "prompt": [name], "answer": [value]}
+        self.client.log_table(self.run_id, data=row, artifact_file="samples.json")
+
+    def exported(self, folder: Path) -> None:
+        if self.artifact:
+            self.client.log_artifacts(self.run_id, str(folder), "model")
+
+    def state(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run_id)

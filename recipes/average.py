@@ -1,0 +1,62 @@
+"""Write the mean of a run's checkpoints as a Hugging Face folder; often better than the last of them.
+
+python recipes/average.py runs/mine                                          (all checkpoints that it kept)
+python recipes/average.py runs/mine --last 3 --to runs/mine/mean
+python recipes/average.py runs/mine --checkpoints step_00000400 step_00000500
+torchrun --nproc-per-node 8 recipes/average.py runs/mine                     (sharded: no process holds the whole model)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from automodel_lite.cli import argument_parser, run_tool
+from automodel_lite.config.rules import Range, argument
+from automodel_lite.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code; raises ConfigError."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
+    parser.add_argument("--last", type=argument(int, Range(2)), help="the newest so many checkpoints (default: all)")
+    parser.add_argument("--checkpoints", nargs="+", help="or these, by name")
+    parser.add_argument("--to", type=argument(Path), help="the folder to write (default: averaged in the run's folder)")
+    parser.add_argument("--allow-targets", nargs="+", default=[], help="packages of your own that the run was allowed")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
+    args = parser.parse_args(argv)
+
+    from automodel_lite.parallel.mesh import rank
+    from automodel_lite.run.checkpoint_folder import step_of, survey
+    from automodel_lite.run.export import export_hf
+    from automodel_lite.run.folder import RunFolder
+    from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
+    from automodel_lite.tools.hub import write_card
+    from automodel_lite.tools.merge import find_checkpoint, load_trained
+
+    quiet_libraries()
+    target = args.to or args.run / "averaged"
+    if target.exists():
+        raise ConfigError(f"{target} exists already: choose another folder with --to.")
+    folder = RunFolder(args.run)
+    if args.checkpoints:
+        paths = [find_checkpoint(folder, name) for name in args.checkpoints]
+    else:
+        paths = (survey(folder.checkpoints)[0] if folder.checkpoints.is_dir() else [])[: args.last]
+    if len(paths) < (args.last or 2):
+        raise ConfigError(
+            f"{args.run} has {len(paths)} checkpoints to average: train with checkpoint.keep_last=5, or keep an "
+            "average while training, training.ema_decay=0.999."
+        )
+    own = {"allow_targets": args.allow_targets, "trust_remote_code": args.trust_remote_code}
+    trained = load_trained(args.run, paths[0].name, averaged_with=paths[1:], **own)
+    step = max(step_of(path) or 0 for path in paths)
+    export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh)
+    if rank() == 0:
+        write_card(args.run, target)
+        print(f"the mean of {', '.join(path.name for path in paths)} written to {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
