@@ -62,8 +62,11 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
 def answer(main: str, argv: Sequence[str]) -> int:
     """What the command line asks for; the exit code."""
     line = parsed(argv)
+    is_question = line.is_help or bool(line.question)
+    if is_question and os.environ.get("RANK", "0") != "0":
+        return 0  # the first rank answers
     recipe = main.split(":")[0].rpartition(".")[2]
-    if line.launch:
+    if line.launch and not is_question:
         with without_warnings_of_torch():
             from automodel_lite.cli.launcher import launch  # imports torch
 
@@ -85,6 +88,9 @@ def answer(main: str, argv: Sequence[str]) -> int:
         return replace(job, typed=hydras).start(["--hydra-help"])
     if "--shell-completion" in line.question:
         sys.argv[0] = sys.argv[0].split()[0]  # not `automodel-lite train`
+        if "install=zsh" in line.overrides:  # Hydra's script is bash's
+            print("(( $+functions[compdef] )) || { autoload -Uz compinit; compinit }")
+            print("autoload -Uz bashcompinit; bashcompinit")
         return job.start(["--shell-completion"])
     if not (line.is_help and line.preset is None):
         check_preset(sources, line.preset)

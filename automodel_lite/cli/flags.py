@@ -84,7 +84,9 @@ def parsed(argv: Sequence[str]) -> Line:
         near = did_you_mean(flag.lstrip("-"), known).replace("did you mean ", "did you mean --") or "."
         raise ConfigError(f"{flag}: unknown flag{near}")
     if given.version:
-        raise SystemExit(print(versions()))
+        if os.environ.get("RANK", "0") == "0":
+            print(versions())
+        raise SystemExit
     commands = {
         "--run": given.run,
         "--multirun": given.multirun,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,41 @@ def test_the_shells_question(line: str, found: list[str]) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert told.stdout.split() == found
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 0.6
+
+
+PRESS = """
+import os, pty, select, sys, time
+pid, terminal = pty.fork()
+if not pid:
+    os.execvp("zsh", ["zsh", "-f", "-i"])
+def read(until, seconds=30):
+    out, end = b"", time.time() + seconds
+    while until not in out and time.time() < end:
+        if select.select([terminal], [], [], 0.1)[0]:
+            out += os.read(terminal, 65536)
+    return out
+read(b"% ")
+os.write(terminal, b'eval "$(automodel-lite -sc install=zsh)"; echo rea""dy\\n')
+read(b"ready")
+os.write(terminal, sys.argv[1].encode() + b"\\t")
+print(read(sys.argv[2].encode()).decode())
+"""
+ASK = {
+    "bash": 'eval "$(automodel-lite -sc install=bash)"; COMP_LINE="$0"; COMP_POINT=${#0}; COMP_WORDS=($0); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); hydra_bash_completion; echo "${COMPREPLY[@]}"',
+    "fish": "automodel-lite -sc install=fish | source; complete -C $argv[1]",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(("line", "found"), [("automodel-lite tr", "train"), ("automodel-lite train --config-name smoke optimizer.w", "optimizer.weight_decay=")])  # fmt: skip
+def test_a_shell_completes_it(shell: str, line: str, found: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    program = tmp_path / "automodel-lite"  # as an installed package has it
+    program.write_text(f"#!{sys.executable}\nfrom automodel_lite.__main__ import main\nmain()\n")
+    program.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "dumb"}
+    command = [sys.executable, "-c", PRESS, line, found] if shell == "zsh" else [shell, "-c", ASK[shell], line]
+    told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found in told.stdout.split()[-1], told

@@ -4,12 +4,15 @@ import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from automodel_lite.cli import compose_config, folders
 from automodel_lite.cli.folders import json_schema
 from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import known_keys
+from automodel_lite.config.components import CONF_DIR
 from automodel_lite.errors import ConfigError
 
 
@@ -56,6 +59,17 @@ def test_the_json_schema_has_every_key_and_the_rules() -> None:
     assert training["properties"]["max_steps"]["anyOf"][0] == {"type": "integer", "minimum": 1}
     assert {"enum": ["auto", "fp32", "bf16"]} in training["properties"]["precision"]["anyOf"]
     assert "warmup_steps" in schema["properties"]["lr_scheduler"]["properties"]
+
+
+def test_a_validator_takes_every_preset_and_finds_every_mistake() -> None:
+    schema = json_schema(Sources())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for preset in CONF_DIR.glob("*.yaml"):
+        assert not list(validator.iter_errors(yaml.safe_load(preset.read_text()))), preset
+    wrong = {"seed": -1, "training": {"max_stepz": 3, "max_steps": 0, "precision": "fp61"}}
+    found = {".".join(map(str, error.path)) for error in validator.iter_errors(wrong)}
+    assert found == {"seed", "training", "training.max_steps", "training.precision"}
 
 
 @pytest.mark.parametrize(

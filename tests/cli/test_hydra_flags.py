@@ -54,6 +54,19 @@ def test_it_is_shown(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
     assert not list(tmp_path.iterdir())  # nothing was run
 
 
+@pytest.mark.parametrize(
+    "question", [["--version"], ["--help"], [*PRESET, "--cfg", "job"], [*PRESET, "--info", "searchpath"]]
+)
+def test_of_several_ranks_the_first_answers(
+    question: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = said(capsys, *question)
+    assert said(capsys, "--nproc", "2", *question) == answers  # and no ranks are started for it
+    monkeypatch.setenv("RANK", "1")
+    assert answers
+    assert said(capsys, *question) == ""
+
+
 REFUSED = [
     (["--conifg-name", "smoke"], "--conifg-name: unknown flag; did you mean --config-name?"),
     ([*PRESET, "--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder."),
