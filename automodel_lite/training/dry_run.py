@@ -71,7 +71,7 @@ def _simulated(
     """What rank 0 of the asked world would hold and send, counted by running its step under fake tensors."""
     if rank() != 0:
         return ""
-    if strategy == "ddp" or "qlora" in str(config.peft.get("_target_", "")):
+    if strategy == "ddp" or is_quantized(config.peft):
         return "not for this strategy: the line above is arithmetic"
     from automodel_lite.training.simulation import simulate  # a run that trains has no use for it
 
