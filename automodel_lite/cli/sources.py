@@ -201,7 +201,6 @@ _COMMANDS = (  # of Hydra's settings: what a shell or an interpreter will run
     "hydra.job.env_set",
 )
 _TRUSTED = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.", "logging.", "automodel_lite.cli.")
-_CLASS = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
 
 
 def check_hydra_settings(raw: DictConfig, overrides: Sequence[str]) -> None:
