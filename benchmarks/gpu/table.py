@@ -6,8 +6,8 @@ from typing import Any
 
 Results = dict[str, dict[str, Any]]
 COUNTED_GIB = {"step-8b": 119.9, "step-8b-accumulated": 130.2}
-"""Live bytes of one 8B step at 8,192 tokens under autocast, every layer recomputed, no cache of cast weights: counted
-with FakeTensors (tests/gpu_paths)."""
+"""Live bytes of one 8B step at 8,192 tokens under autocast, every layer recomputed, no cache of cast weights: constants,
+counted once with FakeTensors on torch 2.11. No test counts them again; `dry_run=true` counts a step of the recipe."""
 
 
 def table(names: list[str], results: Results, machine: dict[str, Any]) -> str:
