@@ -223,12 +223,13 @@ def remedies(config: Config) -> list[str]:
         found.append("loss=fused_linear_cross_entropy (no logits of the whole stream)")
     if training.activation_checkpointing == "none":
         found.append("training.activation_checkpointing=full (about a third slower)")
-    if config.mesh.reduce_every_micro_batch is False:
-        found.append("mesh.reduce_every_micro_batch=auto (no unsharded sum of gradients)")
     if config.mesh.strategy == "ddp":
         found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
     if not config.peft and optimizer_bytes(config.optimizer) >= 2 * _FP32:
         found.append("optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)")
+    accumulates = (training.global_batch_size or 0) > training.micro_batch_size
+    if accumulates and config.mesh.strategy == "fsdp" and config.mesh.reduce_every_micro_batch is not True:
+        found.append("mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)")
     found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
     if not config.peft and source.pretrained:
         found.append("peft=lora (no gradients and optimizer states of the model itself)")

@@ -118,7 +118,8 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     assert why.startswith("gradients are reduced after every micro-batch: with their unsharded sum of 0.5 MiB")
     config.mesh.reduce_every_micro_batch = False
     assert plan_memory(*what, just_not) == (summed, "")
-    assert remedies(config)[1] == "mesh.reduce_every_micro_batch=auto (no unsharded sum of gradients)"
+    config.mesh.strategy = "fsdp"
+    assert remedies(config)[2] == "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
     config.mesh.reduce_every_micro_batch = True
     assert plan_memory(*what, None) == (reduced, "gradients are reduced after every micro-batch, as set")
     config.training.global_batch_size = None  # one micro-batch: there is no sum
