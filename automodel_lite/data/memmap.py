@@ -10,11 +10,9 @@ Megatron's pairs (`corpus.bin`, `corpus.idx`) are read too.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +20,7 @@ import numpy as np
 
 from automodel_lite.config.rules import Count, OneOf, PathStr
 from automodel_lite.data.documents import Question
-from automodel_lite.data.token_rows import ID_DTYPE, Rows
+from automodel_lite.data.token_rows import ID_DTYPE, Rows, WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -46,7 +44,7 @@ class MemmapRows(Rows):
     ):
         self._arguments = (path, dtype, offsets, bos_id, eos_id)
         self._bos_id, self._eos_id = bos_id, eos_id
-        self._file = FileIO(path)
+        self._files = [WholeFile(path)]
         self.tokens = _map_tokens(path, dtype)
         _check_offsets(offsets, len(self.tokens), path.name)
         self._offsets = offsets
@@ -66,8 +64,7 @@ class MemmapRows(Rows):
         Raises:
             DataError: the file was cut short since it was mapped; reading on would end the process by a signal.
         """
-        if os.fstat(self._file.fileno()).st_size < self.tokens.nbytes:
-            raise DataError(f"{self._arguments[0]}: the file was cut short while it is read: bring it back.")
+        check_not_cut(self._files)
         tokens = self.tokens[self._offsets[index] : self._offsets[index + 1]]
         if self._lengths[index] != len(tokens):
             tokens = self._framed(tokens)

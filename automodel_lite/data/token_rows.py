@@ -18,11 +18,12 @@ Which one a set uses is found by comparing both with its ids; unshifted labels a
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from io import BufferedWriter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BufferedWriter, FileIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,7 @@ class TokenRows(Rows):
     columns: Mapping[str, np.ndarray]
     offsets: np.ndarray
     folder: Path | None = None
+    files: Sequence[WholeFile] = field(default=(), compare=False, repr=False)  # of what is mapped
 
     def __post_init__(self) -> None:
         sizes = {name: len(values) for name, values in self.columns.items()}
@@ -105,10 +107,12 @@ class TokenRows(Rows):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        check_not_cut(self.files)
         start, stop = self.offsets[index % len(self)], self.offsets[index % len(self) + 1]
         return {name: values[start:stop] for name, values in self.columns.items()}
 
     def located(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
+        check_not_cut(self.files)
         starts = self.offsets[doc_ids]
         return self, starts, self.offsets[doc_ids + 1] - starts
 
@@ -120,9 +124,29 @@ class TokenRows(Rows):
 
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
-    arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in (*COLUMNS, "offsets")}
+    paths = {name: folder / f"{name}.npy" for name in (*COLUMNS, "offsets")}
+    arrays = {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
     offsets = arrays.pop("offsets")
-    return TokenRows(arrays, offsets, folder)
+    return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()])
+
+
+class WholeFile(FileIO):
+    """A mapped file, whose size is compared before pages of it are read: one that was cut short meanwhile would end the
+    process by SIGBUS. Its folder may be removed, as its pages stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.num_bytes = os.fstat(self.fileno()).st_size
+
+
+def check_not_cut(files: Sequence[WholeFile]) -> None:
+    """Raises DataError for a file that is shorter than when it was mapped."""
+    for file in files:
+        if os.fstat(file.fileno()).st_size < file.num_bytes:
+            raise DataError(
+                f"{file.name}: the file was cut short while it is read: remove its folder, or bring it back."
+            )
 
 
 def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:

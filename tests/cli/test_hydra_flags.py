@@ -54,9 +54,7 @@ def test_it_is_shown(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
     assert not list(tmp_path.iterdir())  # nothing was run
 
 
-@pytest.mark.parametrize(
-    "question", [["--version"], ["--help"], [*PRESET, "--cfg", "job"], [*PRESET, "--info", "searchpath"]]
-)
+@pytest.mark.parametrize("question", [["--version"], ["--help"], [*PRESET, "--cfg", "job"]])
 def test_of_several_ranks_the_first_answers(
     question: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

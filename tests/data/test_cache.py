@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Callable
@@ -248,3 +249,17 @@ def test_checksums_are_compared_at_nearly_the_speed_of_reading(tmp_path: Path) -
 
     reading = min(seconds(read) for _ in range(5))
     assert min(seconds(lambda: content_sum(path)) for _ in range(5)) < 2 * reading
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels", "offsets"])
+def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Path) -> None:
+    """Reading on would end the process by SIGBUS; a folder that is removed as a whole hurts nobody."""
+    documents = ToyChat(num_chats=200)
+    data = tokenize_documents(documents, byte_tokenizer(MARKED), cache_dir=tmp_path).train
+    again = pickle.loads(pickle.dumps(data))  # as workers get them
+    assert len(again[19]["input_ids"]) > 5
+    os.truncate(data.folder / f"{column}.npy", 200)
+    for mapped in (data, again):
+        for read in (lambda rows: rows[19], lambda rows: rows.located(np.array([19]))):
+            with pytest.raises(DataError, match=rf"{column}.npy: the file was cut short while it is read"):
+                read(mapped)
