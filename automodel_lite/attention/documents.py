@@ -26,7 +26,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from automodel_lite.attention.mixer_functions import Recorded, patch_functions, running, split_at_documents
 from automodel_lite.errors import ConfigError
@@ -187,16 +186,20 @@ class DecoderByRows:
             return self.forward(*args, **kwargs)
         assert documents.mixer_plan is not None
         ids_T = (args[0] if args else kwargs["input_ids"])[0]
+        kinds: list[Any] = []  # of output, which families have their own of
+
+        def mix(of_rows: list[Tensor]) -> Tensor:
+            out = self.forward(input_ids=of_rows[0], use_cache=False, return_dict=True)
+            kinds.append(type(out))
+            hidden: Tensor = out.last_hidden_state
+            return hidden
+
         before = NOW.set(None)
         try:
-            hidden_TC = by_documents(self._mix, [ids_T], documents.mixer_plan)
+            hidden_TC = by_documents(mix, [ids_T], documents.mixer_plan)
         finally:
             NOW.reset(before)
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_TC[None])
-
-    def _mix(self, of_rows: list[Tensor]) -> Tensor:
-        hidden: Tensor = self.forward(input_ids=of_rows[0], use_cache=False, return_dict=True).last_hidden_state
-        return hidden
+        return kinds[0](last_hidden_state=hidden_TC[None])
 
 
 def by_documents(mix: Callable[[list[Tensor]], Tensor], streams: list[Tensor], plan: MixerPlan) -> Tensor:

@@ -114,13 +114,13 @@ def check_axes(config: Config, strategy: str) -> None:
 def rows_reason(config: Config, lm: transformers.PreTrainedModel) -> str:
     """Raises ConfigError where a kernel, or compiled layers, were asked for."""
     if "reference" not in config.attention.get("_target_", "ReferenceAttention").lower():
-        raise ConfigError(f"attention: {type(lm).__name__} attends in code of its own, without a kernel: use auto.")
+        raise ConfigError(f"attention: {type(lm).__name__} mixes tokens in code of its own: set attention=auto.")
     if config.training.compile is True:
         raise ConfigError(
             f"training.compile=true: documents go through {type(lm).__name__} as rows of many shapes, each of which "
             "would need a graph: set training.compile=false."
         )
-    return f"rows: {type(lm).__name__} attends in code of its own, so documents go through it as right-padded rows"
+    return f"rows: {type(lm).__name__} mixes tokens in code of its own: documents go through it as right-padded rows"
 
 
 def check_balance(config: Config, described: transformers.PreTrainedModel, coefficient: float) -> None:
