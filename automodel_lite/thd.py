@@ -8,7 +8,7 @@ A document may be followed by padding inside its slot. With a causal mask no rea
 padded boundaries alone; the real ones serve statistics and the padding mask.
 
 Layers that mix tokens in other ways than attention get the documents as right-padded rows. What follows a document
-cannot reach back into it, so a causal mixer that starts anew in each row keeps documents apart, whatever it does.
+cannot reach back into it, so a causal mixer that starts over in each row keeps documents apart, whatever it does.
 Documents of similar length share a tensor, which bounds the padding.
 
     cu_seqlens 0 5 7 11      rows  [0 1 2 3 4]      to_stream  0 1 2 3 4 | 8 9 | 10 11 ...
@@ -174,9 +174,9 @@ class AttentionPlan:
 
 
 class MixerExchange(Protocol):
-    """What context parallelism does around a layer that mixes tokens in other ways than attention: either all tokens of
-    some heads are dealt to each rank, or whole documents are. [T / cp] are this rank's tokens, [T] the whole stream,
-    [T'] the documents that this rank owns.
+    """What context parallelism does around a layer that mixes tokens in other ways than attention: each rank gets
+    either all tokens of some heads, or whole documents. [T / cp] are this rank's tokens, [T] the whole stream, [T'] the
+    documents that this rank owns.
     """
 
     @property
@@ -185,7 +185,7 @@ class MixerExchange(Protocol):
 
     @property
     def owned(self) -> DocumentRows:
-        """The documents that this rank mixes when whole documents are dealt, as rows of [T']."""
+        """The documents that this rank mixes when whole documents are distributed, as rows of [T']."""
 
     def own(self, x_T: Tensor) -> Tensor:
         """[T, ...] -> [T / cp, ...]."""

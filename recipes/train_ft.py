@@ -55,7 +55,7 @@ from automodel_lite.run.failures import (
 )
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.lock import RunLock
-from automodel_lite.run.stopping import SIGNALS, StepEdge, deadline_of, ending_of
+from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.seed import seed_all, use_deterministic
 from automodel_lite.telemetry.callbacks import StepProfiler, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -82,7 +82,7 @@ from automodel_lite.training.trial import try_settings
 
 
 def main(config: Config) -> int:
-    """Trains until the planned step, or until it is told to stop; returns the exit code."""
+    """Trains until the planned step, or until it must stop; returns the exit code."""
     quiet_libraries()
     if config.dry_run:
         return dry_run(config)
@@ -157,12 +157,12 @@ class TrainFinetuneRecipe:
         self.optimizer = build(config.optimizer, self.model.loss_model)
         self.average = WeightAverage(self.optimizer, config.training.ema_decay)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
-        self.control, self.patient = open_control(config.mesh), open_control(config.mesh, is_patient=True)
+        self.control, self.slow_control = open_control(config.mesh), open_control(config.mesh, is_slow=True)
         self.checkpointer = Checkpointer(
-            self.folder, config, self.control, self.patient, self.console.print, self.lock.check_held
+            self.folder, config, self.control, self.slow_control, self.console.print, self.lock.check_held
         )
         deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
-        self.edge = StepEdge(
+        self.boundary = StepBoundary(
             self.control, deadline, self.checkpointer, SIGNALS, self.lock.check_held, lambda: self.lock.is_lost
         )
         self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
@@ -177,7 +177,7 @@ class TrainFinetuneRecipe:
     def resume(self) -> None:
         """Continues from the newest checkpoint that loads, or starts fresh."""
         self.num_steps, self.cursor = 0, Cursor()
-        self.owes_validation, self.val_loss = False, None  # of this step
+        self.pending_validation, self.val_loss = False, None  # of this step
         self.extra: dict[str, Any] = {}  # what callbacks keep over restarts, small and JSON
         self.end_reason: str | None = None  # of a callback that ends the run before its last step
         self.origin = None
@@ -188,7 +188,7 @@ class TrainFinetuneRecipe:
             check_same_data(state["data"], fingerprint, self.config.checkpoint.accept_changes)
             self.origin = self.checkpointer.newest
             self.num_steps, self.cursor, self.extra = state["step"], Cursor(**state["cursor"]), state["extra"]
-            self.owes_validation, self.val_loss = state["owes_validation"], state["val_loss"]
+            self.pending_validation, self.val_loss = state["owes_validation"], state["val_loss"]
             move_to(self.scheduler, self.num_steps)
         self.state = {"data": fingerprint, "world_size": world_size()}
         if self.mesh.rank == 0:
@@ -217,10 +217,10 @@ class TrainFinetuneRecipe:
         SIGNALS.watch(
             lambda: self.watchdog.is_in_step,
             lambda: has_failed(self.folder.logs),
-            lambda: self.edge.longest_s,
+            lambda: self.boundary.longest_s,
             self.last_words,
         )
-        if self.owes_validation:
+        if self.pending_validation:
             self.validate()
         self.feed = DeviceFeed(self.data.steps(self.cursor, self.mesh, self.costs), self.shard, self.mesh.device)
         if self.num_steps < self.plan.max_steps:
@@ -229,7 +229,7 @@ class TrainFinetuneRecipe:
         self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
         mesh, say = self.mesh, self.console.say
         profiler = StepProfiler(training.profile_steps, self.folder.path, mesh.rank, mesh.device, say)
-        while self.num_steps < self.plan.max_steps and not (self.edge.stop_reason or self.end_reason):
+        while self.num_steps < self.plan.max_steps and not (self.boundary.stop_reason or self.end_reason):
             self.watchdog.beat(f"in step {self.num_steps + 1}")
             profiler.begin(self.num_steps + 1)
             self.meter.start()
@@ -257,7 +257,7 @@ class TrainFinetuneRecipe:
         profiler.end(self.num_steps, is_over=True)
         self.bad_steps.settle()
         self.bar.close()
-        if self.edge.stop_reason:
+        if self.boundary.stop_reason:
             return self.leave_early()
         if self.end_reason:
             self.console.print(f"{self.num_steps:7d}  ended early: {self.end_reason}")
@@ -289,7 +289,7 @@ class TrainFinetuneRecipe:
         self.meter.lap("optimizer")
         numbers = StepNumbers(loss_sum, grad_norm)
         self.bad_steps.watch(self.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
-        self.edge.agree()
+        self.boundary.agree()
         return StepResult(numbers, lr, counts)
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
@@ -320,12 +320,12 @@ class TrainFinetuneRecipe:
         """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
         it is made up for when the run goes on.
         """
-        self.owes_validation = True
+        self.pending_validation = True
         self.watchdog.beat(f"validating after step {self.num_steps}")
         losses = {}
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
-                loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.edge.must_stop)
+                loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.boundary.must_stop)
                 if loss is None:
                     return
                 losses[name] = loss
@@ -338,7 +338,7 @@ class TrainFinetuneRecipe:
             self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
             self.metrics.text(self.num_steps, prompt, answer)
         self.meter.lap("validation")
-        self.owes_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
+        self.pending_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 
     def save(self, wait: bool = False) -> None:
         """A checkpoint of everything that the next step depends on; never of a step whose numbers were bad."""
@@ -351,7 +351,7 @@ class TrainFinetuneRecipe:
         cursor = asdict(self.cursor.gathered(self.mesh))
         self.average.settle()
         self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
-        self.state |= {"owes_validation": self.owes_validation, "val_loss": self.val_loss}
+        self.state |= {"owes_validation": self.pending_validation, "val_loss": self.val_loss}
         is_last = self.num_steps == self.plan.max_steps
         with activity(f"saving step {self.num_steps}"):
             self.checkpointer.save(
@@ -363,13 +363,13 @@ class TrainFinetuneRecipe:
         """Saves the step that is done and says that the run goes on when the same command is started again."""
         self.save(wait=True)
         newest = self.checkpointer.newest
-        reason = self.edge.stop_reason or ""
+        reason = self.boundary.stop_reason or ""
         state, code = ending_of(reason)
         if self.mesh.rank == 0:
             self.folder.write_status(state, self.num_steps, reason, newest.name if newest else None)
         self.console.print(
-            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({self.edge.stop_reason}); the same command "
-            f"goes on from {newest.name if newest else 'the start'}"
+            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({self.boundary.stop_reason}); the same "
+            f"command goes on from {newest.name if newest else 'the start'}"
         )
         self.close()
         return code
@@ -492,7 +492,7 @@ class TrainFinetuneRecipe:
     def close(self) -> None:
         self.metrics.log({"step": self.num_steps, **self.meter.rest()})
         self.peers.stop()
-        self.patient.barrier()  # launchers end the job soon after its first process
+        self.slow_control.barrier()  # launchers end the job soon after its first process
         self.watchdog.stop()
         del self.feed  # its workers leave
         self.metrics.close()

@@ -188,7 +188,7 @@ class Verification:
         return Step(float(total), take_gradients(model.lm.named_parameters()))
 
     def mesh_step(self) -> Step:
-        """The step of training: weights read or drawn shard by shard, packs dealt to the data-parallel ranks,
+        """The step of training: weights read or drawn shard by shard, packs distributed to the data-parallel ranks,
         accumulation, reduction; in fp32.
         """
         model = self.model(self.mesh, self.strategy)

@@ -78,7 +78,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             try:
                 ok, value = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                raise AssertionError(f"rank {rank} died without a word") from None
+                raise AssertionError(f"rank {rank} died without a message") from None
             if not ok:
                 raise AssertionError(f"rank {rank} failed:\n{value}")
             results[rank] = value

@@ -4,7 +4,7 @@
 decoder layers, Mamba excepted. Some layers drop them (Nemotron, StableLM), some mixers hand them to kernels that take
 other names. So the model holds them while it runs, and so does each decoder layer, once more when it is recomputed, and
 in whichever thread that happens. A compiled layer is compiled without them: a graph that saw the boundaries of one pack
-would be made anew for the next.
+would be made again for the next.
 
 Any other causal mixer (state spaces, delta rules, convolutions) gets the documents of the stream as right-padded rows
 (thd.py): exact by construction, on any device, with no line for any family. Which modules are mixers follows from

@@ -133,7 +133,7 @@ class Recorded:
         return call.again()
 
     def divide(self, num_ranks: int) -> bool:
-        """Can the heads of all functions be dealt to `num_ranks` ranks? Groups are repeated where they are too few."""
+        """Can `num_ranks` ranks share the heads of all functions? Groups are repeated where they are too few."""
         return bool(self.heads) and all(
             heads[0] % num_ranks == 0 and all(heads[0] % groups == 0 for groups in heads) for heads in self.heads
         )

@@ -44,7 +44,7 @@ class MeshConfig:
     dp_shard: Annotated[int, Range(-1)] = -1  # processes over which parameters are sharded; -1 = all that remain
     cp: Positive = 1  # processes that share one pack (context parallel)
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
-    ep: Positive = 1  # processes over which experts are dealt, of those of dp_shard x cp x tp (expert parallel)
+    ep: Positive = 1  # processes over which experts are distributed, of those of dp_shard x cp x tp (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp or none
     cp_exchange: Annotated[str, OneOf(("all_gather", "all_to_all", "te"))] = "all_gather"  # te = its own
     reduce_every_micro_batch: Annotated[bool | str, OneOf(("auto", "true", "false"))] = (
@@ -72,7 +72,7 @@ class DataloaderConfig:
     num_workers: Annotated[int, Range(0), UpToTheCores()] = 0  # processes a rank that read packs ahead
     prefetch_factor: Annotated[int, Range(1, 1000)] = 4  # batches that each worker keeps ready
     pin_memory: bool = True  # page-locked batches (GPU only)
-    shuffle: bool = True  # the order of packs is drawn anew each epoch from (seed, epoch)
+    shuffle: bool = True  # the order of packs is drawn again each epoch from (seed, epoch)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Anybody's files, or a dataset of the hub, as normalised documents: prepared first, or streamed.
 
 Streams (of the hub, generators, files too large to be prepared first) are read while they are trained on. A stream is
-dealt out to a fixed number of shards; each shard is read, tokenised and packed on its own, wherever it lives. Which
+distributed to a fixed number of shards; each shard is read, tokenised and packed on its own, wherever it lives. Which
 process reads a shard is another matter: the packs do not depend on the number of ranks or workers.
 
     documents   0 1 2 3 4 5 6 7 8 …        num_shards 4
@@ -243,7 +243,7 @@ class FileStream:
 
 @dataclass(frozen=True)
 class HubStream:
-    """A dataset of the hub, streamed; files are dealt to shards where there are enough of them, else rows are."""
+    """A dataset of the hub, streamed; files are distributed to shards where there are enough of them, else rows are."""
 
     path: str
     config: str | None
@@ -280,7 +280,7 @@ class HubStream:
 
 @dataclass(frozen=True)
 class GeneratorStream:
-    """Rows that a function of the user yields; it is called anew for every shard, and must yield the same each time."""
+    """Rows that a function of the user yields; it is called once for every shard, and must yield the same each time."""
 
     function: str
 

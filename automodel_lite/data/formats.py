@@ -79,7 +79,7 @@ FORMATS = (
     Format("text", "text", (("text",),), text),
 )
 
-# Other names of the same columns; a set that uses them is told so by the printed line.
+# Other names of the same columns; the printed line names what it was taken for.
 ALIASES = {
     "messages": ("conversation", "dialogue", "chat"),
     "output": ("response", "completion"),

@@ -159,7 +159,7 @@ class PlannedPacks:
             yield StepBatches(micro_batches, ids.tolist(), cursor.epoch, after, waited_s)
 
     def order_of(self, epoch: int, costs: CostModel) -> np.ndarray:
-        """The packs of an epoch in the order in which they are consumed: shuffled, then dealt by their cost."""
+        """The packs of an epoch in the order in which they are consumed: shuffled, then distributed by their cost."""
         packs = self.packs_of(epoch)
         order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
         costs_of_packs = pack_costs(packs.plan, self.tokens.train.lengths, costs)[order]

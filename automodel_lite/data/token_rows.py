@@ -289,7 +289,7 @@ def tokens(row: dict[str, Any]) -> Document:
 def packed_tokens(row: dict[str, Any]) -> Document:
     """A pack: `input_ids`, `labels`, `seq_lens` (real tokens), optional `seq_lens_padded` (slots); taken apart again.
 
-    Padding is left out. The documents are packed anew, to the size and by the strategy of the run.
+    Padding is left out. The documents are packed again, to the size and by the strategy of the run.
     """
     input_ids = _integers(row, "input_ids")
     labels = _integers(row, "labels", len(input_ids))

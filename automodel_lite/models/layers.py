@@ -2,7 +2,7 @@
 
 A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints and exports, and
 FSDP's hooks stay outside. The order is checkpoint(compile(layer)): the other way round, dynamo meets the graph break
-of attention inside a checkpoint, gives the frame up and runs it eager without a word.
+of attention inside a checkpoint, gives up on the frame and runs it eager in silence.
 """
 
 from __future__ import annotations

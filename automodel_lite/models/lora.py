@@ -215,7 +215,7 @@ def _replace(model: nn.Module, which: Callable[[Tensor], bool], make: Callable[[
 def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """The base that an adapter's folder names, with the adapter in it.
 
-    Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 starts DoRA's magnitudes anew.
+    Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 resets DoRA's magnitudes.
     """
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
     model = load_whole(base, dtype, trust_remote_code)

@@ -58,7 +58,7 @@ def _untie(lm: Any) -> None:
 
 
 def check_sizes(config: Any, shape: MeshShape) -> None:
-    """Raises ConfigError for heads that tensor parallelism cannot deal out."""
+    """Raises ConfigError for heads that tensor parallelism cannot distribute."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % shape.tp or kv_heads % shape.tp:
         raise ConfigError(

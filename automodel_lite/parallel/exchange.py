@@ -162,7 +162,7 @@ class TransformerEngine:
 
 
 def check_heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises ConfigError for heads that an all-to-all cannot deal out to `cp_size` ranks."""
+    """Raises ConfigError for heads that an all-to-all cannot distribute to `cp_size` ranks."""
     if num_heads % cp_size or (num_kv_heads % cp_size and cp_size % num_kv_heads):
         raise ConfigError(
             f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {num_heads} query heads, and divide "

@@ -1,7 +1,7 @@
 """What context-parallel ranks exchange around layers that mix tokens in other ways than attention.
 
 By heads      all-to-all: every rank gets all tokens of H / cp heads or channels, and mixes whole documents of them.
-By documents  all-to-all: every rank gets whole documents, dealt by length, and mixes all heads of them. For mixers
+By documents  all-to-all: every rank gets whole documents, shared by length, and mixes all heads of them. For mixers
               whose heads do not divide, or whose inner functions are unknown. A document is never cut, so the longest
               one bounds what more ranks can save.
 

@@ -111,17 +111,17 @@ class Control:
         return json.loads(data.numpy().tobytes())
 
 
-PATIENT_S = 3600  # a slow disk is not a dead rank
+SLOW_TIMEOUT_S = 3600  # a slow disk is not a dead rank
 
 
-def open_control(config: MeshConfig, is_patient: bool = False) -> Control:
+def open_control(config: MeshConfig, is_slow: bool = False) -> Control:
     """A new control group over all ranks (every rank calls it), or none without a launcher.
 
-    A patient one waits an hour for a rank that is busy: with writing a checkpoint, or with the end of the run.
+    A slow one waits an hour for a rank that is busy: with writing a checkpoint, or with the end of the run.
     """
     if not dist.is_initialized():
         return Control(None)
-    timeout_s = max(config.timeout_s, PATIENT_S) if is_patient else config.timeout_s
+    timeout_s = max(config.timeout_s, SLOW_TIMEOUT_S) if is_slow else config.timeout_s
     return Control(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
 

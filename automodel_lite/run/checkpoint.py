@@ -89,7 +89,7 @@ class Checkpointer:
     blocked_s: float = 0.0  # time that saving has taken from the training
     longest_s: float = 0.0  # of a save, from its start to the rename
     _token: str = field(init=False)  # of this process' temporary folders: a job that was thought dead has others
-    _is_owed: bool = False
+    _is_pending: bool = False
     _current: _Save | None = None
     _stager: DefaultStager | None = field(default=None, repr=False)
 
@@ -106,11 +106,11 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------------ saving
     def is_due(self, step: int, is_planned: bool) -> bool:
-        """Planned, owed since a step that could not be saved, or failed a while ago."""
+        """Planned, pending since a step that could not be saved, or failed a while ago."""
         pause_steps = max(1, self.config.every_steps // 10)
         is_retry = self.failed_step is not None and step >= self.failed_step + pause_steps
-        self._is_owed |= is_planned or is_retry
-        return self._is_owed
+        self._is_pending |= is_planned or is_retry
+        return self._is_pending
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: JsonState, *, wait: bool = False
@@ -127,7 +127,7 @@ class Checkpointer:
         tensors = as_boxes(tensors)
         state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy that nobody changes
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
-        self._current, self._is_owed = current, False
+        self._current, self._is_pending = current, False
         if self.config.mode == "sync" or wait:
             self._write(current, tensors, state)
             self.finish()

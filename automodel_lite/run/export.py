@@ -92,7 +92,7 @@ def exported_folder(source: str) -> str:
     if found:
         raise ConfigError(
             f"{found[0]} is of {_describe(found[0])}, and {source} was trained further since: "
-            f"python recipes/export_hf.py {source} writes it anew."
+            f"python recipes/export_hf.py {source} writes it again."
         )
     raise ConfigError(f"{source} has no hf/ or adapter/ yet: python recipes/export_hf.py {source} writes them.")
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a run: steps that are not finite, ranks that fail, ranks that do not get on.
+"""What goes wrong in a run: steps that are not finite, ranks that fail, ranks that make no progress.
 
 Steps whose loss or gradient is not finite are dumped and skipped; too many in a row end the run.
 
@@ -12,7 +12,7 @@ its error in logs/; a rank whose error is a consequence waits for the cause and 
     logs/rank_00003.log         its traceback
     logs/failure_rank_00003.json
 
-The watchdog writes the stacks of a rank that does not get on to its log, so that a hang has a place. Another process
+The watchdog writes the stacks of a rank that makes no progress to its log, so that a hang has a place. Another process
 keeps the time (`guard.py`). Stacks are written by a thread that holds the interpreter's lock, or, when it cannot get
 that, by the main thread about itself. faulthandler's own timer walks the frames of threads that run on: it crashed one
 healthy rank in 400 dumps.
@@ -288,7 +288,7 @@ def _cause_of(folder: Path, rank: int, doing: str, error: Exception) -> str:
             return f"{prefix}: rank {first['rank']} on {first['host']} failed first, {first['doing']}: {first['error']}"
         time.sleep(0.2)
     return (
-        f"{prefix}: another rank is gone without a word (killed, out of memory, or its host is down), or did not "
+        f"{prefix}: another rank ended without a message (killed, out of memory, or its host is down), or did not "
         f"answer within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
     )
 

@@ -1,4 +1,4 @@
-"""A small process beside a rank: it asks for stacks when the rank does not get on, and writes down that it was killed.
+"""A small process beside a rank: asks for stacks when the rank makes no progress, and records that it was killed.
 
 A script that needs nothing but the standard library, 10 MB and no processor time. It lives in a session of its own, so
 that neither Ctrl-C nor a signal to the rank's group ends it; it ends with its rank.
@@ -61,7 +61,7 @@ class Guard:
         if holder != self.token:
             return
         host = socket.gethostname()
-        what = "is gone without a word (killed, out of memory, or a crash)"
+        what = "ended without a message (killed, out of memory, or a crash)"
         record = {"time": time.time(), "rank": self.rank, "host": host, "doing": self.doing}
         failure = self.run / "logs" / f"failure_rank_{self.rank:05d}.json"
         if not failure.exists():

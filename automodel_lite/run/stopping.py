@@ -1,11 +1,11 @@
 """Leaving before the last step: because of a signal, or because the job's time is nearly over.
 
 TERM and USR1 are what schedulers send, INT is Ctrl-C. Before the first step there is nothing to save: the process
-leaves at once. From then on a signal is a wish; the ranks agree on it at the edge of a step, save, and leave with code
+leaves at once. From then on a signal is a wish; the ranks agree on it at a step boundary, save, and leave with code
 75, after Ctrl-C with 130. A second Ctrl-C leaves at once, without a save.
 
-A rank whose peers are gone never reaches that edge: it waits in a collective, where no Python handler runs. A thread
-notices, and ends it.
+A rank whose peers are gone never reaches that boundary: it waits in a collective, where no Python handler runs. A
+thread notices, and ends it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StopSignals:
         self.received = 0  # the number of the last signal
         self.edge_reached = threading.Event()  # the ranks have agreed on the last signal
         self._is_deferred = False
-        self._watching: int | None = None  # where the thread of `watch` is told of signals
+        self._watching: int | None = None  # where the thread of `watch` reads signals
 
     def install(self) -> None:
         """From now on TERM, USR1 and INT are handled here."""
@@ -79,7 +79,7 @@ class StopSignals:
         return put_back
 
     def defer(self) -> None:
-        """Signals no longer end the process: somebody looks at `received` at the edge of every step."""
+        """Signals no longer end the process: somebody looks at `received` at every step boundary."""
         self._is_deferred = True
         if self.received:
             raise StoppedEarly(self.received)
@@ -179,13 +179,13 @@ def deadline_of(max_time: str | int | None, margin_s: float, environment: Mappin
 
 
 class Ranks(Protocol):
-    """What `StepEdge` needs of the control group."""
+    """What `StepBoundary` needs of the control group."""
 
     def max(self, values: list[int]) -> list[int]: ...
 
 
 class Saves(Protocol):
-    """What `StepEdge` needs of the checkpointer."""
+    """What `StepBoundary` needs of the checkpointer."""
 
     longest_s: float
 
@@ -195,7 +195,7 @@ class Saves(Protocol):
 
 
 @dataclass
-class StepEdge:
+class StepBoundary:
     """The one message that the ranks exchange in every step, and in every batch of validation.
 
     Has anybody been told to stop? Is somebody still writing?

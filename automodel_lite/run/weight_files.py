@@ -238,7 +238,7 @@ def write_weights(
 
 
 def plan_files(groups: list[Group], ranks: int) -> list[WeightFile]:
-    """Groups in order, dealt to files of about the same size, and these to the ranks."""
+    """Groups in order, distributed to files of about the same size, and these to the ranks."""
     total = sum(group.num_bytes for group in groups)
     wanted = max(math.ceil(total / LARGEST_FILE_BYTES), min(ranks, total // LEAST_FILE_BYTES), 1)
     parts: list[list[Group]] = [[] for _ in range(wanted)]

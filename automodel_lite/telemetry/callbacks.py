@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a callback is told of the run."""
+    """What a callback gets to know about the run."""
 
     name: str
     folder: Path

@@ -83,7 +83,7 @@ def _simulated(
 
 
 def planned_shape(config: Config) -> MeshShape:
-    """The mesh of the processes that run; in a single one, the mesh that is asked for."""
+    """The mesh of the processes that run; in a single one, the requested mesh."""
     mesh = config.mesh
     asked = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp
     return mesh_shape(mesh, world_size() if world_size() > 1 else asked)

@@ -147,7 +147,7 @@ def host_bytes() -> int:
 
 def check_weights_fit(config: Config, shape: MeshShape, strategy: str, size: ModelSize, device: torch.device) -> None:
     """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest type that they may
-    have: it would be noticed by the kernel, which ends processes without a word.
+    have: it would be noticed by the kernel, which kills processes without a message.
     """
     smallest = 0.5 if is_quantized(config.peft) else 2
     need = smallest * size.parameters / (shape.world_size / shape.dp_replicate if strategy == "fsdp" else 1)

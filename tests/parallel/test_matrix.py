@@ -33,7 +33,7 @@ LARGEST_ERROR = 1e-6
 MICRO_BATCHES = 2
 AXIS_NAMES = ("dp_replicate", "dp_shard", "cp", "tp")
 LENGTHS = [[37, 5, 64, 1], [3, 90, 2, 23], [8, 8, 8], [120]]
-"""Documents of each micro-batch of the step, dealt to the data-parallel ranks two by two."""
+"""Documents of each micro-batch of the step, distributed to the data-parallel ranks two by two."""
 
 
 def micro_batch(number: int, cp: int) -> ThdBatch:

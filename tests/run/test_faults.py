@@ -125,7 +125,7 @@ def test_a_killed_rank_takes_the_job_down_within_15_s(tmp_path: Path) -> None:
     took_s = time.time() - mark.stat().st_mtime
     assert process.returncode != 0, screen
     assert took_s < 15
-    assert "SIGKILL" in screen or "another rank is gone without a word" in screen
+    assert "SIGKILL" in screen or "another rank ended without a message" in screen
 
 
 def test_a_silent_rank_ends_the_job_within_the_timeout_and_leaves_stacks(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
     _wait_for(lambda: status_of(tmp_path / "run")["state"] != "running", 20)
     status = status_of(tmp_path / "run")
     assert (status["state"], status["checkpoint"]) == ("failed", "step_00000002")
-    assert "is gone without a word (killed, out of memory, or a crash), in step 3" in status["reason"]
+    assert "ended without a message (killed, out of memory, or a crash), in step 3" in status["reason"]
     assert train(tmp_path / "run")[0] == 0
     assert status_of(tmp_path / "run")["state"] == "finished"
 
@@ -512,7 +512,7 @@ def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monk
 
 @pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])
 def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
-    """A damaged STATUS.json or metrics line is written anew; a damaged config.yaml is a sentence."""
+    """A damaged STATUS.json or metrics line is written again; a damaged config.yaml is a sentence."""
     assert train(tmp_path, stop_at=3)[0] == 75
     (tmp_path / "STATUS.json").write_text(content)
     with open(tmp_path / "metrics.jsonl", "a") as file:

@@ -118,7 +118,7 @@ class Packer:
         max_packs: Positive | None = None,  # a fair sample of so many packs
         overlong: str | None = None,  # a document longer than a pack: drop (the default) | truncate | split | error
         drop_long_samples: bool | None = None,  # true = overlong: drop, false = overlong: error
-        balance: str = "step",  # none | step | window: packs are dealt to ranks by their cost
+        balance: str = "step",  # none | step | window: packs are distributed to ranks by their cost
         slot_multiple: Positive | None = None,  # of the slot of each document; null = 2 * mesh.cp, 1 without
         seed: Seed = 0,
         repack_each_epoch: bool = False,  # other packs in every epoch, from (seed, epoch)

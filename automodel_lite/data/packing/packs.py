@@ -206,7 +206,7 @@ Document = dict[str, np.ndarray]  # input_ids, labels
 
 
 class PackStream(torch.utils.data.IterableDataset):
-    """Iterates over packs of exact_fill, documents in the order of the stream, moved by about ten places.
+    """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
 
     read(start): the documents from number `start` on, the same ones at every call; each is a row {"input_ids",
     "labels"}, or a list of the rows that were made of it (none, where nothing of it is trained on). At most 256 rows

@@ -7,7 +7,7 @@
 A plan is a pure function of its arguments: every rank makes the same one, and nothing is exchanged.
 
 strategy     packs are at most                      order of documents
-exact_fill   1.002 x best-fit                       seeded epoch order, moved by about ten places
+exact_fill   1.002 x best-fit                       seeded epoch order, shifted by about ten places
 best_fit     11/9 of the optimum + 1                by length, shuffled inside equal lengths; packs shuffled
 next_fit     2 x the optimum                        the order of the dataset, one open pack
 wrapped      ceil(tokens / size), documents cut     the seeded epoch order

@@ -159,7 +159,7 @@ class LiveReport:
 
 
 def write_report(runs: list[Path], to: Path, refresh_s: int | None = None) -> Path:
-    """Writes `to`/report.html and returns its path; with `refresh_s`, the page loads itself anew that often.
+    """Writes `to`/report.html and returns its path; with `refresh_s`, the page reloads itself that often.
 
     Raises ConfigError when a folder is not a run's.
     """
