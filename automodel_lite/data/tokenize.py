@@ -69,7 +69,7 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
             pending.extend(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 1))
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"tokenize.num_proc={num_proc}: a process died without a message, most likely for want of memory: set fewer."
+            f"tokenize.num_proc={num_proc}: a process died without a message, most likely out of memory: set fewer."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
