@@ -57,9 +57,10 @@ from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.seed import seed_all, use_deterministic
-from automodel_lite.telemetry.callbacks import StepProfiler, open_metrics
+from automodel_lite.telemetry.callbacks import open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
+from automodel_lite.telemetry.profiler import StepProfiler
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.hub import push, write_card
 from automodel_lite.tools.report import LiveReport
