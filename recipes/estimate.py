@@ -1,9 +1,11 @@
 """What a run will take, on paper: FLOPs, memory and traffic a step, and how they grow with the number of GPUs.
 
     python recipes/estimate.py --config-name llama3_1_8b dataset.path=any --gpus 8 64 1024 --peak-tflops 989 --mfu 0.45
+    python recipes/estimate.py --config-name llama3_1_70b dataset.path=any --gpus 64 --simulate
 
 Nothing is loaded but the model's config; the formulas are in docs/scaling.md. With `model.pretrained` the folder's
-config.json is read; `training.global_batch_size` is scaled with the GPUs (weak scaling).
+config.json is read, those of the presets without a network; `training.global_batch_size` is scaled with the GPUs (weak
+scaling). --simulate runs the real step of such a world under fake tensors (70B: half a minute) and counts its memory.
 """
 
 from __future__ import annotations
@@ -29,6 +31,12 @@ def main(argv: list[str] | None = None) -> None:
     source = build(config.model)
     try_model(source)
     model = source.described({"vocab_size": args.vocab_size})
+    if args.simulate:
+        from automodel_lite.training.simulation import simulate_gpus
+
+        for number in args.gpus:
+            print(f"{number} GPUs, a rank holds {simulate_gpus(config, model, number)}")
+        return
     hardware = Hardware(
         peak_flops=args.peak_tflops * 1e12,
         mfu_frac=args.mfu,
@@ -45,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     found = argument_parser(__doc__)
     found.add_argument("--config-name", required=True)
     found.add_argument("--gpus", type=argument(int, Range(1, 10**7)), nargs="+", default=[8, 64, 1024])
+    found.add_argument("--simulate", action="store_true", help="count the memory of a rank instead of estimating")
     found.add_argument("--gpus-per-node", type=argument(int, Range(1, 10**6)), default=8)
     found.add_argument("--peak-tflops", type=POSITIVE, default=989.0, help="dense bf16 of one GPU (H100 SXM: 989)")
     found.add_argument(

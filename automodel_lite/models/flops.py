@@ -56,6 +56,7 @@ class ModelSize:
     embedding: int  # parameters of the language model outside its layers, tied ones once
     head_weights: int
     towers: int  # parameters of a composite that text does not meet: vision, audio, their projections
+    has_head_norms: bool  # queries and keys are normed head by head
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
         embedding=of_text - sum(sizes),
         head_weights=head.weight.numel(),
         towers=total - of_text,
+        has_head_norms=any("q_norm" in name for name, _ in layers[0].named_parameters()),
     )
 
 

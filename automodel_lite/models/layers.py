@@ -36,6 +36,8 @@ KEPT_OPS = frozenset(
     }
 )
 """Selective checkpointing keeps the results of these; norms, rotations and activations are cheap to repeat."""
+HOST = torch.device("cpu")
+"""Where the inputs of layers wait; the simulation names another device, to count this one alone."""
 _KEPT_NAMESPACES = frozenset({"torch_attn", "flash_attn"})  # of torch's varlen_attn and the flash-attn package
 
 
@@ -103,14 +105,14 @@ def _checkpointed(forward: Callable[..., Any], offloads: bool, contexts: dict[st
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     """torch's `save_on_cpu`, which waits for the device at every copy; here the copy waits its turn on the device."""
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=tensor.is_cuda)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
 
 
 def from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
     """Back on the device, when the layer is recomputed."""
     device, tensor = kept
-    return tensor.to(device, non_blocking=True)
+    return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -24,7 +24,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -109,9 +109,15 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
         return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap, self.backend)
 
     def logits_bytes(self, shape: LossShape) -> float:
-        """Of a chunk of rows, beside the head's gradient that its chunks are added up in."""
-        rows = min(shape.num_tokens, chunk_rows(self.chunk_tokens, shape.hidden_size))
-        return whole_logits_bytes(replace(shape, num_tokens=rows)) + shape.head_gradient_bytes
+        """Of a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to which each chunk adds
+        its own in the compute dtype when the fp32 logits are gone.
+        """
+        chunk = chunk_rows(self.chunk_tokens, shape.hidden_size)
+        logits = min(shape.num_tokens, chunk) * shape.vocab_size
+        sum_so_far = shape.head_gradient_bytes if shape.num_tokens > chunk else 0
+        of_chunk = shape.head_gradient_bytes / 4 * shape.compute_bytes
+        at_softmax = logits * (4 + shape.compute_bytes) + sum_so_far
+        return max(at_softmax, logits * shape.compute_bytes + of_chunk + shape.head_gradient_bytes)
 
 
 Loss = CrossEntropy | LinearCrossEntropy

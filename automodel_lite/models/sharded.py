@@ -78,6 +78,18 @@ def draw_shards(
 
     Every rank draws all numbers in the order of a single process, one tensor at a time, and keeps those of its shards.
     """
+    model, later = described_shards(make, spread, device)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for draw in later:
+            draw()
+    return model
+
+
+def described_shards(
+    make: Callable[[], transformers.PreTrainedModel], spread: Spread, device: torch.device
+) -> tuple[transformers.PreTrainedModel, list[Callable[[], None]]]:
+    """The model, sharded and without memory; and what draws its numbers once it has some."""
     later: list[Callable[[], None]] = []
     written: set[int] = set()
 
@@ -88,11 +100,7 @@ def draw_shards(
     with _replaced(transformers.PreTrainedModel, "init_weights", initialize), _Postponed(later), torch.device("meta"):
         model = make()
     spread(model)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for draw in later:
-            draw()
-    return model
+    return model, later
 
 
 class _Postponed(TorchDispatchMode):

@@ -30,6 +30,8 @@ from automodel_lite.models.layers import freeze_towers
 if TYPE_CHECKING:
     from automodel_lite.models.sharded import Spread
 
+SHAPES = Path(__file__).parent / "shapes"
+"""config.json of the presets' models: sizes are estimated without a network."""
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 """Checkpoints of these kinds are loaded as plain weights; their exports are in the config's dtype."""
 
@@ -325,11 +327,11 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
     try:
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(source, **options)
     except OSError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"model.pretrained={source} cannot be loaded: {reason} Give a folder, or fetch the model where there is a "
-            f"network: hf download {source}."
-        ) from None
+        shape = SHAPES / f"{source.replace('/', '--')}.json"
+        if not shape.is_file():
+            raise _not_there(source, error) from None
+        config = transformers.AutoConfig.from_pretrained(shape)
+        config._name_or_path = source
     except ValueError as error:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise
@@ -338,6 +340,14 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
             "model.trust_remote_code=true and its commit as model.revision=... ."
         ) from None
     return config
+
+
+def _not_there(source: str, error: OSError) -> ConfigError:
+    reason = " ".join(str(error).split())[:300]
+    return ConfigError(
+        f"model.pretrained={source} cannot be loaded: {reason} Give a folder, or fetch the model where there is a "
+        f"network: hf download {source}."
+    )
 
 
 def _load(
@@ -366,7 +376,7 @@ def _load(
         else:
             model, report = read()
     except OSError as error:
-        raise ConfigError(f"model.pretrained={source}: {str(error).splitlines()[0]}") from None
+        raise _not_there(source, error) from None
     except SafetensorError as error:
         raise ConfigError(
             f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): fetch them again."

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_lite.config.schema import MeshConfig, MeshShape, launched, mesh_shape, rank, world_size
 
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # ranks in this order, those of tp next to each other
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -143,9 +145,5 @@ def init_mesh(config: MeshConfig) -> Mesh:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         RENDEZVOUS.open_group(backend, timedelta(seconds=config.timeout_s))
-    names = ("dp_replicate", "dp_shard", "cp", "tp")
-    return Mesh(
-        shape,
-        device,
-        init_device_mesh(device.type, (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp), mesh_dim_names=names),
-    )
+    sizes = (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
+    return Mesh(shape, device, init_device_mesh(device.type, sizes, mesh_dim_names=AXES))

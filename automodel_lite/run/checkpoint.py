@@ -123,7 +123,7 @@ class Checkpointer:
         path = self.folder / on_disk.name_of(step)
         if self.newest == path:
             return True
-        tensors, scalars = _flat_state(model, optimizer)
+        tensors, scalars = flat_state(model, optimizer)
         tensors = as_boxes(tensors)
         state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy that nobody changes
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
@@ -278,7 +278,7 @@ class Checkpointer:
         self._check_sums(path)
         state: JsonState = self.control.on_first(lambda: on_disk.read_state(path))
         reader = ShardReader(path / on_disk.TENSORS)
-        tensors, _ = _flat_state(model, optimizer)
+        tensors, _ = flat_state(model, optimizer)
         boxes = as_boxes(tensors)
         self.control.on_first(lambda: check_fits(reader.read_metadata(), boxes))
         dcp.load(
@@ -322,7 +322,7 @@ def _average_name(name: str) -> str:
     return f"optimizer.state.{name.removeprefix('model.')}.ema"
 
 
-def _flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the configuration's)."""
     tensors = _model_state(model)
     scalars: JsonState = {}

@@ -215,19 +215,12 @@ def write_weights(
     is_alone   one rank calls it, which has the whole model
     Raises OSError when a file's bytes on the disk have another checksum than those that were written.
     """
-    state = _unique(lm)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not is_alone else (0, 1)
-    files = plan_files(_groups(lm, state, dtypes), ranks)
+    files = plan_files(groups_of(lm, dtypes), ranks)
     mine = {file.name: _Writer(folder / file.name, file.header()) for file in files if file.writer == rank}
-    for file, group in _in_turn(files):
-        whole = {name: _whole(state[name], dtypes.get(name)) for name in group.parameters}
-        if file.name in mine:
-            written = as_saved(lm, whole)
-            for name, weight in group.weights.items():
-                assert written[name].shape == weight.shape
-                mine[file.name].write(written[name].to(weight.dtype))
-            del written
-        del whole
+    for file, weight in gathered_weights(lm, files, dtypes, rank):
+        mine[file.name].write(weight)
+        del weight
     for writer in mine.values():
         writer.close()
     if rank == 0 and len(files) > 1:
@@ -253,6 +246,23 @@ def plan_files(groups: list[Group], ranks: int) -> list[WeightFile]:
     return [WeightFile(name, i % ranks, part) for i, (name, part) in enumerate(zip(names, parts))]
 
 
+def gathered_weights(
+    lm: transformers.PreTrainedModel, files: list[WeightFile], dtypes: dict[str, torch.dtype], rank: int
+) -> Iterator[tuple[WeightFile, Tensor]]:
+    """Gathers one group of parameters after the other (a collective), and yields the weights of the files that `rank`
+    writes, in their order.
+    """
+    state = _unique(lm)
+    for file, group in _in_turn(files):
+        whole = {name: _whole(state[name], dtypes.get(name)) for name in group.parameters}
+        written = as_saved(lm, whole) if file.writer == rank else None
+        del whole  # before the next is gathered
+        if written is not None:
+            for name, weight in group.weights.items():
+                assert written[name].shape == weight.shape
+                yield file, written.pop(name).to(weight.dtype)
+
+
 def _in_turn(files: list[WeightFile]) -> Iterator[tuple[WeightFile, Group]]:
     """The first group of each file, then the second of each: while one rank writes, the others go on."""
     for groups in zip_longest(*(file.groups for file in files)):
@@ -271,12 +281,12 @@ def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def _groups(lm: transformers.PreTrainedModel, state: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> list[Group]:
+def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) -> list[Group]:
     """One for each parameter; where checkpoints fuse several parameters (Ernie's experts of text and of images), these
     of a layer are one group.
     """
     described = {
-        name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in state.items()
+        name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in _unique(lm).items()
     }
     together = as_saved(lm, described)
     of_layers: dict[str, list[str]] = {}

@@ -21,9 +21,9 @@ from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.build import choose_attention
-from automodel_lite.training.memory import USABLE_FRAC, gpu_bytes, out_of_memory_text, plan_memory
-from automodel_lite.training.start_lines import count, data_lines, packing_text, steps_text, warmup_steps
+from automodel_lite.training.build import check_axes, choose_attention
+from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
+from automodel_lite.training.start_lines import axes_text, count, data_lines, packing_text, steps_text, warmup_steps
 from automodel_lite.training.trial import try_settings
 
 
@@ -38,54 +38,57 @@ def dry_run(config: Config) -> int:
     plan = data.plan(config.training)
     model_config = source.config(data.tokenizer)
     strategy = choose_strategy(config.mesh.strategy, shape, device.type == "cuda", is_quantized(config.peft))
+    check_axes(config, strategy)
     dtype = choose_precision(config.training.precision, device)
     _, attention = choose_attention(config, model_config, device, dtype)
     adapter = _adapter_weights(config, source, model_config, device, strategy)
     size = model_size(model_config)
     memory, reduction = plan_memory(config, shape, strategy, model_config, size, adapter, dtype, gpu_bytes(device))
-    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
     name = str(dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
     report = data.report(cost_model(model_config))
-    console.say("device", f"{device.type}, {shape.world_size} process(es) ({axes}, {strategy}), {name} compute")
+    console.say(
+        "device", f"{device.type}, {shape.world_size} process(es) ({axes_text(shape)}, {strategy}), {name} compute"
+    )
     console.say("model", f"{model_config.model_type}: {count(size.parameters)} parameters, {trained}")
     console.say("attention", attention)
     for topic, text in data_lines(data):
         console.say(topic, text)
     console.say("packing", packing_text(report))
     console.say("steps", steps_text(plan, report, warmup_steps(config)))
-    console.say("memory", f"{memory}\n{reduction}".strip())
-    console.say("simulated", _simulated(config, model_config, shape, strategy, dtype))
-    if device.type == "cuda":
-        available = torch.cuda.get_device_properties(device).total_memory
-        console.say("", f"this GPU has {available / 2**30:.1f} GiB")
-        if memory.total > USABLE_FRAC * available:
-            console.say("", out_of_memory_text(config, None))
+    by_arithmetic = f"{memory}\n{reduction}".strip()
+    console.say("memory", _memory(config, model_config, shape, by_arithmetic, bool(reduction)))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0
 
 
-def _simulated(
-    config: Config, model_config: PretrainedConfig, shape: MeshShape, strategy: str, dtype: torch.dtype
+def _memory(
+    config: Config, model_config: PretrainedConfig, shape: MeshShape, by_arithmetic: str, reduces_every: bool
 ) -> str:
-    """What rank 0 of the asked world would hold and send, counted by running its step under fake tensors."""
+    """What rank 0 of the asked world would hold and send on GPUs, counted by running it under fake tensors, which GPU
+    it fits, and what to change when it fits none.
+    """
     if rank() != 0:
         return ""
-    if strategy == "ddp" or is_quantized(config.peft):
-        return "not for this strategy: the line above is arithmetic"
-    from automodel_lite.training.simulation import simulate  # a run that trains has no use for it
+    strategy = choose_strategy(config.mesh.strategy, shape, is_gpu=True, is_quantized=is_quantized(config.peft))
+    if strategy != "fsdp" or config.mesh.cpu_offload:
+        return by_arithmetic
+    from automodel_lite.training.simulation import GPUS_GB, SLACK, simulate  # a run that trains has no use for it
 
     try:
         with activity(f"simulating a step of {shape.world_size} ranks"):
-            return f"rank 0 of {shape.world_size}: {simulate(config, model_config, shape, dtype)}"
+            found = simulate(config, model_config, shape, reduces_every)
     except (RuntimeError, NotImplementedError) as error:
-        return f"not for this model ({type(error).__name__}): the line above is arithmetic"
+        return f"{by_arithmetic}\nnot simulated: this model needs values ({type(error).__name__})"
+    available = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPUS_GB[-1] * 10**9
+    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(config, None)}"
+    return f"rank 0 of {shape.world_size}, simulated: {found}{cure}"
 
 
 def planned_shape(config: Config) -> MeshShape:
     """The mesh of the processes that run; in a single one, the requested mesh."""
     mesh = config.mesh
-    asked = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp
+    asked = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
     return mesh_shape(mesh, world_size() if world_size() > 1 else asked)
 
 

@@ -30,7 +30,7 @@ from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import is_quantized
-from automodel_lite.models.flops import ModelSize, model_size, step_flops
+from automodel_lite.models.flops import ModelSize, chosen_experts, model_size, step_flops
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape
@@ -85,22 +85,78 @@ def estimate_memory(
     """adapter: trained weights beside a frozen model, None without; reduces_every: gradients, every micro-batch."""
     compute, master = dtype.itemsize, 2 if config.training.master_weights == "bf16" else _FP32
     trained = Trained(size.parameters - size.towers, adapter)
-    shards = shape.dp_shard * shape.cp if strategy == "fsdp" else 1
+    shards = shape.world_size // shape.dp_replicate if strategy == "fsdp" else 1
     frozen = (size.towers if adapter is None else size.parameters) * compute
     tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size
-    gradients = 0.0 if config.mesh.cpu_offload else master * trained.weights / shards
-    if strategy == "fsdp" and not reduces_every and batch_shape(config.training, shape.dp).micro_steps > 1:
-        gradients += _FP32 * trained.weights
-    states = optimizer_bytes(config.optimizer, master) * trained.weights / shards
     on_gpu = 0.0 if config.mesh.cpu_offload else 1.0
-    return MemoryEstimate(
+    kept, layer = _activations(config, shape, model, size, tokens, compute)
+    held = MemoryEstimate(
         weights=(master * trained.weights + frozen) / shards * on_gpu,
-        gradients=gradients * (2 if strategy == "ddp" else 1),
-        optimizer=states * on_gpu,
-        working_copy=_working_copy(strategy, size, adapter, compute, master),
-        activations=_activations(config, shape, model, size, tokens, compute),
+        gradients=master * trained.weights / shards * on_gpu,
+        optimizer=optimizer_bytes(config.optimizer, master) * trained.weights / shards * on_gpu,
+        working_copy=0.0 if strategy == "fsdp" else _casts(size, adapter, compute, master),
+        activations=kept + layer,
         logits=_logits(build(config.loss), model, size, tokens / shape.cp, compute, adapter is not None),
     )
+    if strategy != "fsdp":
+        return replace(held, gradients=held.gradients * (2 if strategy == "ddp" else 1))
+    before = 0.0
+    if batch_shape(config.training, shape.dp).micro_steps > 1:
+        before = held.gradients if reduces_every or shape.tp > 1 else _FP32 * trained.weights
+    local, is_trained = tokens / shape.cp, adapter is None
+    moments = _moments(held, before, shape, model, size, local, compute, kept, is_trained)
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _moments(
+    held: MemoryEstimate,
+    before: float,
+    shape: MeshShape,
+    model: PretrainedConfig,
+    size: ModelSize,
+    local: float,
+    compute: int,
+    kept: float,
+    is_trained: bool,
+) -> list[MemoryEstimate]:
+    """The moments of an FSDP step at which the most may be held.
+
+    before   bytes of gradients that are there when the backward pass begins
+    local    tokens of this rank
+    FSDP holds what it gathers twice, as one buffer and as parameters, and the last gradients that it reduces until the
+    next are: those of the head while the last layer is at work, then those of the layer behind.
+    """
+    text = model.get_text_config()
+    experts = _expert_weights(model, size) / shape.ep
+    layer = (size.largest_layer - _expert_weights(model, size)) / shape.tp + experts
+    hidden, head = text.hidden_size, size.head_weights / shape.tp
+    table = size.embedding / shape.tp - (0 if text.tie_word_embeddings else head)
+    shards = shape.dp_shard * shape.cp
+    copies = 2 if shape.world_size > shape.dp_replicate else 1
+    inputs = compute * hidden * local
+    at_work = held.activations - kept
+    rows = local * hidden * (_FP32 + 4 * compute)  # the last norm, the rows of the loss and their gradient
+    whole_head = compute * size.head_weights if shape.tp > 1 else 0
+    reduced = _FP32 if is_trained else 0
+    at_loss = replace(
+        held,
+        gradients=before + (reduced * table if before == held.gradients else 0.0),
+        working_copy=copies * compute * head + whole_head,
+        activations=kept + rows,
+    )
+    made = compute * (experts or _inner_width(model, size) * hidden / shape.tp) if is_trained else 0.0
+    of_layers = max(held.gradients - reduced * (2 * layer + table) / shards, 0.0)
+    last = replace(
+        held,
+        gradients=before + reduced * head + made,
+        working_copy=copies * compute * layer,
+        activations=kept + at_work + inputs,
+        logits=0.0,
+    )
+    behind = replace(last, gradients=before + reduced * layer + made, activations=last.activations - inputs)
+    first = replace(behind, gradients=max(before, of_layers) + reduced * layer + made, activations=at_work + 3 * inputs)
+    end = replace(held, gradients=held.gradients + reduced * table, activations=0.0, logits=0.0)
+    return [at_loss, last, behind, first, end]
 
 
 def plan_memory(
@@ -119,15 +175,16 @@ def plan_memory(
     """
     what = config, shape, strategy, model, size, adapter, dtype
     summed, reduced = estimate_memory(*what), estimate_memory(*what, reduces_every=True)
-    saved, wish = summed.gradients - reduced.gradients, config.mesh.reduce_every_micro_batch
-    if strategy != "fsdp" or not saved or wish is False:
+    saved, wish = summed.total - reduced.total, config.mesh.reduce_every_micro_batch
+    whole = _FP32 * (size.parameters - size.towers if adapter is None else adapter)
+    if strategy != "fsdp" or saved <= 0 or wish is False:
         return summed, ""
     if wish is True:
         return reduced, "gradients are reduced after every micro-batch, as set"
     if available is None or summed.total <= USABLE_FRAC * available:
         return summed, ""
     return reduced, (
-        f"gradients are reduced after every micro-batch: with their unsharded sum of {_size(saved)} the run would need "
+        f"gradients are reduced after every micro-batch: with their unsharded sum of {_size(whole)} the run would need "
         f"{_size(summed.total)} of {_size(available)} (mesh.reduce_every_micro_batch=auto)"
     )
 
@@ -162,35 +219,59 @@ def check_weights_fit(config: Config, shape: MeshShape, strategy: str, size: Mod
         )
 
 
-def _working_copy(strategy: str, size: ModelSize, adapter: int | None, compute: int, master: int) -> float:
-    """FSDP gathers two layers and what is outside them; autocast keeps a cast copy of fp32 weights."""
-    if strategy == "fsdp":
-        return float(compute * (2 * size.largest_layer + size.embedding) + _FP32 * size.largest_layer)
+def _casts(size: ModelSize, adapter: int | None, compute: int, master: int) -> float:
+    """Without FSDP, autocast keeps a cast copy of fp32 weights."""
     return float(compute * size.parameters) if compute < master and adapter is None else 0.0
 
 
 def _activations(
     config: Config, shape: MeshShape, model: PretrainedConfig, size: ModelSize, tokens: int, compute: int
-) -> float:
+) -> tuple[float, float]:
+    """What the layers keep for the backward pass, and what the layer at work holds beside it."""
     text = model.get_text_config()
     local, hidden = tokens / shape.cp, text.hidden_size
-    shapes = layer_shapes(model)
-    num_layers = size.num_layers
-    attended = sum(layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes) / num_layers
-    kv = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes) / num_layers
-    attention_weights = hidden * (attended + kv)
-    inner = max(size.layer_weights / num_layers - attention_weights, 0) / (3 * hidden)  # width of a gated MLP
+    attended, kv = _attention_widths(model, size)
+    inner = _inner_width(model, size)
     norms = 2 * (_FP32 + 2 * compute) * hidden  # each: its input in fp32, the normed, the scaled
-    layer = local * (norms + compute * (attended + kv + 4 * inner))
-    if shape.cp > 1:
+    if size.has_head_norms:
+        norms += (_FP32 + 2 * compute) * (attended + kv) / 2 / shape.tp
+    copies = (
+        3 * (chosen_experts(text) or 1) * hidden if _expert_weights(model, size) else 0
+    )  # of tokens, for each expert
+    layer = local * (norms + compute * ((attended + kv + 4 * inner) / shape.tp + copies))
+    if shape.cp > 1 and config.mesh.cp_exchange == "all_gather":
         layer += tokens * compute * kv  # gathered keys and values
     how = config.training.activation_checkpointing
+    num_layers = size.num_layers
     num_recomputed = 0 if how == "none" else -(-num_layers // config.training.recompute_every_layers)
     kept = 0 if how == "offload" else compute * hidden  # the layer's input
     if how == "selective":  # the results of matrix products and attention too
         kept += compute * (attended + kv + 2 * inner + 2 * hidden)
+    slopes = local * compute * (-2 * inner - copies / 3 if copies else 2 * inner) / shape.tp  # experts' are made last
     at_work = layer if num_recomputed else 0.0
-    return (num_layers - num_recomputed) * layer + at_work + num_recomputed * local * kept
+    return (num_layers - num_recomputed) * layer + num_recomputed * local * kept, at_work + slopes
+
+
+def _attention_widths(model: PretrainedConfig, size: ModelSize) -> tuple[float, float]:
+    """Of queries and outputs, and of keys and values: the mean over the layers."""
+    shapes = layer_shapes(model)
+    attended = sum(layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes)
+    kv = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes)
+    return attended / size.num_layers, kv / size.num_layers
+
+
+def _inner_width(model: PretrainedConfig, size: ModelSize) -> float:
+    """Of a gated MLP, or of all experts that a token visits."""
+    hidden = model.get_text_config().hidden_size
+    of_attention = hidden * sum(_attention_widths(model, size))
+    return max(size.layer_weights / size.num_layers - of_attention, 0) / (3 * hidden)
+
+
+def _expert_weights(model: PretrainedConfig, size: ModelSize) -> float:
+    """Of the largest layer; 0 where a token visits all weights."""
+    is_mixture = (chosen_experts(model.get_text_config()) or 1) > 1
+    of_attention = model.get_text_config().hidden_size * sum(_attention_widths(model, size))
+    return max(size.largest_layer - of_attention, 0.0) if is_mixture else 0.0
 
 
 def _logits(loss: Loss, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool) -> float:
@@ -277,7 +358,7 @@ class Estimate:
     compute_s: float
     gather_bytes: float  # parameters: forward and backward of every micro-batch
     reduce_bytes: float  # gradients: once
-    exchange_bytes: float  # keys and values between context-parallel ranks
+    exchange_bytes: float  # keys and values between context-parallel ranks, activations between tensor-parallel ones
     exposed_s: float  # traffic that computing does not hide
     memory_bytes: float
 
@@ -313,18 +394,24 @@ def estimate(
     tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size * micro_steps  # a dp rank
     pairs = tokens / document_tokens * document_tokens * (document_tokens + 1) / 2
     recomputed = 4 / 3 if config.training.activation_checkpointing == "full" else 1.0
-    work = flops.of(tokens, tokens, pairs) * recomputed / shape.cp
+    work = flops.of(tokens, tokens, pairs) * recomputed / (shape.cp * shape.tp)
     compute_s = work / (hardware.peak_flops * hardware.mfu_frac)
     shards = shape.dp_shard * shape.cp
     part = (shards - 1) / shards
     gathered_twice = size.parameters - size.embedding  # the root's own parameters stay whole until its backward
-    gather = micro_steps * _BF16 * (2 * gathered_twice + size.embedding) * part
-    reduce = _FP32 * size.parameters * part
-    replicas = 2 * _FP32 * size.parameters / shards * (shape.dp_replicate - 1) / shape.dp_replicate  # HSDP's all-reduce
-    exchange = _exchange_bytes(model, tokens, shape.cp) * (3 if recomputed > 1 else 2)
+    gather = micro_steps * _BF16 * (2 * gathered_twice + size.embedding) * part / shape.tp
+    reduce = _FP32 * size.parameters * part / shape.tp
+    replicas = (
+        2 * _FP32 * size.parameters / (shards * shape.tp) * (shape.dp_replicate - 1) / shape.dp_replicate
+    )  # HSDP's all-reduce
+    in_layers = _exchange_bytes(model, tokens / shape.tp, shape.cp) * (3 if recomputed > 1 else 2)
+    in_layers += micro_steps * _tensor_parallel_bytes(
+        model, size, tokens / micro_steps / shape.cp, shape.tp, recomputed > 1
+    )
+    exchange_s = in_layers / hardware.bandwidth(shape.cp * shape.tp)
     traffic_s = (gather + reduce) / hardware.bandwidth(shards) + replicas / hardware.bandwidth(gpus)
     num_layers = size.num_layers
-    exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange / hardware.bandwidth(shape.cp)
+    exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange_s
     one_step = replace(config, training=replace(config.training, global_batch_size=None))
     strategy = "fsdp" if gpus > 1 else "none"
     memory = estimate_memory(one_step, shape, strategy, model, size, None, torch.bfloat16)
@@ -336,7 +423,7 @@ def estimate(
         compute_s,
         gather,
         reduce + replicas,
-        exchange,
+        in_layers,
         exposed_s,
         memory.total,
     )
@@ -346,3 +433,14 @@ def _exchange_bytes(model: PretrainedConfig, tokens: float, cp: int) -> float:
     """Keys and values that a rank receives in one pass over the layers; they meet nothing that would hide them."""
     kv_width = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in layer_shapes(model))
     return float(tokens * kv_width * _BF16 * (cp - 1) / cp)
+
+
+def _tensor_parallel_bytes(
+    model: PretrainedConfig, size: ModelSize, local: float, tp: int, is_recomputed: bool
+) -> float:
+    """All-reduces of a micro-batch: the embedding's, of each layer two results and the gradients of five inputs (of q,
+    k, v, gate and up), one result again when it is recomputed; and the head, which each rank gathers.
+    """
+    all_reduces = size.num_layers * (8 if is_recomputed else 7) + 1
+    hidden = _BF16 * local * model.get_text_config().hidden_size
+    return (2 * all_reduces * hidden + _BF16 * size.head_weights) * (tp - 1) / tp

@@ -1,8 +1,8 @@
-"""The real set-up and step of one rank of any world, on any machine: fake tensors in a fake process group.
+"""The real set-up, step, checkpoint and export of one rank of any world: fake tensors in a fake process group.
 
 Nothing is allocated and nothing is sent, but the real code runs: shapes, sharding, collectives, recomputation, the loss
 and the optimizer are those of that world, so what is counted is what a GPU will hold. The allocator's slack and the
-kernels' workspaces come on top; loading, checkpoints and the export hold a shard and one tensor, and are not simulated.
+kernels' workspaces come on top. Weights are not read here: a whole tensor beside the shards stands for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,48 +22,173 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.components import build
-from automodel_lite.config.schema import Config
+from automodel_lite.config.schema import Config, global_batch_size_of, mesh_shape
 from automodel_lite.data.loader import packed_sequence_thd_collater
-from automodel_lite.models.adapter import Peft, cast_frozen
-from automodel_lite.models.layers import decoder_layers, recompute_layers
-from automodel_lite.models.loss import LossModel
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.models import layers
+from automodel_lite.models.flops import chosen_experts
+from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
+from automodel_lite.models.sharded import Spread, described_shards
+from automodel_lite.models.source import CausalLM, model_class
+from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.shard import cp_shard
-from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.parallel.sharding import ParallelModel, choose_precision
+from automodel_lite.run.checkpoint import flat_state
+from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
 from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.training.build import assemble, check_axes
 from automodel_lite.training.optimizers import apply_gradients
 
+SIMULATED_HOST = torch.device("meta")
 DOCUMENT_TOKENS = 2048  # of each simulated document; boundaries do not change what is held
+GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
+SLACK = 3 << 30  # bytes of a GPU that the driver, the allocator and the kernels' workspaces take
+_LARGEST = 4  # kinds of tensors that are named
 
 
-@dataclass
+@dataclass(frozen=True)
 class Simulation:
-    """What one rank holds and sends in the second optimizer step, when the optimizer's states exist. Bytes."""
+    """What one rank holds and sends when the optimizer's states exist. Bytes."""
 
     weights: int  # this rank's part
     gradients: int
     optimizer: int
-    peaks: dict[str, int] = field(default_factory=dict)  # phase -> most that is held at one time
-    sent: dict[str, int] = field(default_factory=dict)  # mesh axis -> moved by this rank's collectives
+    peaks: dict[str, int]  # phase -> most that is held at one time: load, forward, backward, optimizer, save, export
+    at_peak: dict[str, int]  # kind of tensor -> held when most is held, the largest first
+    sent: dict[str, int]  # mesh axes -> leaves this rank in an optimizer step of at most two micro-batches
 
     @property
     def peak(self) -> int:
         return max(self.peaks.values())
 
+    @property
+    def smallest_gpu_gb(self) -> int | None:
+        """The smallest of GPUS_GB that the run fits; None when it fits none."""
+        return next((size for size in GPUS_GB if self.peak + SLACK <= size * 10**9), None)
+
     def __str__(self) -> str:
         peaks = ", ".join(f"{phase} {_size(value)}" for phase, value in self.peaks.items())
+        held = ", ".join(f"{kind} {_size(value)}" for kind, value in [*self.at_peak.items()][: 2 + _LARGEST])
         sent = ", ".join(f"{axis} {_size(value)}" for axis, value in self.sent.items()) or "nothing"
+        fits = f"GPUs of {self.smallest_gpu_gb} GB and more" if self.smallest_gpu_gb else "no GPU of today"
         return (
             f"at most {_size(self.peak)} ({peaks}): weights {_size(self.weights)}, gradients {_size(self.gradients)}, "
-            f"optimizer {_size(self.optimizer)}\nsends {sent} per step of at most two micro-batches"
+            f"optimizer {_size(self.optimizer)}\nmost is held by {held}\nsends over {sent}\nfits {fits}"
         )
+
+
+def simulate_gpus(config: Config, model_config: PretrainedConfig, gpus: int) -> Simulation:
+    """Of so many GPUs; data-parallel ranks beyond those of the global batch bring a micro-batch each of their own."""
+    shape = mesh_shape(replace(config.mesh, dp_shard=-1), gpus)
+    training = config.training
+    if (training.global_batch_size or 0) % (training.micro_batch_size * shape.dp):
+        training = replace(training, global_batch_size=None)
+    return simulate(replace(config, training=training), model_config, shape)
+
+
+def simulate(
+    config: Config, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False
+) -> Simulation:
+    """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, under FSDP.
+
+    reduces_every   gradients, after every micro-batch
+    Raises what the run would raise. No process group may exist: one is made, and destroyed.
+    """
+    check_axes(config, "fsdp")
+    dtype = choose_precision(config.training.precision, torch.device("cuda"))
+    batch = _whole_batch(config, shape)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    held = _Held(shape, _routed_tokens(batch, model_config, shape))
+    with _fake_world(shape) as mesh:
+        part = cp_shard(batch, mesh.cp, config.mesh.cp_exchange)
+        with _watching_resizes(held), _host_elsewhere():
+            source = _Drawn(config, model_config, fake, held)
+            model, _ = assemble(config, source, _NO_TOKENIZER, mesh, "fsdp", dtype)
+            model = replace(model, reduces_every=reduces_every or config.mesh.reduce_every_micro_batch is True)
+            with fake, held:
+                return _run(config, model, part.map_tensors(fake.from_tensor), held, shape)
+
+
+def _run(config: Config, model: ParallelModel, inputs: ThdBatch, held: _Held, shape: MeshShape) -> Simulation:
+    lm = model.loss_model.lm
+    install(lm, _CountedAttention())
+    recompute_layers(
+        decoder_layers(lm), config.training.activation_checkpointing, config.training.recompute_every_layers
+    )
+    optimizer = build(config.optimizer, model.loss_model)
+    held.enter("optimizer")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()  # makes its states
+    optimizer.zero_grad()
+    held.forget("optimizer")
+    num_micro_batches = min(
+        2, global_batch_size_of(config.training, shape.dp) // (config.training.micro_batch_size * shape.dp)
+    )
+    loss_sum = torch.zeros(())
+    for number in range(1, num_micro_batches + 1):
+        with model.accumulate(is_last=number == num_micro_batches):
+            held.enter("forward")
+            loss = model(inputs)
+            held.enter("backward")
+            (loss * model.mean_ranks).backward()
+        loss_sum += loss.detach()
+    gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
+    held.enter("optimizer")
+    apply_gradients(optimizer, model.parameters(), loss_sum, config.training.max_grad_norm)
+    optimizer.zero_grad()
+    sent = dict(held.sent)
+    held.enter("save")
+    flat_state(model.loss_model, optimizer)
+    held.enter("export")
+    if not config.peft:
+        dtypes = {name: value.dtype for name, value in lm.state_dict().items()}
+        files = plan_files(groups_of(lm, dtypes), shape.world_size)
+        for _, weight in gathered_weights(lm, files, dtypes, rank=0):
+            del weight
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return Simulation(
+        weights=sum(map(_local_bytes, model.parameters())),
+        gradients=gradients,
+        optimizer=sum(map(_local_bytes, states)),
+        peaks=dict(held.peaks),
+        at_peak=held.at_peak(),
+        sent=sent,
+    )
+
+
+class _Drawn(CausalLM):
+    """Weights that nobody reads: described, sharded, fake tensors."""
+
+    def __init__(self, config: Config, model_config: PretrainedConfig, fake: FakeTensorMode, held: _Held) -> None:
+        super().__init__(**{key: value for key, value in config.model.items() if key != "_target_"})
+        self.dtype = torch.float32
+        self._modes = fake, held
+        self._make = partial(model_class(model_config).from_config, model_config, dtype=torch.float32)
+
+    def build_sharded(
+        self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
+    ) -> transformers.PreTrainedModel:
+        def spread_text(lm: transformers.PreTrainedModel) -> None:
+            freeze_towers(lm, self.dtype)
+            spread(lm)
+
+        model, _ = described_shards(self._make, spread_text, device)
+        fake, held = self._modes
+        with fake, held:
+            model.to_empty(device=device)
+            torch.empty(max((p.shape for p in model.parameters()), key=torch.Size.numel))  # the one that is read
+        return model.train()
+
+
+_NO_TOKENIZER: Any = None  # nothing asks a drawn model's source for its vocabulary
 
 
 class _CountedAttention(VarlenAttention):
@@ -73,107 +199,120 @@ class _CountedAttention(VarlenAttention):
 
 
 class _Held(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, and those that collectives move."""
+    """Counts the bytes of all storages that are alive, and those that collectives send."""
 
-    def __init__(self, axes: dict[str, str]) -> None:
+    def __init__(self, shape: MeshShape, routed_tokens: int) -> None:
         super().__init__()
+        self._routed_tokens = routed_tokens
         self.phase, self.now = "load", 0
         self.peaks: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
-        self._axes = axes  # process group's name -> mesh axis
-        self._sizes: dict[int, int] = {}
+        self._shape = shape
+        self._axes: dict[str, tuple[str, int]] = {}  # name of a process group -> mesh axes, number of ranks
+        self._sizes: dict[int, int] = {}  # storage -> bytes
+        self._kinds: dict[int, str] = {}  # storage -> what made it
+        self._events: list[tuple[str, int]] = []  # kind, bytes more or less
+        self._peak, self._num_at_peak = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and self._routed_tokens:
+            return self._routed_tokens  # the one number that expert parallelism reads from the device
         result = func(*args, **(kwargs or {}))
         for value in _tensors(result):
-            self.watch(value)
-        if func.namespace == "c10d":
-            self._count_sent(func, args, kwargs or {})
+            self.watch(value, func)
+        if func.overloadpacket is torch.ops._c10d_functional.wait_tensor:
+            self._waited(args[0], result)
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self._count_sent(func, args, kwargs or {}, result)
         return result
 
-    def watch(self, value: Tensor) -> None:
+    def watch(self, value: Tensor, func: Any) -> None:
         """A storage counts from its first tensor on until it is freed."""
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
         self._sizes[key] = 0
+        self._kinds[key] = self._kind_of(value, func)
         self.resized(key, storage.nbytes())
         weakref.finalize(storage, self._freed, key)
 
     def resized(self, key: int, num_bytes: int) -> None:
         """FSDP frees a gathered parameter by a storage of no bytes."""
         if key in self._sizes:
-            self.now += num_bytes - self._sizes[key]
+            self._change(self._kinds[key], num_bytes - self._sizes[key])
             self._sizes[key] = num_bytes
-            self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+
+    def _waited(self, pending: Tensor, result: Tensor) -> None:
+        """What was waited for is the same memory; that of a fake collective is another."""
+        first, second = pending.untyped_storage()._cdata, result.untyped_storage()._cdata
+        if first != second:
+            self.resized(first, 0)
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.peaks[phase] = max(self.peaks[phase], self.now)
+
+    def forget(self, phase: str) -> None:
+        """As if this phase had not been: the work before the first step is no step."""
+        del self.peaks[phase]
+        self.sent.clear()
+        self._peak = 0
+
+    def at_peak(self) -> dict[str, int]:
+        """What was alive when most was held, the largest kinds first."""
+        held: Counter[str] = Counter()
+        for kind, num_bytes in self._events[: self._num_at_peak]:
+            held[kind] += num_bytes
+        return {kind: num_bytes for kind, num_bytes in held.most_common() if num_bytes > 0}
+
+    def _kind_of(self, value: Tensor, func: Any) -> str:
+        if self.phase == "load":
+            return "weights"
+        if self.phase == "optimizer":
+            return "optimizer states"
+        name = "gathered" if func.overloadpacket._qualified_op_name in _GATHERED else func.overloadpacket.__name__
+        return f"{name} {[*value.shape]} {str(value.dtype).removeprefix('torch.')}"
+
+    def _change(self, kind: str, num_bytes: int) -> None:
+        self.now += num_bytes
+        self._events.append((kind, num_bytes))
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        if self.now > self._peak:
+            self._peak, self._num_at_peak = self.now, len(self._events)
 
     def _freed(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        self._change(self._kinds.pop(key), -self._sizes.pop(key))
 
-    def _count_sent(self, func: Any, args: Any, kwargs: Any) -> None:
-        groups = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.ScriptObject)]
-        moved = max((t.numel() * t.element_size() for t in _tensors(args)), default=0)
-        for group in groups[:1]:
-            name = dist.ProcessGroup.unbox(group).group_name
-            self.sent[self._axes.get(name, "all ranks")] += moved
+    def _count_sent(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = func.overloadpacket.__name__
+        given = [*args, *kwargs.values()]
+        groups = [dist.ProcessGroup.unbox(x) for x in given if isinstance(x, torch.ScriptObject) and _is_group(x)]
+        group_name = groups[0].group_name if groups else next(x for x in reversed(given) if isinstance(x, str))
+        axes, ranks = self._axes_of(group_name)
+        largest = max((t.numel() * t.element_size() for t in _tensors([*given, result])), default=0)
+        times = 2 if "allreduce" in name or "all_reduce" in name else 1  # a reduce-scatter and an all-gather
+        self.sent[axes] += times * largest * (ranks - 1) // ranks
+
+    def _axes_of(self, group_name: str) -> tuple[str, int]:
+        """Along which axes of the mesh the ranks of a group lie."""
+        if group_name not in self._axes:
+            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group_name))
+            names, stride = [], 1
+            for axis in reversed(AXES):
+                size = getattr(self._shape, axis)
+                if len({rank // stride % size for rank in ranks}) > 1:
+                    names.insert(0, axis)
+                stride *= size
+            self._axes[group_name] = (" x ".join(names), len(ranks))
+        return self._axes[group_name]
 
 
-def simulate(config: Config, model_config: PretrainedConfig, shape: MeshShape, dtype: torch.dtype) -> Simulation:
-    """Runs set-up and two optimizer steps of rank 0 of a world of `shape`; `dtype` is the compute dtype.
-
-    Raises what the run would raise. No process group may exist: one is made, and destroyed.
-    """
-    batch = _whole_batch(config, shape)
-    with _fake_world(shape) as mesh:
-        part = cp_shard(batch, mesh.cp, config.mesh.cp_exchange)
-        return _run(config, model_config, mesh, part, dtype)
+_GATHERED = frozenset({"aten::empty", "aten::new_empty"})  # where collectives put what they gather
 
 
-def _run(config: Config, model_config: PretrainedConfig, mesh: Mesh, part: ThdBatch, dtype: torch.dtype) -> Simulation:
-    strategy = "fsdp" if mesh.shape.world_size > 1 else "none"
-    with torch.device("meta"):
-        lm = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).train()
-        if config.peft:
-            peft: Peft = build(config.peft)
-            peft.adapt(lm, str(config.model["pretrained"]))
-    cast_frozen(lm, dtype)
-    install(lm, _CountedAttention())
-    lm.tie_weights()
-    model = parallelize(LossModel(lm, build(config.loss)), mesh, strategy, dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Held(_axes(mesh)) as held, _watching_resizes(held):
-        model.loss_model.to_empty(device="cpu")
-        recompute_layers(
-            decoder_layers(lm), config.training.activation_checkpointing, config.training.recompute_every_layers
-        )
-        optimizer = build(config.optimizer, model.loss_model)
-        inputs = part.map_tensors(mode.from_tensor)
-        micro_steps = max(
-            1, (config.training.global_batch_size or 0) // (config.training.micro_batch_size * mesh.shape.dp)
-        )
-        for _ in range(2):
-            held.peaks.clear()
-            held.sent.clear()
-            loss_sum = torch.zeros(())
-            for number in range(1, min(micro_steps, 2) + 1):
-                with model.accumulate(is_last=number == min(micro_steps, 2)):
-                    held.phase = "forward"
-                    loss = model(inputs)
-                    held.phase = "backward"
-                    (loss * model.mean_ranks).backward()
-                loss_sum += loss.detach()
-            gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
-            held.phase = "optimizer"
-            apply_gradients(optimizer, model.parameters(), loss_sum, config.training.max_grad_norm)
-            optimizer.zero_grad()
-        states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-        return Simulation(
-            weights=sum(_local_bytes(p) for p in model.parameters()),
-            gradients=gradients,
-            optimizer=sum(map(_local_bytes, states)),
-            peaks=dict(held.peaks),
-            sent=dict(held.sent),
-        )
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
 
 
 def _whole_batch(config: Config, shape: MeshShape) -> ThdBatch:
@@ -193,26 +332,23 @@ def _whole_batch(config: Config, shape: MeshShape) -> ThdBatch:
     return to_thd(packed_sequence_thd_collater([row] * config.training.micro_batch_size))
 
 
+def _routed_tokens(batch: ThdBatch, model_config: PretrainedConfig, shape: MeshShape) -> int:
+    """How many times a token goes from one rank to another's experts in a layer, if experts are asked equally often."""
+    if shape.ep == 1:
+        return 0
+    return len(batch.labels) * (chosen_experts(model_config.get_text_config()) or 1) // (shape.cp * shape.tp * shape.ep)
+
+
 @contextlib.contextmanager
 def _fake_world(shape: MeshShape) -> Iterator[Mesh]:
     """Rank 0 of a process group in which nothing is sent."""
-    names = ("dp_replicate", "dp_shard", "cp")
-    if shape.world_size == 1:
-        yield Mesh(shape, torch.device("cpu"), None)
-        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.world_size)
     try:
-        root = init_device_mesh("cpu", (shape.dp_replicate, shape.dp_shard, shape.cp), mesh_dim_names=names)
-        yield Mesh(shape, torch.device("cpu"), root)
+        sizes = (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
+        yield Mesh(shape, torch.device("cpu"), init_device_mesh("cpu", sizes, mesh_dim_names=AXES))
     finally:
         dist.destroy_process_group()
-
-
-def _axes(mesh: Mesh) -> dict[str, str]:
-    if mesh.root is None:
-        return {}
-    names = mesh.root.mesh_dim_names or ()
-    return {mesh.root.get_group(name).group_name: name for name in names}
+        _clear_sharding_prop_cache()  # plans name the groups of this world
 
 
 @contextlib.contextmanager
@@ -231,10 +367,20 @@ def _watching_resizes(held: _Held) -> Iterator[None]:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _host_elsewhere() -> Iterator[None]:
+    """What is offloaded goes where it is not counted."""
+    layers.HOST = SIMULATED_HOST
+    try:
+        yield
+    finally:
+        layers.HOST = torch.device("cpu")
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, DTensor):
         yield from _tensors(value.to_local())
-    elif isinstance(value, FakeTensor):
+    elif isinstance(value, FakeTensor) and value.device != SIMULATED_HOST:
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

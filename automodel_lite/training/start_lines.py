@@ -11,7 +11,7 @@ import automodel_lite
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.training.build import BuiltModel
 
 Line = tuple[str, str]
@@ -81,10 +81,13 @@ def _device(mesh: Mesh, built: BuiltModel) -> str:
     shape = mesh.shape
     processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
-    axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}, {built.strategy}"
     threads = f", {torch.get_num_threads()} threads each" if mesh.device.type == "cpu" else ""
-    return f"{name}: {processes} ({axes}){threads}"
+    return f"{name}: {processes} ({axes_text(shape)}, {built.strategy}){threads}"
+
+
+def axes_text(shape: MeshShape) -> str:
+    more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
+    return f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
 
 
 def _model(built: BuiltModel) -> str:

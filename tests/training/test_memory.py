@@ -77,7 +77,7 @@ def test_activations_agree_with_what_autograd_keeps():
 
 
 def test_sharding_an_8b_model():
-    """fp32 masters, gradients and moments of 8.03 B parameters are 119.7 GiB: 15 on each of 8 ranks."""
+    """fp32 masters and moments of 8.03 B parameters are 89.7 GiB: 11.2 on each of 8 ranks."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -93,15 +93,17 @@ def test_sharding_an_8b_model():
         estimate_memory(config_with(), *layout, config, size, adapter, torch.bfloat16)
         for layout, adapter in ((one, None), (eight, None), (eight, 40_000_000))
     )
-    states = [(e.weights + e.gradients + e.optimizer) / 2**30 for e in (alone, sharded, lora)]
-    assert states == pytest.approx([119.66, 14.96, 1.94], abs=0.01)
+    states = [(e.weights + e.optimizer) / 2**30 for e in (alone, sharded, lora)]
+    assert states == pytest.approx([89.74, 11.22, 1.92], abs=0.01)
+    assert alone.gradients / 2**30 == pytest.approx(29.91, abs=0.01)
 
 
 def test_fsdp_keeps_whole_gradients_over_micro_batches():
     config = config_with(global_batch_size=4)
     size = model_size(LLAMA)
     estimate = estimate_memory(config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
-    assert estimate.gradients == 4 * size.parameters / 2 + 4 * size.parameters
+    once = estimate_memory(config_with(), MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
+    assert estimate.gradients >= 4 * size.parameters > once.gradients
 
 
 def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
@@ -109,7 +111,7 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     config, size = config_with(global_batch_size=4), model_size(LLAMA)
     what = config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16
     summed, reduced = (estimate_memory(*what, reduces_every=wish) for wish in (False, True))
-    assert summed.total - reduced.total == 4 * size.parameters
+    assert summed.total - reduced.total == 4 * size.parameters / 2
     fits, just_not = int(summed.total / 0.9) + 1, int(summed.total / 0.9) - 1
     assert plan_memory(*what, None) == (summed, "")
     assert plan_memory(*what, fits) == (summed, "")
@@ -128,15 +130,15 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
 
 def test_what_waits_in_host_memory_is_not_counted():
     config, size = config_with(activation_checkpointing="offload"), model_size(LLAMA)
-    what = config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16
-    offloaded = estimate_memory(*what)
+    alone = config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16
+    offloaded = estimate_memory(*alone)
     config.training.activation_checkpointing = "full"
-    full = estimate_memory(*what)
+    full = estimate_memory(*alone)
     assert full.activations - offloaded.activations == 3 * TOKENS * 64 * 2  # layers x tokens x hidden x bytes
     config.mesh.cpu_offload = True
-    at_home = estimate_memory(*what)
-    assert (at_home.weights, at_home.gradients, at_home.optimizer) == (0, 0, 0)
-    assert at_home.activations == full.activations
+    at_home = estimate_memory(config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
+    assert (at_home.weights, at_home.optimizer) == (0, 0)
+    assert at_home.gradients < 4 * size.parameters / 2  # of the layer at work alone
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: flo
     """Weights, gradients and states of 8.03 B parameters: 60, 75 and 45 GiB, where fp32 masters take 120."""
     config = config_with(master_weights="bf16")
     config.optimizer = {"lr": 1e-5, **optimizer}
-    e = estimate_memory(config, MeshShape(1, 1, 1), "fsdp", LLAMA, model_size(LLAMA), None, torch.bfloat16)
+    e = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, model_size(LLAMA), None, torch.bfloat16)
     assert e.weights + e.gradients + e.optimizer == num_bytes * model_size(LLAMA).parameters
 
 
@@ -235,7 +237,7 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
     assert main(config_of("smoke", run, "dry_run=true", "mesh.dp_shard=2", "mesh.cp=2")) == 0
     said = capsys.readouterr().out
     assert "4 process(es) (dp_replicate 1 x dp_shard 2 x cp 2, fsdp)" in said
-    assert "MiB a rank: weights" in said
+    assert "simulated: at most" in said
     assert said.endswith("the settings, the data and the model fit together; nothing was trained or written\n")
     assert not run.exists()
     with pytest.raises(ConfigError, match="attention=reference"):

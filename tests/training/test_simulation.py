@@ -10,8 +10,12 @@ import transformers
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
+from automodel_lite.models.flops import model_size
+from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training.dry_run import dry_run
+from automodel_lite.training import memory
+from automodel_lite.training.dry_run import dry_run, planned_shape
+from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 from automodel_lite.training.simulation import Simulation, simulate
 
 LLAMA = transformers.LlamaConfig(
@@ -34,9 +38,10 @@ def config(*overrides: str) -> Config:
 
 def world(*axes: int, overrides: tuple[str, ...] = ()) -> Simulation:
     shape = MeshShape(*axes)
-    asked = [f"mesh.dp_replicate={axes[0]}", f"mesh.dp_shard={axes[1]}", f"mesh.cp={axes[2]}"]
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+    asked = [f"mesh.{name}={size}" for name, size in zip(names, axes)]
     asked.append(f"training.global_batch_size={shape.dp}")
-    result = simulate(config(*asked, *overrides), LLAMA, shape, torch.bfloat16)
+    result = simulate(config(*asked, *overrides), LLAMA, shape)
     assert not dist.is_initialized()
     return result
 
@@ -50,7 +55,8 @@ def test_what_a_rank_of_many_holds_and_sends(ranks: int) -> None:
     assert found.peak > found.weights + found.gradients + found.optimizer
     # bf16 gathered in the forward and, but for the embedding and the head, in the backward pass; fp32 reduced
     gathered = 2 * (2 * PARAMETERS - 2 * EMBEDDING)
-    assert sum(found.sent.values()) == pytest.approx(gathered + 4 * PARAMETERS, rel=0.02)
+    assert sum(found.sent.values()) == pytest.approx((gathered + 4 * PARAMETERS) * (ranks - 1) / ranks, rel=1e-3)
+    assert sum(found.at_peak.values()) == found.peak
 
 
 def test_memory_falls_with_ranks_and_with_recomputation() -> None:
@@ -59,6 +65,9 @@ def test_memory_falls_with_ranks_and_with_recomputation() -> None:
     recomputed = world(1, 2, 1, overrides=("training.activation_checkpointing=full",))
     assert recomputed.peaks["forward"] < few.peaks["forward"]
     assert recomputed.weights == few.weights
+    offloaded = world(1, 2, 1, overrides=("training.activation_checkpointing=offload",))
+    inputs = 4 * 2048 * 256 * 2  # of each layer, in bf16
+    assert recomputed.peaks["forward"] - offloaded.peaks["forward"] == pytest.approx(inputs, rel=0.01)
 
 
 def test_context_parallel_ranks_share_the_tokens() -> None:
@@ -69,8 +78,44 @@ def test_context_parallel_ranks_share_the_tokens() -> None:
     assert "cp" not in alone.sent
 
 
+def test_loading_and_export_hold_the_shards_and_one_tensor() -> None:
+    found = world(1, 8, 1)
+    step_count = 4 * 40  # of each parameter
+    assert found.peaks["load"] == pytest.approx(4 * (PARAMETERS / 8 + EMBEDDING), abs=2**17)  # and buffers
+    # gathered into one tensor, and copied from there: the embedding, the largest
+    assert found.peaks["export"] == pytest.approx(4 * (3 * PARAMETERS / 8 + 2 * EMBEDDING), rel=0.05, abs=step_count)
+    assert found.peaks["save"] < found.peaks["export"]
+
+
+@pytest.mark.parametrize(("axes", "sent_over"), [((1, 4, 1, 2), "tp"), ((1, 2, 2, 2), "cp"), ((2, 2, 1, 2), "tp")])
+def test_tensor_parallel_ranks_hold_a_part_of_each_layer(axes: tuple[int, ...], sent_over: str) -> None:
+    found = world(*axes)
+    assert found.weights == pytest.approx(4 * PARAMETERS / (axes[1] * axes[2] * 2), rel=0.01)  # norms are whole
+    assert found.sent[sent_over] > 0
+
+
+def test_experts_are_dealt_over_ranks() -> None:
+    experts = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=256,
+        decoder_sparse_step=1,
+    )
+    shape = MeshShape(1, 4, 1, 1, 4)
+    asked = config("mesh.dp_shard=4", "mesh.ep=4", "training.global_batch_size=4")
+    found = simulate(asked, experts, shape)
+    whole = sum(p.numel() for p in describe(experts).parameters())
+    assert found.weights == pytest.approx(4 * whole / 4, rel=0.01)
+
+
 def test_one_process_holds_the_whole_model() -> None:
-    found = simulate(config("training.global_batch_size=1"), LLAMA, MeshShape(1, 1, 1), torch.float32)
+    found = simulate(config("training.global_batch_size=1"), LLAMA, MeshShape(1, 1, 1))
     assert found.weights == found.gradients == 4 * PARAMETERS
     assert found.optimizer == pytest.approx(8 * PARAMETERS, rel=1e-3)
 
@@ -79,8 +124,9 @@ def test_the_dry_run_of_one_process_answers_for_a_world(capsys: pytest.CaptureFi
     asked = config("mesh.dp_shard=16", "mesh.cp=2", "training.global_batch_size=16", "training.precision=bf16")
     assert dry_run(asked) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "simulated rank 0 of 32: at most" in shown
-    assert "cp" in shown[shown.index("sends") :]
+    assert "memory rank 0 of 32, simulated: at most" in shown
+    assert "cp" in shown[shown.index("sends over") :]
+    assert "fits GPUs of 16 GB and more" in shown
 
 
 def test_a_softcap_does_not_stop_it() -> None:
@@ -93,5 +139,64 @@ def test_a_softcap_does_not_stop_it() -> None:
         head_dim=32,
         vocab_size=256,
     )
-    found = simulate(config("training.global_batch_size=2"), gemma, MeshShape(1, 2, 1), torch.bfloat16)
+    found = simulate(config("training.global_batch_size=2"), gemma, MeshShape(1, 2, 1))
     assert found.peak > found.weights
+
+
+FULL = "training.activation_checkpointing=full"
+WORLDS = {
+    "dense": ("Llama-3.1-8B-Instruct", ["mesh.dp_shard=8"]),
+    "recomputed": ("Llama-3.1-70B-Instruct", ["mesh.dp_shard=1024", FULL]),
+    "one-gpu": ("Llama-3.1-8B-Instruct", ["mesh.dp_shard=1", FULL]),
+    "micro-batches": ("Qwen3-8B", ["mesh.dp_shard=2", FULL, "training.global_batch_size=4"]),
+    "reduced-every-time": (
+        "Qwen3-8B",
+        ["mesh.dp_shard=2", FULL, "training.global_batch_size=4", "mesh.reduce_every_micro_batch=true"],
+    ),
+    "cp": ("Qwen3-8B", ["mesh.cp=4", "mesh.cp_exchange=all_to_all", FULL]),
+    "tp": ("Llama-3.1-8B-Instruct", ["mesh.dp_shard=8", "mesh.tp=4", FULL]),
+    "experts": ("Qwen3-30B-A3B", ["mesh.dp_shard=8", FULL]),
+    "ep": ("Qwen3-30B-A3B", ["mesh.dp_shard=8", "mesh.ep=8", FULL]),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_arithmetic_says_what_is_counted(name: str) -> None:
+    """Of models as wide as those that are trained, of four layers."""
+    shape, overrides = WORLDS[name]
+    model = shipped(shape, num_hidden_layers=4)
+    found, estimate = counted(model, ["packed_sequence.packed_sequence_size=8192", *overrides])
+    assert estimate.total == pytest.approx(found.peak, rel=0.03)
+    if name == "tp":
+        moved = memory.estimate(config("packed_sequence.packed_sequence_size=8192", *overrides), model, HARDWARE, 32, 1)
+        assert found.sent["tp"] == pytest.approx(moved.exchange_bytes, rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 8, 64, 1024])
+@pytest.mark.parametrize(
+    "shape", ["Llama-3.1-8B-Instruct", "Llama-3.1-70B-Instruct", "Llama-3.1-405B-Instruct", "Qwen3-30B-A3B"]
+)
+def test_the_arithmetic_of_whole_models(shape: str, ranks: int) -> None:
+    size = ["packed_sequence.packed_sequence_size=8192", f"mesh.dp_shard={ranks}", FULL]
+    found, estimate = counted(shipped(shape), size)
+    assert estimate.total == pytest.approx(found.peak, rel=0.03)
+    moved = memory.estimate(config(*size), shipped(shape), HARDWARE, ranks, 2048)
+    assert sum(found.sent.values()) == pytest.approx(moved.gather_bytes + moved.reduce_bytes, rel=0.03)
+
+
+HARDWARE = memory.Hardware(1e15, 0.5, 3e11, 4e10)
+
+
+def shipped(name: str, **changes: int) -> transformers.PretrainedConfig:
+    return transformers.AutoConfig.from_pretrained(next(SHAPES.glob(f"*{name}.json")), **changes)
+
+
+def counted(model: transformers.PretrainedConfig, overrides: list[str]) -> tuple[Simulation, MemoryEstimate]:
+    asked = config("training.global_batch_size=null", *overrides)
+    shape = planned_shape(asked)
+    reduces = asked.mesh.reduce_every_micro_batch is True
+    estimate = estimate_memory(
+        asked, shape, "fsdp", model, model_size(model), None, torch.bfloat16, reduces_every=reduces
+    )
+    return simulate(asked, model, shape), estimate
