@@ -184,7 +184,7 @@ class _Drawn(CausalLM):
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)
-            torch.empty(max((p.shape for p in model.parameters()), key=torch.Size.numel))  # the one that is read
+            torch.empty(max(p.numel() for p in model.parameters()))  # the one that is read
         return model.train()
 
 
@@ -297,8 +297,10 @@ class _Held(TorchDispatchMode):
     def _axes_of(self, group_name: str) -> tuple[str, int]:
         """Along which axes of the mesh the ranks of a group lie."""
         if group_name not in self._axes:
-            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group_name))
-            names, stride = [], 1
+            group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+            ranks = dist.get_process_group_ranks(group)
+            names: list[str] = []
+            stride = 1
             for axis in reversed(AXES):
                 size = getattr(self._shape, axis)
                 if len({rank // stride % size for rank in ranks}) > 1:
