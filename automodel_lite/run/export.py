@@ -330,6 +330,8 @@ def _load_again(
 ) -> LossModel:
     """The model of the folder in the dtypes of its files, without any kernel of ours; sharded like `lm`."""
     source = CausalLM(str(folder), trust_remote_code=runs_remote_code(lm))
+    bare = describe(lm.config, min(dtypes.values(), key=lambda d: d.itemsize))
+    dtypes = {name: buffer.dtype for name, buffer in bare.named_buffers()} | dtypes  # those that no file holds, too
     made: list[LossModel] = []
 
     def spread(read: transformers.PreTrainedModel) -> None:
