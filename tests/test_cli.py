@@ -163,3 +163,13 @@ def test_a_chosen_allocator_stays() -> None:
         chosen = {name: "max_split_size_mb:64"}
         choose_allocator(chosen)
         assert chosen == {name: "max_split_size_mb:64"}
+
+
+def test_a_name_is_asked_for_where_a_folder_is_made(tmp_path: Path):
+    (tmp_path / "data.jsonl").write_text('{"text": "Hi"}\n')
+    options = f"--config-name finetune model.pretrained={tmp_path}/no dataset.path={tmp_path}/data.jsonl"
+    for recipe, said in (("train_ft", "name has no value: set name=..."), ("inspect_data", f"{tmp_path}/no")):
+        command = [sys.executable, f"recipes/{recipe}.py", *options.split()]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 2
+        assert said in ended.stderr

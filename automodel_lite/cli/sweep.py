@@ -25,6 +25,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from automodel_lite.cli.overrides import is_sweep, split
@@ -161,7 +162,8 @@ def scrub_files_of_hydra() -> None:
     hydra.output_subdir where that is set.
     """
     hydra: Any = HydraConfig.get()
-    paths = [Path(str(hydra.sweep.dir)) / "multirun.yaml"]
+    # without a sweep its folder may have no name
+    paths = [Path(str(hydra.sweep.dir)) / "multirun.yaml"] if hydra.mode == RunMode.MULTIRUN else []
     if hydra.output_subdir:
         paths += (Path(str(hydra.runtime.output_dir)) / hydra.output_subdir).glob("*.yaml")
     _scrub_yaml(paths)

@@ -41,7 +41,7 @@ class Console:
 
     def print(self, text: str) -> None:
         if not self.is_silent:
-            print_above_bars(text)
+            print_above_bars("\n".join(wrapped(line, indent=11) for line in text.splitlines()))
 
     def step(self, m: StepMetrics) -> None:
         if self._rows % 25 == 0:

@@ -81,7 +81,8 @@ def _device(mesh: Mesh, built: BuiltModel) -> str:
     shape = mesh.shape
     processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    threads = f", {torch.get_num_threads()} threads each" if mesh.device.type == "cpu" else ""
+    num_threads = torch.get_num_threads()
+    threads = f", {num_threads} thread{'s' if num_threads > 1 else ''} each" if mesh.device.type == "cpu" else ""
     return f"{name}: {processes} ({axes_text(shape)}, {built.strategy}){threads}"
 
 

@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from automodel_lite.__main__ import TOOLS
 from automodel_lite.cli import compose_config
@@ -23,6 +28,7 @@ from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COOKBOOK = [page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name != "README.md"]
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "verify", "evaluate")
 READERS_OWN = re.compile(
     r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|\bnproc-per-node 8|attention=(varlen|flash|te|flex)|"
@@ -50,10 +56,10 @@ class Command:
         return words[start:]
 
 
-def commands() -> list[Command]:
+def commands(pages: list[Path]) -> list[Command]:
     """Lines of fenced blocks that start a recipe, continued lines joined."""
     found = []
-    for page in PAGES:
+    for page in pages:
         for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
                 line = re.sub(r"^(\$ |srun )", "", line.strip())
@@ -62,10 +68,12 @@ def commands() -> list[Command]:
     return found
 
 
-COMMANDS = commands()
+COMMANDS = commands(PAGES)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}"[:90])
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, *commands(COOKBOOK)], ids=lambda command: f"{command.page}: {command.text}"[:90]
+)
 def test_it_composes(command: Command):
     assert command.recipe or command.text.split()[1] in TOOLS
     if command.recipe not in WITH_CONFIG or "--help" in command.arguments or "..." in command.text:
@@ -109,3 +117,56 @@ def test_it_runs(page: str, tmp_path: Path):
             words += ["training.max_steps=2", "evaluation=none", "report=true"]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{command.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+TEMPLATE = """\
+{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for turn in messages %}<|im_start|>{{ turn.role }}
+{% if turn.reasoning_content %}<think>{{ turn.reasoning_content }}</think>{% endif %}{{ turn.content }}\
+{% for call in turn.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def write_small_model(folder: Path) -> None:
+    """A Llama that knows bytes, chats, tools and thinking."""
+    specials = ["<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(BPE({token: number for number, token in enumerate([*specials, *alphabet])}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=specials[1], pad_token=specials[1])
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.chat_template = TEMPLATE
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+SMALL = ["packed_sequence.packed_sequence_size=1024", "training.global_batch_size=1", "cache_dir=cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", COOKBOOK, ids=lambda page: page.stem)
+def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
+    """Its row of data many times over, its Python and its commands in their order, on a small model."""
+    for name in ("recipes", "conf", "automodel_lite"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    write_small_model(tmp_path / "my-model")
+    text = page.read_text()
+    ((data, row),) = re.findall(r"^`([\w.]+)`.*\n\n```json\n(.*?)\n```", text, flags=re.MULTILINE)
+    (tmp_path / data).write_text(f"{row}\n" * 40)
+    scripts = [[sys.executable, "-c", code] for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands([page]):
+        words = shlex.split(command.text.replace("--nproc-per-node 8", "--nproc-per-node 2").replace("cp=8", "cp=2"))
+        if command.recipe in WITH_CONFIG:
+            words += SMALL
+        if command.recipe == "train_ft":
+            words += ["training.max_steps=3"]
+        scripts.append(words)
+    for words in scripts:
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
