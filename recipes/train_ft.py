@@ -117,13 +117,15 @@ class TrainFinetuneRecipe:
     def train(self) -> int:
         """The whole run; how it ends is written down."""
         self.peers.watch(self.leave_with)
-        try:
-            with self.lock, self.watchdog, self.recorded():
-                with collecting_seldom():
-                    self.setup()
-                return self.run()
-        finally:
-            self.page.update(is_last=True)
+        with self.lock:
+            try:
+                with self.watchdog, self.recorded():
+                    with collecting_seldom():
+                        self.setup()
+                    return self.run()
+            finally:
+                if not self.lock.is_taken():
+                    self.page.update(is_last=True)
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
@@ -447,7 +449,13 @@ class TrainFinetuneRecipe:
     def recorded(self) -> AbstractContextManager[None]:
         """Writes down how the run ends, if it is with an error."""
         return recorded(
-            self.folder, rank(), lambda: self.watchdog.doing, lambda: self.memory_text, self.lock.is_held, self.place
+            self.folder,
+            rank(),
+            lambda: self.watchdog.doing,
+            lambda: self.memory_text,
+            self.lock.is_held,
+            self.place,
+            self.lock.is_taken,
         )
 
     def place(self) -> Place:

@@ -3,7 +3,7 @@
 https://hydra.cc/docs/advanced/hydra-command-line-flags
 
 `--help` prints the template of Hydra's own help, which a `hydra/help` of the user's can replace. Hydra installs the
-completion (`eval "$(automodel-lite train -sc install=bash)"`) and asks here for presets, options of flags, groups and
+completion (`eval "$(automodel-lite -sc install=bash)"`) and asks here for presets, options of flags, groups and
 keys; its own answer takes seconds, because it reads all groups again for each of them.
 """
 

@@ -190,9 +190,11 @@ def recorded(
     memory: Callable[[], str],
     holds: Callable[[], bool] = lambda: True,
     place: Callable[[], Place] = lambda: (None, None),
+    is_taken: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Leaves the error that passes in the run's logs and STATUS.json, if the folder is still this run's (`holds`);
-    replaces a consequence by its cause, as RunStoppedError.
+    replaces a consequence by its cause, as RunStoppedError. Nothing is left in a folder that another job has taken over
+    (`is_taken`): it would take the record for one of its own ranks', and leave without a save when it is told to stop.
     """
     folder = run.logs
     record = folder / f"failure_rank_{rank:05d}.json"
@@ -208,7 +210,7 @@ def recorded(
     except Exception as error:
         is_mistake = isinstance(error, (ConfigError, DataError))
         is_consequence = is_lost_peer(error) and not is_out_of_memory(error)
-        if not is_mistake or holds():
+        if holds() or not (is_mistake or is_taken()):
             _leave_record(folder, record, rank, error, is_consequence, doing())
         cause = _cause_of(folder, rank, doing(), error) if is_consequence else _sentence(error, rank, doing())
         if holds():

@@ -99,6 +99,10 @@ class RunLock:
         holder = self._holder()
         return holder is not None and holder.token == self.token
 
+    def is_taken(self) -> bool:
+        """Was the lock this run's, and is it no longer?"""
+        return self.token is not None and not self.is_held()
+
     def check_held(self) -> None:
         """The fence before everything that is written: raises RunStoppedError when the lock is another job's."""
         if self.is_held():

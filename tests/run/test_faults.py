@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import torch
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run import checkpoint_folder, durable
-from automodel_lite.run.failures import Watchdog
+from automodel_lite.run.failures import Watchdog, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import Deadline, deadline_of, seconds_of
@@ -325,8 +326,13 @@ def test_a_job_that_was_stopped_for_long_finds_the_lock_lost(tmp_path: Path) -> 
     time.sleep(0.3)
     assert json.loads(path.read_text())["token"] == "theirs"
     assert old.is_lost
-    with pytest.raises(RunStoppedError, match=r"is no longer this run's: run.lock names process .* on elsewhere"):
+    run = RunFolder(tmp_path)
+    with (
+        pytest.raises(RunStoppedError, match=r"is no longer this run's: run.lock names process .* on elsewhere"),
+        recorded(run, 0, lambda: "in step 4", str, old.is_held, is_taken=old.is_taken),
+    ):
         old.check_held()
+    assert not run.logs.exists()  # the other job would take a record for one of its own ranks'
     old.release()
     assert json.loads(path.read_text())["token"] == "theirs"
     path.write_text(json.dumps(mine))
@@ -334,6 +340,63 @@ def test_a_job_that_was_stopped_for_long_finds_the_lock_lost(tmp_path: Path) -> 
     path.unlink()
     with pytest.raises(RunStoppedError, match=r"run.lock was deleted"):
         old.check_held()
+
+
+ELSEWHERE = """
+import socket, sys
+host = sys.argv.pop(1)
+socket.gethostname = lambda: host
+from automodel_lite.cli import run_recipe
+run_recipe("recipes.train_ft:main")
+"""
+
+
+def _wait_until(condition: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_job_that_is_stopped_for_66_s_leaves_the_run_to_the_one_that_took_over(tmp_path: Path, mode: str) -> None:
+    """Two jobs on two hosts; the first is stopped, the second takes the folder over, the first goes on: one writer."""
+    run = tmp_path / "run"
+    options = [*QUICK, f"output_dir={run}", f"cache_dir={tmp_path}/cache", f"checkpoint.mode={mode}", "report=false"]
+    options += ["training.max_steps=1000000", "training.log_every_steps=1", "checkpoint.every_steps=20"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def job(host: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", ELSEWHERE, host, "--config-name", "smoke", *options]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+    def last_step() -> int:
+        rows = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
+        return int(json.loads(rows[-2])["step"]) if len(rows) > 2 else 0
+
+    first = job("one")
+    _wait_until(lambda: last_step() > 30, 300)
+    first.send_signal(signal.SIGSTOP)
+    stopped_at, stopped = last_step(), time.monotonic()
+    second = job("two")
+    _wait_until(lambda: "two" in (run / "run.lock").read_text(), 300)
+    _wait_until(lambda: last_step() > stopped_at + 30, 300)
+    time.sleep(max(0.0, 66 - (time.monotonic() - stopped)))
+    first.send_signal(signal.SIGCONT)
+    said, _ = first.communicate(timeout=300)
+    assert first.returncode == 1, said
+    assert re.search(r"is no longer this run's: run.lock names process \d+ on two", said.splitlines()[-1]), said
+    after = last_step()
+    _wait_until(lambda: last_step() > after + 30, 300)  # the second one is not disturbed
+    assert json.loads((run / "STATUS.json").read_text())["state"] == "running"
+    second.send_signal(signal.SIGTERM)
+    told, _ = second.communicate(timeout=300)
+    assert second.returncode == 75, told
+    steps = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1)), "two jobs wrote"
+    assert json.loads((run / "STATUS.json").read_text())["state"] == "preempted"
+    assert not list((run / "logs").glob("failure_*"))
 
 
 def test_a_lock_that_is_given_back_is_gone(tmp_path: Path) -> None:
