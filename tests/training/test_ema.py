@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -88,6 +89,7 @@ def test_a_run_averages_resumes_and_exports(tmp_path: Path) -> None:
     assert max(float((wider[name] - averaged[name]).abs().max()) for name in averaged) < 1e-4
 
 
+@pytest.mark.slow
 def test_validation_is_of_the_average(tmp_path: Path) -> None:
     """And the steps after it are those of a run without validation: its weights came back, on shards too."""
     import json

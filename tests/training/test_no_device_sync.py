@@ -98,7 +98,10 @@ class StrictRecipe(train_ft.TrainFinetuneRecipe):
             return super().step(ready)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", "adamw_8bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_bf16", "muon"))],
+)
 def test_the_steps_of_the_recipe_read_nothing_off_the_device(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.training import optimizers
 from automodel_lite.training.muon import hidden_matrices, muon, newton_schulz, orthogonal
 from automodel_lite.training.optimizers import (
     LocalPlace,
@@ -174,14 +175,14 @@ def test_the_state_loads_into_another_optimizer(maker: str) -> None:
 
 BF16 = ("training.master_weights=bf16", "training.precision=bf16")
 KINDS = [
-    ("optimizer=adamw_8bit",),
-    ("optimizer=adamw_bf16", *BF16),
-    ("optimizer=adamw_bf16", "optimizer.rounding=kahan", *BF16),
-    ("optimizer=muon",),
+    pytest.param(("optimizer=adamw_8bit",), marks=pytest.mark.slow, id="8bit"),
+    pytest.param(("optimizer=adamw_bf16", *BF16), id="bf16"),
+    pytest.param(("optimizer=adamw_bf16", "optimizer.rounding=kahan", *BF16), marks=pytest.mark.slow, id="kahan"),
+    pytest.param(("optimizer=muon",), id="muon"),
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["8bit", "bf16", "kahan", "muon"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_bit_for_bit_and_on_more_ranks(kind: tuple[str, ...], tmp_path: Path) -> None:
     """Saved on the way, on one process; on two ranks the same run goes on from their shards."""
     options = [*kind, "optimizer.lr=0.01", "training.log_every_steps=1"]
@@ -199,6 +200,36 @@ def test_a_run_resumes_bit_for_bit_and_on_more_ranks(kind: tuple[str, ...], tmp_
 
 
 # --------------------------------------------------------------------------------------------------- weights in bf16
+def one_step(maker: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    model = model_with_gradients().to(dtype)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.to(dtype)
+    optimizer = maker(model, lr=1e-2)
+    optimizer.step()
+    return state_of(model, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("maker", "dtype"),
+    [
+        (adamw_8bit, torch.float32),
+        (adamw_bf16, torch.bfloat16),
+        (partial(adamw_bf16, rounding="kahan"), torch.bfloat16),
+    ],
+    ids=["8bit", "bf16", "kahan"],
+)
+def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_bits(
+    maker: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU steps by the compiled function; a break in its graph is an error."""
+    plain = one_step(maker, dtype)
+    torch._dynamo.reset()
+    monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True, backend="aot_eager"))
+    assert all(torch.equal(one, other) for one, other in zip(plain, one_step(maker, dtype)))
+
+
 def test_rounding_is_up_or_down_with_the_right_chance() -> None:
     """1 + 1/512 lies a quarter of the way from 1 to 1 + 1/128, the next value of bf16."""
     value = torch.full((100, 1000), 1 + 1 / 512)
@@ -251,7 +282,7 @@ def test_kahan_keeps_what_bf16_rounds_away() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-@pytest.mark.parametrize("maker", [adamw_8bit, adamw_bf16], ids=["8bit", "bf16"])
+@pytest.mark.parametrize("maker", [pytest.param(adamw_8bit, marks=pytest.mark.slow, id="8bit"), adamw_bf16])
 def test_weights_in_bf16_learn_with_small_steps(maker: Any, rounding: str) -> None:
     """At a rate where rounding to the nearest value learns less than half of what fp32 does."""
     start = trained(adamw, torch.float32, 0.0, 8)
