@@ -133,17 +133,23 @@ SEQ_LENS_PADDING = -1000
 class Exchange(Protocol):
     """What context parallelism does around the kernel of each attention layer."""
 
-    @property
-    def kernel_kwargs(self) -> dict[str, Any]:
-        """Further keyword arguments of the kernel; empty unless the kernel exchanges by itself."""
+    def attend(
+        self,
+        kernel: Callable[..., Tensor],
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: tuple[Tensor, Tensor, int, int],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """This rank's q, k, v [T / cp, H, D] -> the output of its own tokens.
 
-    def before(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """This rank's q, k, v, sinks -> those that the kernel attends with."""
-
-    def after(self, out_THD: Tensor) -> Tensor:
-        """The kernel's output -> the output of this rank's own tokens."""
+        segments  cu_q, cu_k, max_q, max_k of the plan, or their cuts in a layer with chunked attention
+        """
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Exchange:
         """The same exchange with `function` of each of its tensors."""

@@ -150,7 +150,8 @@ class TrainFinetuneRecipe:
         self.show(plan_lines(self.report, self.plan, config))
         seed_all(config.seed, "model")
         with activity("loading the model"):
-            self.built = build_model(config, self.source, self.data.tokenizer, self.mesh)
+            mean_tokens = self.report.mean_tokens if self.report else None
+            self.built = build_model(config, self.source, self.data.tokenizer, self.mesh, mean_tokens)
         self.show(model_lines(config, self.built, self.mesh))
         self.model = self.built.model
         self.memory_text = out_of_memory_text(config, self.built.memory)
@@ -297,7 +298,7 @@ class TrainFinetuneRecipe:
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank."""
-        return cp_shard(batch, self.mesh.cp, self.config.mesh.cp_exchange)
+        return cp_shard(batch, self.mesh.cp, self.built.cp_exchange)
 
     def is_due(self, every_steps: int) -> bool:
         """At every so many steps (0 = never), and after the last step."""

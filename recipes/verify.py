@@ -48,7 +48,7 @@ from automodel_lite.tools.verify import (
     table,
     take_gradients,
 )
-from automodel_lite.training.build import assemble, check_cp, check_model, choose_attention
+from automodel_lite.training.build import assemble, check_model, choose_attention, with_exchange
 from automodel_lite.training.trial import try_settings
 
 EXACT = 1e-5
@@ -80,8 +80,8 @@ class Verification:
         self.source, self.part = first_layers(self.source, self.sample.tokenizer, self.mesh.device)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
         model_config = self.source.config(self.sample.tokenizer)
-        check_cp(config, model_config, self.mesh, self.dtype)
         self.kernel, _ = choose_attention(config, model_config, self.mesh.device, self.dtype)
+        self.config, _ = with_exchange(config, model_config, self.kernel, self.mesh.device, self.dtype)
         self.kernel_name = f"{self.kernel.name.removeprefix('thd_')} kernel, {str(self.dtype).removeprefix('torch.')}"
         self.noise_limit = EXACT
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +101,23 @@ class KernelByKind:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionKernel`."""
+        attend = self._of(q_THD, v_THD, window, softcap, sinks is not None)
+        return attend(
+            q_THD, k_THD, v_THD, cu_q, cu_k, max_q, max_k, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+
+    def block(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel`."""
+        return self._of(q_THD, v_THD, None, options["softcap"]).block(q_THD, k_THD, v_THD, *args, **options)
+
+    def block_backward(
+        self, grad_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel`."""
+        kernel = self._of(q_THD, v_THD, None, options["softcap"])
+        return kernel.block_backward(grad_THD, q_THD, k_THD, v_THD, *args, **options)
+
+    def _of(self, q_THD: Tensor, v_THD: Tensor, window: int | None, softcap: float | None, sinks: bool = False) -> Any:
         kind = replace(
             self.spec,
             dtype=q_THD.dtype,
@@ -109,14 +125,11 @@ class KernelByKind:
             value_head_dim=v_THD.shape[2],
             window=window,
             softcap=softcap,
-            sinks=sinks is not None,
+            sinks=sinks,
         )
         if kind not in self._chosen:
             self._chosen[kind], _ = first_able(self.kernels, kind)
-        attend = self._chosen[kind]
-        return attend(
-            q_THD, k_THD, v_THD, cu_q, cu_k, max_q, max_k, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+        return self._chosen[kind]
 
 
 def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> None:
@@ -161,25 +174,17 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         window = _window(module, sliding_window)
         chunk = layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
         q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
-        attend: Callable[..., Tensor] = kernel
-        exchange = documents.cp_exchange
+        options: dict[str, Any] = {
+            "scale": q.shape[-1] ** -0.5 if scaling is None else scaling,
+            "window": window,
+            "softcap": softcap,
+            "sinks": s_aux,
+        }
+        segments, exchange = documents.segments(chunk), documents.cp_exchange
         if exchange is not None:
-            if chunk is not None and exchange.kernel_kwargs:
-                raise ConfigError("mesh.cp_exchange=te cannot do chunked attention: take mesh.cp_exchange=all_gather.")
-            q, k, v, s_aux = exchange.before(q, k, v, s_aux)
-            attend = partial(kernel, **exchange.kernel_kwargs)
-        out = attend(
-            q,
-            k,
-            v,
-            *documents.segments(chunk),
-            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
-        if exchange is not None:
-            out = exchange.after(out)
+            out = exchange.attend(kernel, q, k, v, segments, **options)
+        else:
+            out = kernel(q, k, v, *segments, **options)
         return out[None], None
 
     return forward

@@ -42,7 +42,7 @@ class FlexAttention:
     def __init__(self, compiled: Callable[..., Any] | None = None) -> None:
         self._compiled = compiled or compiled_flex()
         self._compiled_devices = ("cuda",) if compiled is None else ("cuda", "cpu")
-        self._masks: dict[int | None, tuple[weakref.ref[Tensor], BlockMask]] = {}
+        self._masks: dict[tuple[int, int, int | None, bool], tuple[weakref.ref[Tensor], BlockMask]] = {}
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA: on CPU it has no backward."""
@@ -65,6 +65,61 @@ class FlexAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionKernel`."""
+        mask = self._block_mask(cu_q, cu_k, len(q_THD), len(k_THD), window, causal=True)
+        out, lse = self._attend(q_THD, k_THD, v_THD, mask, scale, softcap)
+        if sinks is not None:  # softmax with one extra logit = softmax * sigmoid(lse - logit)
+            out = out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype)
+        return out
+
+    def block(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel`."""
+        mask = self._block_mask(cu_q, cu_k, len(q_THD), len(k_THD), None, causal)
+        return self._attend(q_THD, k_THD, v_THD, mask, scale, softcap)
+
+    def block_backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel`: the block once more, and back through its share exp(lse_block - lse) of the output."""
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (q_THD, k_THD, v_THD)]
+        with torch.enable_grad():
+            of_block = self.block(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, causal=causal, softcap=softcap)
+        share = (of_block[1].detach() - lse_TH).exp()[..., None]
+        moved = (grad_THD * (of_block[0].detach() - out_THD)).float().sum(-1, keepdim=True)
+        grads = ((grad_THD * share).to(of_block[0].dtype), (share * moved).squeeze(-1))
+        dq, dk, dv = torch.autograd.grad(of_block, leaves, grads)
+        return dq, dk, dv
+
+    def _attend(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output [Tq, Hq, Dv] and log-sum-exp [Tq, Hq]."""
         # below one block the start-up probes would compile kernels, 5 to 10 s each, that training never calls
         is_compiled = q_THD.device.type in self._compiled_devices and len(q_THD) >= BLOCK
         attend: Any = self._compiled if is_compiled else flex_attention
@@ -74,26 +129,30 @@ class FlexAttention:
             k,
             v,
             score_mod=None if softcap is None else _softcap(softcap),
-            block_mask=self._block_mask(cu_q, cu_k, len(q_THD), len(k_THD), window),
+            block_mask=mask,
             scale=scale,
             enable_gqa=q_THD.shape[1] != k_THD.shape[1],
             return_aux=AuxRequest(lse=True),  # type: ignore[arg-type]
         )
-        if sinks is not None:  # softmax with one extra logit = softmax * sigmoid(lse - logit)
-            out = out * torch.sigmoid(aux.lse - sinks.view(1, -1, 1))[..., None].to(out.dtype)
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1), aux.lse[0].t()
 
-    def _block_mask(self, cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None) -> BlockMask:
-        """The mask of this batch; made by its first layer of each window, found by the identity of its boundaries."""
-        known = self._masks.get(window)
+    def _block_mask(
+        self, cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None, causal: bool
+    ) -> BlockMask:
+        """The mask of this batch; made by its first layer of each kind, found by the identity of its boundaries."""
+        kind = (num_q, num_k, window, causal)
+        known = self._masks.get(kind)
         if known is not None and known[0]() is cu_q:
             return known[1]
-        mask = packed_block_mask(cu_q, cu_k, num_q, num_k, window)
-        self._masks[window] = (weakref.ref(cu_q), mask)
+        self._masks = {of: known for of, known in self._masks.items() if known[0]() is not None}
+        mask = packed_block_mask(cu_q, cu_k, num_q, num_k, window, causal)
+        self._masks[kind] = (weakref.ref(cu_q), mask)
         return mask
 
 
-def packed_block_mask(cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None) -> BlockMask:
+def packed_block_mask(
+    cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None, causal: bool = True
+) -> BlockMask:
     """The blocks of 128 x 128 that hold visible pairs, from the boundaries alone: (T / 128)^2 values at most, where
     `create_block_mask` holds 11 bytes x T^2 (11 GiB at 32,768 tokens). Reads nothing off the device.
 
@@ -102,7 +161,10 @@ def packed_block_mask(cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window
     documents of which no key is visible: it is masked, not wrong.
     """
     segment_q, segment_k = _segments(cu_q, num_q), _segments(cu_k, num_k)
-    highest = torch.arange(num_q, device=cu_q.device) + (cu_k[1:] - cu_q[1:])[segment_q]  # the key a query sits on
+    if causal:
+        highest = torch.arange(num_q, device=cu_q.device) + (cu_k[1:] - cu_q[1:])[segment_q]  # the key a query sits on
+    else:
+        highest = cu_k[1:][segment_q].long() - 1
     lowest = cu_k[segment_q].long()
     if window is not None:
         lowest = torch.maximum(lowest, highest - window + 1)

@@ -14,11 +14,12 @@ Lk keys).
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +98,52 @@ class AttentionKernel(Protocol):
         cu_q, cu_k  int32 [N + 1]
         window      visible keys, the query's own included; None sees all
         sinks       [Hq]
-        A kernel that exchanges between context-parallel ranks by itself takes its exchange's `kernel_kwargs` as well.
+        A kernel that exchanges between context-parallel ranks by itself takes their group as `cp_group`.
         """
+
+
+@runtime_checkable
+class BlockKernel(Protocol):
+    """A kernel that attends to one part of the keys at a time, as ring exchange needs it.
+
+    Segment i of the queries sees all of segment i of the keys, or, `causal`, what lies at or before each query; the two
+    have the same length then. The softmax of all parts together is that of their log-sum-exps.
+    """
+
+    def block(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output over these keys alone [Tq, Hq, Dv], and the log-sum-exp of their logits, fp32 [Tq, Hq]."""
+
+    def block_backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v through these keys; `out_THD`, `lse_TH` and its gradient are those over all keys."""
 
 
 def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
@@ -123,6 +168,13 @@ def refuse_own_exchange(kernel: AttentionKernel, spec: AttentionSpec) -> None:
     """Raises ConfigError for mesh.cp_exchange=te on any other kernel."""
     if spec.own_exchange:
         raise refuse(kernel, "mesh.cp_exchange=te", "take attention=te, or mesh.cp_exchange=all_gather")
+
+
+def require_blocks(kernel: AttentionKernel) -> None:
+    """Raises ConfigError for mesh.cp_exchange=ring on a kernel without a log-sum-exp."""
+    if not isinstance(kernel, BlockKernel):
+        cure = "take attention=varlen, flex or reference, or mesh.cp_exchange=all_gather"
+        raise refuse(kernel, "mesh.cp_exchange=ring", cure)
 
 
 QUERY_BLOCK = 1024
@@ -173,6 +225,105 @@ class ReferenceAttention:
             if q.shape[2]:
                 outs.append(_segment(q, k, v, scale, window, softcap, sinks)[0].transpose(0, 1))
         return torch.cat(outs)
+
+    def block(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel`."""
+        out = q_THD.new_empty(*q_THD.shape[:2], v_THD.shape[2])
+        lse = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for rows, keys, mask in _blocks(cu_q, cu_k, causal, q_THD.device):
+            with torch.autocast(q_THD.device.type, enabled=False):
+                q, k, v = _grouped(q_THD[rows], k_THD[keys], v_THD[keys])
+                logits, _ = _logits(q, k, mask, scale, softcap)
+                of_rows = logits.logsumexp(-1, keepdim=True)
+                out[rows] = ((logits - of_rows).exp() @ v).flatten(0, 1).transpose(0, 1).to(out.dtype)
+                lse[rows] = of_rows.flatten(0, 1).squeeze(-1).t()
+        return out, lse
+
+    def block_backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel`."""
+        grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q_THD, k_THD, v_THD)]
+        delta_TH = (grad_THD.float() * out_THD.float()).sum(-1)
+        for rows, keys, mask in _blocks(cu_q, cu_k, causal, q_THD.device):
+            with torch.autocast(q_THD.device.type, enabled=False):
+                q, k, v = _grouped(q_THD[rows], k_THD[keys], v_THD[keys])
+                logits, slope = _logits(q, k, mask, scale, softcap)
+                grad, lse, delta = (
+                    _by_group(x, k.shape[0]) for x in (grad_THD[rows], lse_TH[rows, :, None], delta_TH[rows, :, None])
+                )
+                weights = (logits - lse).exp()
+                grad_logits = weights * (grad @ v.transpose(-1, -2) - delta) * slope * scale
+                grads[0][rows] += (grad_logits @ k).flatten(0, 1).transpose(0, 1)
+                grads[1][keys] += (grad_logits.transpose(-1, -2) @ q).sum(1).transpose(0, 1)
+                grads[2][keys] += (weights.transpose(-1, -2) @ grad).sum(1).transpose(0, 1)
+        return grads[0], grads[1], grads[2]
+
+
+def _blocks(
+    cu_q: Tensor, cu_k: Tensor, causal: bool, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Rows of at most QUERY_BLOCK queries, the rows of their keys, and which of those each may see (None = all)."""
+    q_starts, k_starts = cu_q.tolist(), cu_k.tolist()
+    for q_start, q_stop, k_start, k_stop in zip(q_starts, q_starts[1:], k_starts, k_starts[1:]):
+        for start in range(q_start, q_stop, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, q_stop)
+            if not causal:
+                yield slice(start, stop), slice(k_start, k_stop), None
+                continue
+            rows, keys = slice(start - q_start, stop - q_start), slice(0, stop - q_start)
+            mask = _visible(rows, keys, 0, None, device)
+            yield slice(start, stop), slice(k_start, k_start + keys.stop), mask
+
+
+def _by_group(x_THD: Tensor, num_kv_heads: int) -> Tensor:
+    """[T, Hq, D] -> fp32 [Hkv, Hq / Hkv, T, D]."""
+    return x_THD.float().transpose(0, 1).unflatten(0, (num_kv_heads, -1))
+
+
+def _grouped(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32: q [Hkv, Hq / Hkv, Lq, D], k, v [Hkv, 1, Lk, D]."""
+    num_kv_heads = k_THD.shape[1]
+    return _by_group(q_THD, num_kv_heads), _by_group(k_THD, num_kv_heads), _by_group(v_THD, num_kv_heads)
+
+
+def _logits(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | float]:
+    """Logits, -inf where `mask` hides a key, and the slope of the softcap."""
+    logits = (q @ k.transpose(-1, -2)) * scale
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        bounded = torch.tanh(logits / softcap)
+        logits, slope = softcap * bounded, 1 - bounded**2
+    return logits if mask is None else logits.masked_fill(~mask, float("-inf")), slope
 
 
 def _segment(
@@ -294,6 +445,7 @@ class LayerShape:
     head_dim: int
     value_head_dim: int
     window: int | None = None  # keys that a query sees; None = all
+    state: int = 0  # values that a layer without attention reads and writes for every token; 0 = none, or not known
 
 
 def layer_shapes(model_config: PretrainedConfig) -> list[LayerShape]:
@@ -316,7 +468,7 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
 
     num_heads = value("num_attention_heads", 0)
     if not num_heads or kind == "linear_attention" or not any(word in kind for word in _ATTENTION_WORDS):
-        return LayerShape(0, 0, 0, 0)
+        return LayerShape(0, 0, 0, 0, state=_state_size(config))
     head_dim = value("head_dim", config.hidden_size // num_heads)
     value_head_dim = value("v_head_dim", head_dim)
     if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
@@ -326,6 +478,24 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
         window = value("sliding_window", value("attention_chunk_size", None))
     num_kv_heads = 1 if value("multi_query", False) else value("num_key_value_heads", num_heads)
     return LayerShape(num_heads, num_kv_heads, head_dim, value_head_dim, window)
+
+
+_STATES = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),  # gated delta rules (Qwen3-Next)
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),  # Bamba, GraniteMoeHybrid, Falcon-H1
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),  # Nemotron-H
+    ("mamba_expand", "hidden_size", "mamba_d_state"),  # Jamba, Zamba 2
+    ("num_heads", "head_dim", "state_size"),  # Mamba 2
+    ("intermediate_size", "state_size"),  # Mamba
+)
+
+
+def _state_size(config: PretrainedConfig) -> int:
+    for names in _STATES:
+        sizes = [config_value(config, name) for name in names]
+        if all(isinstance(size, int) for size in sizes):
+            return math.prod(sizes)
+    return 0
 
 
 def has_attention(config: PretrainedConfig) -> bool:

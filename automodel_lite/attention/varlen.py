@@ -113,6 +113,53 @@ class VarlenAttention:
         # max_q = 1 would select the decode path
         return self.varlen_attn(q_THD, k_THD, v_THD, cu_q, cu_k, max(max_q, 2), max(max_k, 2), **options)
 
+    def block(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the log-sum-exp."""
+        tensors = (q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), cu_q, cu_k)
+        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+            *tensors, max(max_q, 2), max(max_k, 2), 0.0, causal, False, scale=scale
+        )
+        return out, lse_HT.t()
+
+    def block_backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        causal: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel`."""
+        tensors = (x.contiguous() for x in (grad_THD, q_THD, k_THD, v_THD, out_THD, lse_TH.t()))
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+        unused = torch.empty(0, device=q_THD.device)
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            *tensors, cu_q, cu_k, max(max_q, 2), max(max_k, 2), 0.0, causal, no_dropout, unused, scale=scale
+        )
+        return grads
+
 
 def _activate(implementation: str) -> None:
     try:

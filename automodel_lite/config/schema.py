@@ -46,7 +46,7 @@ class MeshConfig:
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
     ep: Positive = 1  # processes over which experts are distributed, of those of dp_shard x cp x tp (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp or none
-    cp_exchange: Annotated[str, OneOf(("all_gather", "all_to_all", "te"))] = "all_gather"  # te = its own
+    cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring", "te"))] = "auto"  # te = its own
     reduce_every_micro_batch: Annotated[bool | str, OneOf(("auto", "true", "false"))] = (
         "auto"  # gradients (FSDP); auto = where their unsharded sum over micro-batches does not fit the GPU
     )
@@ -94,6 +94,7 @@ class TrainingConfig:
     activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective", "offload"))] = (
         "none"  # selective = cheap ops; offload = full, and the layers' inputs wait in host memory
     )
+    tile_tokens: Count | None = None  # of MLPs and norms at a time; 0 = all, null = 8192 for long recomputed packs
     recompute_every_layers: Positive = 1  # activation_checkpointing of every n-th layer only
     compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on a GPU
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scales of linear layers (torchao)

@@ -1,9 +1,9 @@
-"""Several datasets as one: by weights, repeats or caps, reproducible to the document."""
+"""Several datasets as one: by weights, repeats or caps, drawn anew each epoch, reproducible to the document."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,12 +21,18 @@ MANY_REPEATS = 4  # times that a document may be seen an epoch before the table 
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture: `weight` or `repeat`, and a cap on its documents."""
+    """One dataset of a mixture: `weight` (one, or one per epoch) or `repeat`, and a cap on its documents."""
 
     dataset: Documents | MemmapCorpus
-    weight: float | None = None
+    weight: float | Sequence[float] | None = None
     repeat: float = 1.0
     max_documents: int | None = None
+
+    def weight_in(self, epoch: int) -> float | None:
+        """The last weight of a list holds for all epochs after it."""
+        if self.weight is None or isinstance(self.weight, int | float):
+            return self.weight
+        return self.weight[min(epoch, len(self.weight) - 1)]
 
 
 class Mixture:
@@ -34,13 +40,14 @@ class Mixture:
 
     Args:
         parts: name -> `{dataset, weight}` or `{dataset, repeat}`, optional `max_documents` (the first ones).
-            Weights are shares of the tokens of an epoch, of any sum. A repeat of 2 takes every document twice, 0.5
-            takes half of them, drawn by `seed`.
+            Weights are shares of the tokens of an epoch, of any sum; a list of them is a schedule, one per epoch. A
+            repeat of 2 takes every document twice, 0.5 takes half of them, drawn by `seed`.
         stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
             nothing is repeated), or until every one has (`all_exhausted`, small ones are repeated).
         seed: draws the documents of partly taken datasets, and mixes the order.
 
-    Every dataset has its own validation sets and its own counts. What is drawn is the same in every epoch.
+    Every dataset has its own validation sets and its own counts. Documents that are not all taken are drawn anew in
+    every epoch, from (seed, epoch) alone.
 
     Raises:
         ConfigError: weights for some datasets only, or a number that cannot be.
@@ -81,18 +88,28 @@ class Mixture:
         ]
         return f"mixture({'; '.join(texts)}; {self.stop}, seed={self.seed})"
 
-    def mix(self, rows: Mapping[str, Rows]) -> MixedRows:
+    @property
+    def differs_by_epoch(self) -> bool:
+        """Do other epochs draw other documents?"""
+        return any(part.weight is not None or part.repeat % 1 for part in self.parts.values())
+
+    def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
         """The rows of an epoch, drawn from the rows of each dataset and shuffled."""
         lengths = {name: part_rows.lengths[: self.parts[name].max_documents] for name, part_rows in rows.items()}
         tokens = {name: int(part_lengths.sum()) for name, part_lengths in lengths.items()}
-        wanted = self._wanted_tokens(tokens)
+        wanted = self._wanted_tokens(tokens, epoch)
+        drawn_by = [self.seed, epoch] if epoch else [self.seed]
         chosen = [
-            choose_documents(lengths[name], wanted[name], np.random.default_rng([self.seed, number]))
+            choose_documents(lengths[name], wanted[name], np.random.default_rng([*drawn_by, number]))
             for number, name in enumerate(rows)
         ]
         part_ids = np.repeat(np.arange(len(chosen)), [len(ids) for ids in chosen])
-        order = np.random.default_rng([self.seed, len(chosen)]).permutation(len(part_ids))
+        order = np.random.default_rng([*drawn_by, len(chosen)]).permutation(len(part_ids))
         return MixedRows(tuple(rows.values()), tuple(rows), part_ids[order], np.concatenate(chosen)[order])
+
+    def longest(self, rows: Mapping[str, Rows]) -> int:
+        """Tokens of the longest document that any epoch may draw."""
+        return max(int(of.lengths[: self.parts[name].max_documents].max(initial=0)) for name, of in rows.items())
 
     def table(self, mixed: MixedRows) -> list[str]:
         """A line a dataset: what an epoch takes of it."""
@@ -108,13 +125,15 @@ class Mixture:
             lines.append(line + (f" (each document {times:.1f} times: more of it?)" if times > MANY_REPEATS else ""))
         return lines
 
-    def _wanted_tokens(self, tokens: Mapping[str, int]) -> dict[str, float]:
-        weights = {name: part.weight for name, part in self.parts.items()}
+    def _wanted_tokens(self, tokens: Mapping[str, int], epoch: int) -> dict[str, float]:
+        weights = {name: part.weight_in(epoch) for name, part in self.parts.items()}
         if None in weights.values():
             return {name: tokens[name] * self.parts[name].repeat for name in tokens}
         sizes = [tokens[name] / weight for name, weight in weights.items() if weight]
-        epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
-        return {name: epoch * (weight or 0.0) for name, weight in weights.items()}
+        if not sizes:
+            raise ConfigError(f"dataset.parts: all weights of epoch {epoch} are 0: give one dataset more.")
+        of_epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
+        return {name: of_epoch * (weight or 0.0) for name, weight in weights.items()}
 
 
 class MixedRows(Rows):
@@ -166,8 +185,14 @@ def _part(name: str, settings: Mapping[str, Any]) -> Part:
     part = Part(**settings)
     if part.weight is not None and "repeat" in settings:
         raise ConfigError(f"dataset.parts.{name} has weight={part.weight} and repeat={part.repeat}: give one of them.")
+    if isinstance(part.weight, Sequence):
+        weights = list(part.weight)
+        if not weights or not all(isinstance(value, int | float) and value >= 0 for value in weights):
+            rule = "must be a list of numbers, one per epoch, from 0 on"
+            raise ConfigError(f"dataset.parts.{name}.weight={weights} {rule}.")
+        part = replace(part, weight=weights)
     for key, value in (("weight", part.weight), ("repeat", part.repeat), ("max_documents", part.max_documents)):
-        if value is not None and not value > 0:
+        if isinstance(value, int | float) and not value > 0:
             raise ConfigError(f"dataset.parts.{name}.{key}={value} must be over 0.")
     return part
 

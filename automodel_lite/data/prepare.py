@@ -121,6 +121,8 @@ class PlannedPacks:
 
     @property
     def longest(self) -> int:
+        if self.tokens.drawn:  # a later epoch may draw it
+            return min(self.tokens.longest, self.packer.packed_sequence_size)
         return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.lengths).max(initial=0))
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
@@ -162,7 +164,7 @@ class PlannedPacks:
         """The packs of an epoch in the order in which they are consumed: shuffled, then distributed by their cost."""
         packs = self.packs_of(epoch)
         order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
-        costs_of_packs = pack_costs(packs.plan, self.tokens.train.lengths, costs)[order]
+        costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs)[order]
         return order[deal(costs_of_packs, self.packer.balance, **self._layout, seed=self.seed)]
 
     @property
@@ -238,9 +240,10 @@ def _planned(
 
     @lru_cache(maxsize=2)
     def packs_of(epoch: int) -> PackedDataset:
-        if epoch and not packer.repack_each_epoch:
+        if epoch and not packer.repack_each_epoch and not tokens.drawn:
             return packs_of(0)
-        return packer.packs(tokens.train, packer.plan(tokens.train.lengths, epoch))
+        rows = tokens.train_of(epoch)
+        return packer.packs(rows, packer.plan(rows.lengths, epoch))
 
     val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in tokens.val.items()}
     return PlannedPacks(

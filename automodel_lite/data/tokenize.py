@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
@@ -210,6 +210,12 @@ class TokenizedData:
     counts: dict[str, RowCounts]
     notes: tuple[str, ...]
     fingerprint: str  # of the training rows' content: other documents, tokenizer, template or mask rule change it
+    drawn: Callable[[int], Rows] | None = None  # epoch -> its training rows, where they differ by epoch
+    longest: int = 0  # of all that may be drawn
+
+    def train_of(self, epoch: int) -> Rows:
+        """The rows of an epoch, 0 is the first."""
+        return self.drawn(epoch) if self.drawn and epoch else self.train
 
 
 def tokenize_documents(
@@ -306,7 +312,8 @@ def _notes(entries: Mapping[str, CacheEntry]) -> tuple[str, ...]:
 
 
 def _mixed(mixture: Mixture, parts: Mapping[str, TokenizedData]) -> TokenizedData:
-    train = mixture.mix({name: data.train for name, data in parts.items()})
+    rows = {name: data.train for name, data in parts.items()}
+    train = mixture.mix(rows)
     notes = [f"{name}: {note}" for name, data in parts.items() for note in data.notes]
     return TokenizedData(
         train=train,
@@ -314,6 +321,8 @@ def _mixed(mixture: Mixture, parts: Mapping[str, TokenizedData]) -> TokenizedDat
         counts={f"{name}/{key}": counts for name, data in parts.items() for key, counts in data.counts.items()},
         notes=(*notes, *mixture.table(train)),
         fingerprint=short_hash(" ".join([mixture.identity, *(data.fingerprint for data in parts.values())])),
+        drawn=partial(mixture.mix, rows) if mixture.differs_by_epoch else None,
+        longest=mixture.longest(rows),
     )
 
 

@@ -33,12 +33,16 @@ def cost_model(model_config: PretrainedConfig) -> CostModel:
 
 
 def cost_of(size: ModelSize, layers: Sequence[LayerShape]) -> CostModel:
-    """As `cost_model`, of a model that is counted already."""
+    """As `cost_model`, of a model that is counted already.
+
+    A layer without attention reads its state once and writes it twice (decay, update) for every token: 3 products
+    forward, 6 backward. Kernels that work in chunks do other products, of the same order.
+    """
     per_layer = [6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers]
     narrow = [(layer.window, cost) for layer, cost in zip(layers, per_layer) if layer.window is not None]
     per_pair = sum(per_layer)
     return CostModel(
-        per_token=6.0 * (size.layer_weights + size.head_weights),
+        per_token=6.0 * (size.layer_weights + size.head_weights) + 18.0 * sum(layer.state for layer in layers),
         per_pair=per_pair,
         window=min((window for window, _ in narrow), default=None),
         window_frac=sum(cost for _, cost in narrow) / per_pair if per_pair else 0.0,
@@ -101,10 +105,11 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
 
 def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None) -> StepFlops:
     """num_adapter_weights: trained weights beside a frozen model; None when the model itself is trained."""
+    cost = cost_of(size, layer_shapes(config))
     if num_adapter_weights is None:
-        return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost_of(size, layer_shapes(config)))
+        return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost)
     per_token = 4.0 * size.layer_weights + 6.0 * num_adapter_weights
-    return StepFlops(per_token, 4.0 * size.head_weights, cost_of(size, layer_shapes(config)))
+    return StepFlops(per_token, 4.0 * size.head_weights, cost)
 
 
 def chosen_experts(text: PretrainedConfig) -> int | None:

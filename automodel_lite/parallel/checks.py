@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.kernel import AttentionSpec, config_value
+from automodel_lite.attention.kernel import AttentionSpec, config_value, layer_chunk
 from automodel_lite.attention.probe import Logits, logits_of, tolerance_std
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import check_heads_divide
@@ -17,8 +17,6 @@ from automodel_lite.parallel.zigzag import shard_indices
 from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, document_rows
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-MUCH_KV_GIB = 2.0
-"""Gathered keys and values kept for the backward pass above which recomputing them is worth its time."""
 
 
 def check_cp_settings(
@@ -39,26 +37,11 @@ def check_cp_settings(
     if exchange == "all_to_all":
         for kind in spec.kinds:
             check_heads_divide(cp_size, kind.num_heads, kind.num_kv_heads)
+    text = model_config.get_text_config()
+    chunks = [layer_chunk(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
+    if exchange == "te" and any(chunks):
+        raise ConfigError("mesh.cp_exchange=te cannot do chunked attention: take mesh.cp_exchange=all_gather.")
     _refuse_length_dependent_rope(model_config.get_text_config(), cp_size, packed_sequence_size)
-
-
-def checkpointing_hint(
-    spec: AttentionSpec, num_layers: int, num_tokens: int, cp_size: int, exchange: str
-) -> str | None:
-    """A sentence when the gathered keys and values of all layers would fill memory until the backward pass.
-
-    num_tokens  of one micro-batch's whole stream. 32 layers x 8 heads x (128 + 128) x 2 bytes x 131072 tokens = 16 GiB.
-    """
-    if cp_size == 1 or exchange != "all_gather":
-        return None
-    per_token = num_layers * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
-    gib = per_token * num_tokens / 2**30
-    if gib < MUCH_KV_GIB:
-        return None
-    return (
-        f"mesh.cp={cp_size} keeps {gib:.1f} GiB of gathered keys and values on each rank until the backward pass: "
-        "training.activation_checkpointing=full gathers them again instead."
-    )
 
 
 def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:

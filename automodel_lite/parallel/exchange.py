@@ -4,6 +4,7 @@ AllGatherKV        every rank keeps its queries and gathers everybody's keys and
                    prefix of its document as keys. Volume does not grow with the number of query heads: the default.
 Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the kernel sees plain packing. Less volume
                    than the all-gather when cp > (Hq + Hkv) / Hkv.
+Ring               (ring.py) keys and values travel from rank to rank behind the attention: the least memory.
 TransformerEngine  the `te` kernel exchanges by itself (p2p ring, all-gather or all-to-all).
 
 The autograd functions are our own: torch.distributed.nn.functional.all_gather gave wrong gradients on gloo for
@@ -73,21 +74,25 @@ class AllGatherKV:
     group: dist.ProcessGroup
     key_rows: Tensor
 
-    @property
-    def kernel_kwargs(self) -> dict[str, Any]:
-        return {}
-
-    def before(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q [T / cp, Hq, D] stays; k, v [T / cp, Hkv, D] -> [Tk, Hkv, D]."""
+    def attend(
+        self,
+        kernel: Callable[..., Tensor],
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: tuple[Tensor, Tensor, int, int],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `Exchange`."""
         kv = torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
         kv = AllGatherRows.apply(kv, self.group).index_select(0, self.key_rows)
         k, v = kv.split([k_THD[0].numel(), v_THD[0].numel()], 1)
-        return q_THD, k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:]), sinks
-
-    def after(self, out_THD: Tensor) -> Tensor:
-        return out_THD
+        k, v = k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:])
+        return kernel(q_THD, k, v, *segments, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AllGatherKV:
         return replace(self, key_rows=function(self.key_rows))
@@ -105,14 +110,20 @@ class Ulysses:
     to_stream: Tensor
     to_ranks: Tensor
 
-    @property
-    def kernel_kwargs(self) -> dict[str, Any]:
-        return {}
-
-    def before(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q [T / cp, Hq, D], k, v [T / cp, Hkv, D] -> [T, Hq / cp, D], [T, max(Hkv / cp, 1), D].
+    def attend(
+        self,
+        kernel: Callable[..., Tensor],
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: tuple[Tensor, Tensor, int, int],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D].
 
         Raises ConfigError when cp does not divide the query heads, or neither of cp and Hkv divides the other.
         """
@@ -128,11 +139,9 @@ class Ulysses:
             part.unflatten(1, x.shape[2:])
             for part, x in zip(rows.split([x[0, 0].numel() for x in by_rank], 1), by_rank)
         )
-        return q, k, v, None if sinks is None else sinks.chunk(cp)[self.group.rank()]
-
-    def after(self, out_THD: Tensor) -> Tensor:
-        """[T, Hq / cp, D] -> [T / cp, Hq, D]."""
-        slices = out_THD.index_select(0, self.to_ranks).unflatten(0, (self.group.size(), -1))
+        own_sinks = None if sinks is None else sinks.chunk(cp)[self.group.rank()]
+        out = kernel(q, k, v, *segments, scale=scale, window=window, softcap=softcap, sinks=own_sinks)
+        slices = out.index_select(0, self.to_ranks).unflatten(0, (cp, -1))
         return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Ulysses:
@@ -145,25 +154,35 @@ class TransformerEngine:
 
     group: dist.ProcessGroup
 
-    @property
-    def kernel_kwargs(self) -> dict[str, Any]:
-        return {"cp_group": self.group}
-
-    def before(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return q_THD, k_THD, v_THD, sinks
-
-    def after(self, out_THD: Tensor) -> Tensor:
-        return out_THD
+    def attend(
+        self,
+        kernel: Callable[..., Tensor],
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: tuple[Tensor, Tensor, int, int],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `Exchange`."""
+        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "cp_group": self.group}
+        return kernel(q_THD, k_THD, v_THD, *segments, **options)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> TransformerEngine:
         return self
 
 
+def heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Can an all-to-all deal these heads out to `cp_size` ranks?"""
+    return num_heads % cp_size == 0 and (num_kv_heads % cp_size == 0 or cp_size % num_kv_heads == 0)
+
+
 def check_heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> None:
     """Raises ConfigError for heads that an all-to-all cannot distribute to `cp_size` ranks."""
-    if num_heads % cp_size or (num_kv_heads % cp_size and cp_size % num_kv_heads):
+    if not heads_divide(cp_size, num_heads, num_kv_heads):
         raise ConfigError(
             f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {num_heads} query heads, and divide "
             f"or be divided by the {num_kv_heads} key/value heads: take mesh.cp_exchange=all_gather, which need not."

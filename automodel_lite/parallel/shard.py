@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, TransformerEngine, Ulysses
 from automodel_lite.parallel.mixer_exchange import deal_mixers
+from automodel_lite.parallel.ring import ring
 from automodel_lite.parallel.zigzag import (
     concatenated_ranges,
     inverse_permutation,
@@ -23,7 +24,7 @@ from automodel_lite.parallel.zigzag import (
 )
 from automodel_lite.thd import AttentionPlan, ThdBatch, cumulative, labelled_rows, per_token
 
-EXCHANGES = ("all_gather", "all_to_all", "te")
+EXCHANGES = ("all_gather", "all_to_all", "ring", "te")
 
 
 def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_gather") -> ThdBatch:
@@ -33,10 +34,10 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     exchange  one of EXCHANGES
     Raises ValueError when a document slot is not a multiple of `2 * cp`, ConfigError for an unknown exchange.
     """
-    if exchange not in EXCHANGES:
-        raise ConfigError(f"mesh.cp_exchange={exchange} is unknown: use one of {', '.join(EXCHANGES)}.")
     if cp_mesh is None or cp_mesh.size() == 1:
         return batch
+    if exchange not in EXCHANGES:
+        raise ConfigError(f"mesh.cp_exchange={exchange} is unknown: use one of {', '.join(EXCHANGES)}.")
     group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
     of_ranks = [shard_indices(batch.cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)]
     mine, to_ranks = of_ranks[cp_rank], torch.cat(of_ranks)
@@ -64,10 +65,15 @@ def attention_plan(
     segments = owned_segments(cu, cp_size, cp_rank)
     q_lens, k_lens = segments.end - segments.start, segments.end - segments.document_start
     key_rows = to_stream[concatenated_ranges(segments.document_start, segments.end)]
-    return AttentionPlan(
+    plan = AttentionPlan(
         cu_q=cumulative(q_lens),
         cu_k=cumulative(k_lens),
         max_q=int(q_lens.max()),
         max_k=int(k_lens.max()),
         exchange=AllGatherKV(group, key_rows),
+    )
+    if exchange == "all_gather":
+        return plan
+    return replace(
+        plan, max_k=batch.max_seqlen, exchange=ring(segments, AllGatherKV(group, key_rows), batch.max_seqlen)
     )

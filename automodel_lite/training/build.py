@@ -16,10 +16,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.adapter import auto_attention, install
 from automodel_lite.attention.documents import runs_by_rows
-from automodel_lite.attention.kernel import AttentionKernel, attention_spec
+from automodel_lite.attention.kernel import AttentionKernel, attention_spec, layer_shapes, require_blocks
 from automodel_lite.attention.probe import check_packing_isolation, stream_of
 from automodel_lite.config.components import build, locate
-from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.schema import Config, TrainingConfig, launched, world_size
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
@@ -29,7 +29,9 @@ from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
 from automodel_lite.models.source import CausalLM, describe, embedding_rows
-from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings, checkpointing_hint
+from automodel_lite.models.tiles import chosen_tile, tile_layers
+from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings
+from automodel_lite.parallel.exchange_costs import MEAN_TOKENS, Load, checkpointing_hint, choose_exchange
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import (
@@ -41,6 +43,9 @@ from automodel_lite.parallel.sharding import (
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import MemoryEstimate, check_weights_fit, gpu_bytes, plan_memory
 
+PLANNED_HOST = 8
+"""GPUs of a host in a world that is only planned."""
+
 
 @dataclass(frozen=True)
 class BuiltModel:
@@ -50,7 +55,8 @@ class BuiltModel:
     num_parameters: int
     flops: StepFlops
     memory: MemoryEstimate  # of one rank
-    attention: str  # which kernel, and why
+    attention: str  # which kernel and exchange, and why
+    cp_exchange: str  # what context-parallel ranks exchange
     loss: str
     strategy: str
     compiled: str  # how many graphs, and in what time
@@ -61,8 +67,16 @@ class BuiltModel:
     adapter: Adapter | None = None  # LoRA and the like: only this is trained and saved
 
 
-def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> BuiltModel:
+def build_model(
+    config: Config,
+    source: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    mean_tokens: float | None = None,
+) -> BuiltModel:
     """The model on the mesh: described, sharded, then read or drawn by each rank for its own shards; then checked.
+
+    mean_tokens  of a document, where it is known
 
     Raises ConfigError when the model, the kernel and the device do not fit together.
     """
@@ -73,7 +87,7 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
     check_offload(config, strategy)
     model_config = source.config(tokenizer)
     kernel, reason = choose_attention(config, model_config, mesh.device, dtype)
-    hint = check_cp(config, model_config, mesh, dtype)
+    config, exchange_reason = with_exchange(config, model_config, kernel, mesh.device, dtype, mean_tokens)
     if source.router_aux_loss:
         check_balance(config, describe(model_config), source.router_aux_loss)
     size = model_size(model_config)
@@ -92,8 +106,9 @@ def build_model(config: Config, source: CausalLM, tokenizer: PreTrainedTokenizer
         config, mesh.shape, strategy, lm.config, size, trained, dtype, gpu_bytes(mesh.device)
     )
     model = replace(model, reduces_every=bool(reduction))
-    attention = f"{reason}\n{hint}" if hint else reason
-    names = attention, loss_reason, strategy, compiled, config.training.master_weights, reduction
+    attention = f"{reason}\n{exchange_reason}" if exchange_reason else reason
+    chosen = attention, config.mesh.cp_exchange, loss_reason, strategy, compiled
+    names = *chosen, config.training.master_weights, reduction
     return BuiltModel(model, size.parameters, flops, memory, *names, source.dtype, source.pretrained, adapter)
 
 
@@ -239,16 +254,36 @@ def exchanges_by_itself(config: Config) -> bool:
     return config.mesh.cp > 1 and config.mesh.cp_exchange == "te"
 
 
-def check_cp(config: Config, model_config: PretrainedConfig, mesh: Mesh, dtype: torch.dtype) -> str | None:
-    """Raises ConfigError where the model or the pack size rule context parallelism out; may have a hint to print."""
-    spec = attention_spec(model_config, mesh.device, dtype, exchanges_by_itself(config))
+def with_exchange(
+    config: Config,
+    model_config: PretrainedConfig,
+    kernel: AttentionKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    mean_tokens: float | None = None,
+) -> tuple[Config, str]:
+    """The configuration with `mesh.cp_exchange=auto` decided, and lines that say how; none without context parallelism.
+
+    mean_tokens  of a document, where it is known
+    Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
+    """
+    cp, exchange, reason = config.mesh.cp, config.mesh.cp_exchange, ""
+    if cp == 1:
+        return replace(config, mesh=replace(config.mesh, cp_exchange="all_gather")), ""
     size = build_packer(config).packed_sequence_size
-    check_cp_settings(model_config, spec, mesh.shape.cp, config.mesh.cp_exchange, size)
-    if config.training.activation_checkpointing != "none":
-        return None
-    num_layers: int = model_config.get_text_config().num_hidden_layers
-    num_tokens = size * config.training.micro_batch_size
-    return checkpointing_hint(spec, num_layers, num_tokens, mesh.shape.cp, config.mesh.cp_exchange)
+    load = Load(size * config.training.micro_batch_size, cp, dtype.itemsize, mean_tokens or MEAN_TOKENS)
+    layers = layer_shapes(model_config)
+    if exchange == "auto":
+        processes = launched("LOCAL_WORLD_SIZE", 1) if world_size() > 1 else PLANNED_HOST
+        exchange, reason = choose_exchange(kernel, layers, load, is_one_host=cp * config.mesh.tp <= processes)
+    if exchange == "ring":
+        require_blocks(kernel)
+    spec = attention_spec(model_config, device, dtype, own_exchange=exchange == "te")
+    check_cp_settings(model_config, spec, cp, exchange, size)
+    lines = [f"cp_exchange=auto: {reason}"] if reason else []
+    if config.training.activation_checkpointing == "none":
+        lines += filter(None, [checkpointing_hint(layers, load, exchange)])
+    return replace(config, mesh=replace(config.mesh, cp_exchange=exchange)), "\n".join(lines)
 
 
 DOCUMENT_TOKENS = 1024
@@ -269,6 +304,8 @@ def speed_up(config: Config, model: ParallelModel, mesh: Mesh, backend: str = "i
     """
     training = config.training
     layers = decoder_layers(model.loss_model.lm)
+    tokens = training.micro_batch_size * build_packer(config).packed_sequence_size // mesh.shape.cp
+    tile_layers(layers, chosen_tile(training, tokens))
     how = (training.activation_checkpointing, training.recompute_every_layers)
     has_to_be_plain = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
     if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):

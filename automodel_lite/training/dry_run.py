@@ -21,7 +21,7 @@ from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.build import check_axes, choose_attention
+from automodel_lite.training.build import check_axes, choose_attention, with_exchange
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.start_lines import axes_text, count, data_lines, packing_text, steps_text, warmup_steps
 from automodel_lite.training.trial import try_settings
@@ -40,18 +40,21 @@ def dry_run(config: Config) -> int:
     strategy = choose_strategy(config.mesh.strategy, shape, device.type == "cuda", is_quantized(config.peft))
     check_axes(config, strategy)
     dtype = choose_precision(config.training.precision, device)
-    _, attention = choose_attention(config, model_config, device, dtype)
+    kernel, attention = choose_attention(config, model_config, device, dtype)
+    report = data.report(cost_model(model_config))
+    config, exchange = with_exchange(
+        config, model_config, kernel, device, dtype, report.mean_tokens if report else None
+    )
     adapter = _adapter_weights(config, source, model_config, device, strategy)
     size = model_size(model_config)
     memory, reduction = plan_memory(config, shape, strategy, model_config, size, adapter, dtype, gpu_bytes(device))
     name = str(dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
-    report = data.report(cost_model(model_config))
     console.say(
         "device", f"{device.type}, {shape.world_size} process(es) ({axes_text(shape)}, {strategy}), {name} compute"
     )
     console.say("model", f"{model_config.model_type}: {count(size.parameters)} parameters, {trained}")
-    console.say("attention", attention)
+    console.say("attention", f"{attention}\n{exchange}" if exchange else attention)
     for topic, text in data_lines(data):
         console.say(topic, text)
     console.say("packing", packing_text(report))

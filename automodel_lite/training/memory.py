@@ -33,6 +33,7 @@ from automodel_lite.models.adapter import is_quantized
 from automodel_lite.models.flops import ModelSize, chosen_experts, model_size, step_flops
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import CausalLM
+from automodel_lite.models.tiles import chosen_tile
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape
 
 _FP32 = 4  # bytes
@@ -238,8 +239,11 @@ def _activations(
     copies = (
         3 * (chosen_experts(text) or 1) * hidden if _expert_weights(model, size) else 0
     )  # of tokens, for each expert
-    layer = local * (norms + compute * ((attended + kv + 4 * inner) / shape.tp + copies))
-    if shape.cp > 1 and config.mesh.cp_exchange == "all_gather":
+    mlp_tokens = local if copies else min(local, chosen_tile(config.training, int(local)) or local)
+    layer = (
+        local * (norms + compute * ((attended + kv) / shape.tp + copies)) + mlp_tokens * compute * 4 * inner / shape.tp
+    )
+    if shape.cp > 1 and config.mesh.cp_exchange in ("auto", "all_gather"):
         layer += tokens * compute * kv  # gathered keys and values
     how = config.training.activation_checkpointing
     num_layers = size.num_layers
@@ -247,7 +251,9 @@ def _activations(
     kept = 0 if how == "offload" else compute * hidden  # the layer's input
     if how == "selective":  # the results of matrix products and attention too
         kept += compute * (attended + kv + 2 * inner + 2 * hidden)
-    slopes = local * compute * (-2 * inner - copies / 3 if copies else 2 * inner) / shape.tp  # experts' are made last
+    slopes = (
+        mlp_tokens * compute * (-2 * inner - copies / 3 if copies else 2 * inner) / shape.tp
+    )  # experts' are made last
     at_work = layer if num_recomputed else 0.0
     return (num_layers - num_recomputed) * layer + num_recomputed * local * kept, at_work + slopes
 
@@ -311,6 +317,8 @@ def remedies(config: Config) -> list[str]:
     accumulates = (training.global_batch_size or 0) > training.micro_batch_size
     if accumulates and config.mesh.strategy == "fsdp" and config.mesh.reduce_every_micro_batch is not True:
         found.append("mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)")
+    if training.activation_checkpointing == "full":
+        found.append("training.activation_checkpointing=offload (the layers' inputs wait on the host)")
     found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
     if not config.peft and source.pretrained:
         found.append("peft=lora (no gradients and optimizer states of the model itself)")
@@ -393,7 +401,7 @@ def estimate(
     flops = step_flops(model, size, None)
     tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size * micro_steps  # a dp rank
     pairs = tokens / document_tokens * document_tokens * (document_tokens + 1) / 2
-    recomputed = 4 / 3 if config.training.activation_checkpointing == "full" else 1.0
+    recomputed = 4 / 3 if config.training.activation_checkpointing in ("full", "offload") else 1.0
     work = flops.of(tokens, tokens, pairs) * recomputed / (shape.cp * shape.tp)
     compute_s = work / (hardware.peak_flops * hardware.mfu_frac)
     shards = shape.dp_shard * shape.cp

@@ -37,13 +37,14 @@ from automodel_lite.models.flops import chosen_experts
 from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
 from automodel_lite.models.sharded import Spread, described_shards
 from automodel_lite.models.source import CausalLM, model_class
+from automodel_lite.models.tiles import chosen_tile, tile_layers
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
 from automodel_lite.thd import ThdBatch, to_thd
-from automodel_lite.training.build import assemble, check_axes
+from automodel_lite.training.build import assemble, check_axes, with_exchange
 from automodel_lite.training.optimizers import apply_gradients
 
 SIMULATED_HOST = torch.device("meta")
@@ -103,6 +104,7 @@ def simulate(
     """
     check_axes(config, "fsdp")
     dtype = choose_precision(config.training.precision, torch.device("cuda"))
+    config, _ = with_exchange(config, model_config, _CountedAttention(), torch.device("cpu"), dtype)
     batch = _whole_batch(config, shape)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = _Held(shape, _routed_tokens(batch, model_config, shape))
@@ -119,6 +121,7 @@ def simulate(
 def _run(config: Config, model: ParallelModel, inputs: ThdBatch, held: _Held, shape: MeshShape) -> Simulation:
     lm = model.loss_model.lm
     install(lm, _CountedAttention())
+    tile_layers(decoder_layers(lm), chosen_tile(config.training, len(inputs.labels)))
     recompute_layers(
         decoder_layers(lm), config.training.activation_checkpointing, config.training.recompute_every_layers
     )

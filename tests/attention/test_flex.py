@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from automodel_lite.attention.flex import FlexAttention, _segments, _visible, compiled_flex, packed_block_mask
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from tests.attention.test_kernels import attend, boundaries
+from tests.attention.test_kernels import at_once, attend, boundaries, in_two_visits, tensors_of_visits
 
 
 @pytest.fixture
@@ -48,6 +48,13 @@ def test_a_traced_training_step_equals_the_reference(traced: FlexAttention, opti
         for one, other in zip(got, attend(ReferenceAttention(), tensors, q_lens, k_lens, options)):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert 1 <= compiled_graphs() <= 3  # the first, and with symbolic sizes
+
+
+def test_two_visits_are_one_attention(traced: FlexAttention) -> None:
+    lens = [150, 106]
+    tensors = tensors_of_visits(lens)
+    for got, want in zip(in_two_visits(traced, tensors, lens, 3.0), at_once(tensors, lens, 3.0)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_head_dims_of_latent_attention_are_traced(traced: FlexAttention) -> None:

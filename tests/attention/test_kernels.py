@@ -177,3 +177,47 @@ def test_flex_makes_a_new_mask_for_a_new_batch() -> None:
             got = flex(*tensors, cu, cu, max(lens), max(lens), **options)
             want = ReferenceAttention()(*tensors, cu, cu, max(lens), max(lens), **options)
         assert (got - want).abs().max() < 1e-5
+
+
+def in_two_visits(kernel: Any, tensors: list[Tensor], lens: list[int], softcap: float | None) -> list[Tensor]:
+    """Attention over each document's own keys, then over as many that it all sees; put together by hand."""
+    q, k, v, more_k, more_v, grad = tensors
+    cu, options = boundaries(lens), {"scale": 0.25, "softcap": softcap}
+    visits = [(k, v, True), (more_k, more_v, False)]
+    parts = [kernel.block(q, *kv, cu, cu, max(lens), max(lens), causal=causal, **options) for *kv, causal in visits]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(out_of * (lse_of - lse).exp()[..., None] for out_of, lse_of in parts)
+    backward = [
+        kernel.block_backward(grad, q, *kv, out, lse, cu, cu, max(lens), max(lens), causal=causal, **options)
+        for *kv, causal in visits
+    ]
+    return [out, backward[0][0] + backward[1][0], *backward[0][1:], *backward[1][1:]]
+
+
+def at_once(tensors: list[Tensor], lens: list[int], softcap: float | None) -> list[Tensor]:
+    """The same by the kernel, over keys that begin with those of the second visit."""
+    *leaves, grad = (x.detach().clone().requires_grad_() for x in tensors)
+    q, k, v, more_k, more_v = leaves
+    k, v = (
+        torch.cat([part for pair in zip(more.split(lens), own.split(lens)) for part in pair])
+        for more, own in ((more_k, k), (more_v, v))
+    )
+    twice = boundaries([2 * length for length in lens])
+    options: dict[str, Any] = {"scale": 0.25, "window": None, "softcap": softcap, "sinks": None}
+    out = ReferenceAttention()(q, k, v, boundaries(lens), twice, max(lens), 2 * max(lens), **options)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def tensors_of_visits(lens: list[int]) -> list[Tensor]:
+    torch.manual_seed(len(lens))
+    return [torch.randn(sum(lens), heads, 16) for heads in (4, 2, 2, 2, 2, 4)]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_two_visits_are_one_attention(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "QUERY_BLOCK", 16)
+    lens = [5, 17, 1, 33]
+    tensors = tensors_of_visits(lens)
+    for got, want in zip(in_two_visits(ReferenceAttention(), tensors, lens, softcap), at_once(tensors, lens, softcap)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

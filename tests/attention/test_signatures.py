@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_lite.attention.kernel import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
@@ -436,3 +437,16 @@ def test_sources_of_the_mixers_kernels(function: str) -> None:
         assert [name for name in known if name != "kwargs"] == names
     if function == "causal_conv1d_fn":
         assert "seq_idx.contiguous()" in source
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_varlen_blocks_fit_the_signature_of_torch(causal: bool) -> None:
+    """By fake tensors, shapes alone: the kernel needs a GPU."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(24, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+        cu = torch.empty(4, dtype=torch.int32, device="cuda")
+        options: dict[str, Any] = {"scale": 0.25, "causal": causal, "softcap": None}
+        out, lse = VarlenAttention().block(q, k, v, cu, cu, 9, 9, **options)
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (24, 4), torch.float32)
+        grads = VarlenAttention().block_backward(out, q, k, v, out, lse, cu, cu, 9, 9, **options)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

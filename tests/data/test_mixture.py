@@ -64,6 +64,38 @@ def test_the_same_seed_gives_the_same_rows(tmp_path: Path) -> None:
     assert set(first.part_ids[:8].tolist()) == {0, 1}  # the order is mixed
 
 
+def test_each_epoch_draws_its_own_documents(tmp_path: Path) -> None:
+    """Of 50 documents 5 an epoch; from the epoch alone, so that a run can continue in any of them."""
+    parts = {
+        "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": 1},
+        "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
+    }
+    data, again = (mixed(tmp_path, parts)[0] for _ in range(2))
+    drawn = [rows.row_ids[rows.part_ids == 1].tolist() for rows in map(data.train_of, range(4))]
+    assert all(len(set(documents)) == 5 for documents in drawn)
+    assert len({tuple(sorted(documents)) for documents in drawn}) == 4
+    assert again.train_of(3).row_ids.tolist() == data.train_of(3).row_ids.tolist()
+    assert data.longest == 20
+
+
+def test_weights_that_follow_a_schedule(tmp_path: Path) -> None:
+    parts = {
+        "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": [1, 1, 0]},
+        "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": [1, 3, 1]},
+    }
+    data, _ = mixed(tmp_path, parts)
+    tokens = [data.train_of(epoch).tokens_by_part() for epoch in (0, 1, 2, 7)]
+    alone = {"small": 0, "large": 1000}
+    assert tokens == [{"small": 100, "large": 100}, {"small": 100, "large": 300}, alone, alone]
+    other = {name: part | {"weight": [1, 1, 1]} for name, part in parts.items()}
+    assert mixed(tmp_path, other)[0].fingerprint != data.fingerprint  # though the first epochs are alike
+
+
+def test_what_is_taken_whole_is_not_drawn_again(tmp_path: Path) -> None:
+    data, _ = mixed(tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 2}})
+    assert data.train_of(1) is data.train
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "chosen"),
     [(0, 0), (4, 1), (8, 2), (16, 4), (20, 5), (32, 8)],
@@ -124,6 +156,7 @@ def test_a_tokenizer_is_trained_on_all_parts(tmp_path: Path) -> None:
         ({"weight": 1, "repeat": 2}, "dataset.parts.a has weight=1 and repeat=2: give one of them."),
         ({"weigth": 1}, "dataset.parts.a: unknown key weigth; a part has dataset, weight or repeat, max_documents."),
         ({"repeat": 0}, "dataset.parts.a.repeat=0 must be over 0."),
+        ({"weight": [1, -1]}, "dataset.parts.a.weight=[1, -1] must be a list of numbers, one per epoch, from 0 on."),
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, part: dict, message: str) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
+from automodel_lite.attention.kernel import layer_shapes
 from automodel_lite.models.flops import cost_model, model_size, step_flops
 from automodel_lite.models.lora import Lora
 
@@ -99,3 +100,14 @@ def test_towers_of_a_composite_are_counted_apart():
     assert size.towers > 0.05e9
     assert (size.layer_weights, size.num_layers) == (of_text.layer_weights, 26)
     assert size.parameters - size.towers == of_text.parameters
+
+
+@pytest.mark.parametrize(
+    ("family", "state"),
+    [("qwen3_next", 32 * 128 * 128), ("bamba", 128 * 64 * 256), ("jamba", 2 * 4096 * 16), ("lfm2", 0), ("llama", 0)],
+)
+def test_mixers_cost_their_state_for_every_token(family: str, state: int):
+    config = AutoConfig.for_model(family)
+    num_mixers = sum(not layer.num_heads for layer in layer_shapes(config))
+    size = model_size(config)
+    assert cost_model(config).per_token == 6.0 * (size.layer_weights + size.head_weights) + 18.0 * state * num_mixers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, TransformerEngine, Ulysses
+from automodel_lite.parallel.ring import Ring
 from automodel_lite.parallel.shard import attention_plan, cp_shard
 from automodel_lite.parallel.zigzag import shard_indices
 from tests.attention.families import documents, stream
@@ -45,13 +47,26 @@ def test_all_to_all_of_two_documents() -> None:
     assert plan.exchange.to_stream.tolist() == [0, 1, 6, 7, 8, 9, 2, 3, 4, 10, 11, 5]
 
 
+def test_a_ring_of_two_documents() -> None:
+    """Rank 1 of two owns [2 3 | 4 5] of the first document and [9 | 10] of the second."""
+    batch = stream(documents([7, 3]), 4)
+    ring = attention_plan(batch, GROUP, 2, 1, "ring").exchange
+    assert isinstance(ring, Ring)
+    assert (ring.early.tolist(), ring.late.tolist()) == ([0, 1, 4], [2, 3, 5])
+    assert (ring.cu_whole.tolist(), ring.cu_half.tolist()) == ([0, 4, 6], [0, 2, 3])
+    assert (ring.max_half, ring.longest) == (2, 8)
+
+
 def test_transformer_engine_gets_the_whole_stream() -> None:
     batch = stream(documents([7, 3]), 4)
     plan = attention_plan(batch, GROUP, 2, 1, "te")
     assert plan.cu_q is plan.cu_k is batch.cu_seqlens_padded
     assert plan.max_q == 8
     assert isinstance(plan.exchange, TransformerEngine)
-    assert plan.exchange.kernel_kwargs == {"cp_group": GROUP}
+    given: dict[str, Any] = {}
+    options: dict[str, Any] = {"scale": 1.0, "window": None, "softcap": None, "sinks": None}
+    plan.exchange.attend(lambda *tensors, **kwargs: given.update(kwargs), *[batch.labels] * 3, (), **options)
+    assert given["cp_group"] is GROUP
 
 
 def test_one_rank_gets_the_batch_itself() -> None:
@@ -60,8 +75,10 @@ def test_one_rank_gets_the_batch_itself() -> None:
 
 
 def test_an_unknown_exchange_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mesh\.cp_exchange=ring is unknown: use one of all_gather, all_to_all, te"):
-        cp_shard(stream(documents([7, 3])), None, "ring")
+    with pytest.raises(
+        ConfigError, match=r"mesh\.cp_exchange=star is unknown: use one of all_gather, all_to_all, ring, te"
+    ):
+        cp_shard(stream(documents([7, 3])), SimpleNamespace(size=lambda: 2), "star")  # type: ignore[arg-type]
 
 
 def test_moving_a_plan_moves_its_exchange() -> None:

@@ -49,14 +49,20 @@ def largest_errors(rank: int, cp: int, families: list[str], exchange: str, recom
     return errors
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
-@pytest.mark.parametrize("cp", [2, 4])
+SLOW = [(4, "all_gather"), (4, "all_to_all"), (8, "all_gather"), (8, "ring")]
+LAYOUTS = [(2, "all_gather"), (2, "all_to_all"), (2, "ring"), (4, "ring")]
+
+
+@pytest.mark.parametrize(
+    ("cp", "exchange"), [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)]
+)
 def test_context_parallel_equals_one_rank(cp: int, exchange: str) -> None:
     for errors in run_ranks(largest_errors, cp, list(FAMILIES), exchange, False):
         for family, error in errors.items():
             assert max(error.values()) < LARGEST_ERROR, (family, error)
 
 
-def test_activation_checkpointing_repeats_the_exchange() -> None:
-    for errors in run_ranks(largest_errors, 2, ["llama"], "all_gather", True):
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_activation_checkpointing_repeats_the_exchange(exchange: str) -> None:
+    for errors in run_ranks(largest_errors, 2, ["llama"], exchange, True):
         assert max(errors["llama"].values()) < LARGEST_ERROR

@@ -11,14 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, Phi3Config
 
 from automodel_lite.attention.adapter import install
-from automodel_lite.attention.kernel import ReferenceAttention, attention_spec
+from automodel_lite.attention.kernel import LayerShape, ReferenceAttention, attention_spec, require_blocks
+from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.checks import (
     check_context_parallel,
     check_cp_settings,
     check_ranks_read_alike,
-    checkpointing_hint,
 )
+from automodel_lite.parallel.exchange_costs import Load, checkpointing_hint, choose_exchange
 from tests.attention.families import BASE, build, documents, stream
 from tests.ranks import run_ranks
 
@@ -64,15 +65,43 @@ def test_length_dependent_rope_is_refused_beyond_its_original_length() -> None:
     check(LlamaConfig(**BASE, rope_parameters=fixed), 2)
 
 
+WIDE = [LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, value_head_dim=128)] * 32
+
+
 def test_gathered_keys_and_values_call_for_activation_checkpointing() -> None:
-    config = LlamaConfig(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
-    spec = attention_spec(config, "cpu", torch.bfloat16)
-    hint = checkpointing_hint(spec, 32, 131072, 4, "all_gather")
+    hint = checkpointing_hint(WIDE, Load(131072, 4, 2), "all_gather")
     assert hint is not None
     assert "16.0 GiB" in hint
-    assert checkpointing_hint(spec, 32, 131072, 4, "all_to_all") is None
-    assert checkpointing_hint(spec, 32, 4096, 4, "all_gather") is None
-    assert checkpointing_hint(spec, 32, 131072, 1, "all_gather") is None
+    assert checkpointing_hint(WIDE, Load(131072, 4, 2), "all_to_all") is None
+    assert checkpointing_hint(WIDE, Load(4096, 4, 2), "all_gather") is None
+    assert checkpointing_hint(WIDE, Load(131072, 1, 2), "all_gather") is None
+
+
+CHOICES = {
+    "long documents over the network": (WIDE, Load(2**20, 8, 2, 2**17), False, "ring"),
+    "short documents: less to send than to hide": (WIDE, Load(2**17, 8, 2, 512), False, "all_to_all"),
+    "one kv head of 16": ([LayerShape(16, 1, 128, 128)], Load(2**15, 4, 2, 16), True, "all_gather"),
+    "heads that do not divide": ([LayerShape(6, 3, 64, 64)], Load(2**15, 4, 2, 16), True, "all_gather"),
+    "all layers have windows": ([LayerShape(32, 8, 128, 128, window=64)], Load(2**15, 8, 2), True, "all_to_all"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_exchange_that_keeps_the_gpu_waiting_least(case: str) -> None:
+    layers, load, is_one_host, name = CHOICES[case]
+    chosen, reason = choose_exchange(ReferenceAttention(), layers, load, is_one_host)
+    assert chosen == name
+    assert reason.startswith(f"{name} sends ")
+
+
+def test_a_kernel_without_a_log_sum_exp_has_no_ring() -> None:
+    whole = VarlenAttention()
+    only_whole = type("OnlyWhole", (), {"name": "thd_whole", "check": whole.check, "__call__": whole.__call__})()
+    layers, load, is_one_host, _ = CHOICES["long documents over the network"]
+    assert choose_exchange(only_whole, layers, load, is_one_host)[0] != "ring"
+    with pytest.raises(ConfigError, match=r"attention=whole cannot do mesh\.cp_exchange=ring: take attention=varlen"):
+        require_blocks(only_whole)
+    require_blocks(whole)
 
 
 def read_alike(rank: int, cp: int, differ: str) -> str:
@@ -124,7 +153,7 @@ def exactness(rank: int, cp: int, exchange: str, mixes: bool) -> str:
 
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["attention only", "mixes neighbours"])
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
 def test_the_start_up_check_finds_tokens_that_are_mixed_elsewhere(exchange: str, mixes: bool) -> None:
     for answer in run_ranks(exactness, 2, exchange, mixes):
         assert ("is not exact over mesh.cp=2 ranks" in answer) == mixes

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.kernel import LayerShape, ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel import exchange as exchanges
 from automodel_lite.parallel.exchange import check_heads_divide
+from automodel_lite.parallel.exchange_costs import Load, sent_bytes
 from automodel_lite.parallel.shard import attention_plan
 from automodel_lite.parallel.zigzag import shard_indices
 from tests.attention.families import documents, stream
@@ -37,7 +38,9 @@ class AllGatherWithoutReduceScatter(torch.autograd.Function):
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
-def layer_errors(rank: int, cp: int, exchange: str, broken: bool, num_kv_heads: int) -> dict[str, float]:
+def layer_errors(
+    rank: int, cp: int, exchange: str, broken: bool, num_kv_heads: int, changes: dict[str, Any]
+) -> dict[str, float]:
     """Largest differences of this rank's part from one process: output, and gradients of q, k, v and sinks."""
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     if broken:
@@ -45,15 +48,17 @@ def layer_errors(rank: int, cp: int, exchange: str, broken: bool, num_kv_heads: 
     torch.manual_seed(0)
     batch = stream(documents([9, 30, 1, 17]), 2 * cp)
     total = len(batch.input_ids)
-    q, k, v = (torch.randn(total, heads, 8) for heads in (4, num_kv_heads, num_kv_heads))
-    sinks, weight = torch.randn(4), torch.randn(total, 4, 8)
+    q, k, v = (torch.randn(total, heads, 8) for heads in (8, num_kv_heads, num_kv_heads))
+    sinks, weight = torch.randn(8), torch.randn(total, 8, 8)
     kernel = ReferenceAttention()
 
     def attend(rows: torch.Tensor, plan: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
-        inputs = leaves if plan.exchange is None else plan.exchange.before(*leaves)
-        out = kernel(*inputs[:3], plan.cu_q, plan.cu_k, plan.max_q, plan.max_k, sinks=inputs[3], **OPTIONS)
-        out = out if plan.exchange is None else plan.exchange.after(out)
+        segments, options = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k), {**OPTIONS, **changes, "sinks": leaves[3]}
+        if plan.exchange is None:
+            out = kernel(*leaves[:3], *segments, **options)
+        else:
+            out = plan.exchange.attend(kernel, *leaves[:3], segments, **options)
         (out * weight[rows]).sum().backward()
         return out.detach(), {name: x.grad for name, x in zip(("q", "k", "v", "sinks"), leaves)}
 
@@ -67,17 +72,75 @@ def layer_errors(rank: int, cp: int, exchange: str, broken: bool, num_kv_heads: 
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
 def test_a_layer_equals_one_process(exchange: str, num_kv_heads: int) -> None:
-    for errors in run_ranks(layer_errors, 2, exchange, False, num_kv_heads):
+    for errors in run_ranks(layer_errors, 2, exchange, False, num_kv_heads, {}):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("changes", [{"softcap": 1.5}, {"window": 7}], ids=str)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_ring_with_a_softcap_or_a_window_equals_one_process(cp: int, changes: dict[str, Any]) -> None:
+    for errors in run_ranks(layer_errors, cp, "ring", False, 2, changes):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.slow
+def test_a_ring_of_eight_equals_one_process() -> None:
+    for errors in run_ranks(layer_errors, 8, "ring", False, 2, {}):
         assert max(errors.values()) < 1e-5, errors
 
 
 def test_a_dropped_reduce_scatter_is_noticed() -> None:
     """The output is right to the last digit, the gradients of keys and values are not."""
-    for errors in run_ranks(layer_errors, 2, "all_gather", True, 2):
+    for errors in run_ranks(layer_errors, 2, "all_gather", True, 2, {}):
         assert errors["out"] < 1e-5
         assert min(errors["k"], errors["v"]) > 1e-2
+
+
+class CountSent(TorchDispatchMode):
+    """Bytes that leave this rank by collectives over `cp` ranks."""
+
+    def __init__(self, cp: int) -> None:
+        super().__init__()
+        self.cp, self.sent = cp, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "_allgather_base_" in name:
+            self.sent += args[1].nbytes * (self.cp - 1)
+        elif "_reduce_scatter_base_" in name:
+            self.sent += args[1].nbytes * (self.cp - 1) // self.cp
+        elif "alltoall_base_" in name:
+            _, sent, _, to_ranks, *_ = args  # ring: all of it to one rank; else equal parts, one of them the rank's own
+            self.sent += sent.nbytes if to_ranks else sent.nbytes * (self.cp - 1) // self.cp
+        else:
+            assert not name.startswith("c10d"), name
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of_a_layer(rank: int, cp: int, exchange: str) -> tuple[int, int]:
+    """Sent by the forward and by the backward of 8 heads over 2 of keys and values, 8 wide."""
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    batch = stream(documents([9, 30, 1, 17]), 2 * cp)
+    plan = attention_plan(batch, mesh.get_group(), cp, rank, exchange)
+    rows = len(batch.input_ids) // cp
+    q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (8, 2, 2))
+    assert plan.exchange is not None
+    segments = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)
+    with CountSent(cp) as forward:
+        out = plan.exchange.attend(ReferenceAttention(), q, k, v, segments, sinks=None, **OPTIONS)
+    with CountSent(cp) as backward:
+        out.sum().backward()
+    return forward.sent, backward.sent
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_bytes_that_are_sent_are_those_of_the_formula(cp: int, exchange: str) -> None:
+    num_tokens = len(stream(documents([9, 30, 1, 17]), 2 * cp).input_ids)
+    want = sent_bytes(exchange, LayerShape(8, 2, 8, 8), Load(num_tokens, cp, value_bytes=4))
+    assert run_ranks(bytes_of_a_layer, cp, exchange) == [want] * cp
 
 
 class CountWaits(TorchDispatchMode):
@@ -103,14 +166,26 @@ def waits_of_a_layer(rank: int, cp: int, exchange: str) -> list[str]:
     rows = len(batch.input_ids) // cp
     q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     assert plan.exchange is not None
+    segments = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)
     with CountWaits() as counted:
-        q2, k2, v2, _ = plan.exchange.before(q, k, v, None)
-        out = plan.exchange.after(q2)
-        (out.sum() + k2.sum() + v2.sum()).backward()
+        plan.exchange.attend(NoAttention(), q, k, v, segments, sinks=None, **OPTIONS).sum().backward()
     return counted.waits
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+class NoAttention:
+    """Touches all tensors and looks into none."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *segments: Any, **options: Any) -> Any:
+        return q * (k.sum() + v.sum())
+
+    def block(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *segments: Any, **options: Any) -> Any:
+        return self(q, k, v), q.sum(2)
+
+    def block_backward(self, grad: torch.Tensor, *tensors: torch.Tensor, **options: Any) -> Any:
+        return tensors[:3]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
 def test_the_exchange_never_waits_for_the_device(exchange: str) -> None:
     assert run_ranks(waits_of_a_layer, 2, exchange) == [[], []]
 

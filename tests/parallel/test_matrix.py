@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.adapter import install
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
+from automodel_lite.models.tiles import tile_layers
 from automodel_lite.parallel import shard as context_parallel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.shard import cp_shard
@@ -119,7 +121,7 @@ def assert_equal(shape: tuple[int, ...], strategy: str, exchange: str, families:
 FAST_LAYOUTS = [
     ((1, 1, 2), "ddp", "all_to_all"),
     ((1, 2, 2), "fsdp", "all_gather"),
-    ((2, 1, 2), "fsdp", "all_gather"),
+    ((2, 1, 2), "fsdp", "ring"),
 ]
 LAYOUTS = [
     *FAST_LAYOUTS,
@@ -130,6 +132,8 @@ LAYOUTS = [
     ((2, 2, 1), "fsdp", "all_gather"),
     ((1, 1, 4), "fsdp", "all_gather"),
     ((1, 1, 4), "ddp", "all_to_all"),
+    ((1, 1, 4), "fsdp", "ring"),
+    ((1, 1, 2), "ddp", "ring"),
 ]
 
 
@@ -235,6 +239,29 @@ def spread_with_shifted_labels(rank: int, world: int) -> dict:
 
     test_matrix.cp_shard = shifted  # type: ignore[assignment]
     return test_matrix.spread(rank, world, (1, 1, 2), "fsdp", "all_gather", ["llama"])
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 1, 2)], ids=["fsdp", "tp"])
+def test_tiles_of_layers_that_are_sharded(shape: tuple[int, ...]) -> None:
+    for errors in run_ranks(spread_in_tiles, 2, shape):
+        assert max(errors["llama"]) < LARGEST_ERROR * 5
+
+
+def spread_in_tiles(rank: int, world: int, shape: tuple[int, ...]) -> dict:
+    from tests.parallel import test_matrix
+
+    whole = test_matrix.loss_model
+
+    def tiled(family: str) -> LossModel:
+        model = whole(family)
+        assert tile_layers(decoder_layers(model.lm), 32)
+        recompute_layers(decoder_layers(model.lm), "offload", 1)
+        return model
+
+    num_data_ranks = 1 if len(shape) == 4 else 2
+    one = test_matrix.one_process("llama", num_data_ranks * MICRO_BATCHES)
+    test_matrix.one_process, test_matrix.loss_model = lambda *_: one, tiled  # type: ignore[assignment]
+    return test_matrix.spread(rank, world, shape, "fsdp", "all_gather", ["llama"])
 
 
 def test_averaging_over_micro_batches_is_noticed() -> None:

@@ -30,7 +30,7 @@ from automodel_lite.flops import CostModel
 from automodel_lite.seed import seeded_order
 
 BALANCES = ("none", "step", "window")
-WINDOW_STEPS = 16
+WINDOW_STEPS = 32
 
 
 def pack_costs(plan: PackPlan, lengths: np.ndarray, model: CostModel) -> np.ndarray:
@@ -54,7 +54,7 @@ def deal(
     Position p of the result goes to step p // G, then micro-step, rank and place in the micro-batch, with
     G = micro_steps * ranks * micro_batch_size. An unfinished last step (or window) keeps its place.
     The steps of "window" depend on the number of ranks, those of "step" do not.
-    Under "step" every optimizer step keeps its packs; under "window" every window of 16 steps does.
+    Under "step" every optimizer step keeps its packs; under "window" every window of 32 steps does.
     """
     order = np.arange(len(costs))
     step = ranks * micro_steps * micro_batch_size

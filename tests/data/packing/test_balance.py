@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.packing.packer import deal, imbalance, pack_costs
-from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.packing.plan import PackPlan, plan_packs
 from automodel_lite.flops import CostModel
 
 LLAMA_3_8B = CostModel.of_decoder(
@@ -89,3 +91,35 @@ def test_64_ranks_on_a_32k_mix() -> None:
     assert imbalance(costs, **layout) > 1.15
     assert imbalance(costs[deal(costs, "step", **layout)], **layout) < 1.04
     assert imbalance(costs[deal(costs, "window", **layout)], **layout) < 1.005
+
+
+HYBRID = replace(LLAMA_3_8B, per_pair=LLAMA_3_8B.per_pair / 4)  # one layer in four attends
+QWEN3_600M = CostModel.of_decoder(
+    num_layers=28,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+    vocab_size=151936,
+)
+
+
+def test_a_thousand_ranks_wait_for_none(long_tailed: tuple[np.ndarray, PackPlan]) -> None:
+    """One pack a rank and step, the hardest case: nothing can be dealt inside of a step."""
+    lengths, plan = long_tailed
+    layout = {"ranks": 1024, "micro_steps": 1}
+    for model, limit in ((LLAMA_3_8B, 1.02), (HYBRID, 1.01), (QWEN3_600M, 1.05)):  # 13 of a window's 32 steps
+        costs = pack_costs(plan, lengths, model)
+        assert imbalance(costs, **layout) > 1.04
+        assert imbalance(costs[deal(costs, "window", **layout)], **layout) < limit
+
+
+@pytest.fixture(scope="module")
+def long_tailed() -> tuple[np.ndarray, PackPlan]:
+    """90 % of about 600 tokens, 10 % of 8k to 32k, in packs of 32k."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.0, 0.9, 180_000).astype(np.int64), 16, 8192)
+    long = rng.random(len(lengths)) < 0.1
+    lengths[long] = rng.integers(8192, 32769, int(long.sum()))
+    return lengths, plan_packs(lengths, 32768)

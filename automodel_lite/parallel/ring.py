@@ -1,0 +1,245 @@
+"""Ring exchange: keys and values travel from rank to rank while each rank attends to those that it has.
+
+A rank holds its own keys and values and those on the way, never all of them; the next ones arrive while the kernel
+works. With the zig-zag layout every visit but the own one is half of the pairs, and all of its pairs are visible:
+
+    from an earlier rank   all queries of a document see its early chunk
+    from a later rank      the queries of the late chunk see both chunks
+
+The softmax over all visits is put together by their log-sum-exps. Layers that do not see whole documents (windows,
+chunks) gather their keys as `AllGatherKV` does. (Ring attention: arXiv:2310.01889.)
+
+Legend: T tokens of the whole stream, H heads (Hq queries, Hkv keys and values), D head dim, F features of
+keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_lite.attention.kernel import BlockKernel
+from automodel_lite.parallel.exchange import AllGatherKV
+from automodel_lite.parallel.zigzag import OwnedSegments, concatenated_ranges
+from automodel_lite.thd import cumulative
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Passes keys and values around the ranks of `group`.
+
+    early, late  int64 [T / cp / 2]: the rank's rows of the early and of the late chunk of each document
+    cu_whole     int32 [N + 1]: boundaries of the documents among the rank's own tokens; cu_half: of either chunk alone
+    max_half     longest chunk, in tokens
+    longest      longest document of the stream, in tokens, and `max_k` of the plan: the same on all ranks, which must
+                 agree on the layers that gather
+    gather       the exchange of layers that do not
+    """
+
+    group: dist.ProcessGroup
+    early: Tensor
+    late: Tensor
+    cu_whole: Tensor
+    cu_half: Tensor
+    max_half: int
+    longest: int
+    gather: AllGatherKV
+
+    def attend(
+        self,
+        kernel: Callable[..., Tensor],
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        segments: tuple[Tensor, Tensor, int, int],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `Exchange`."""
+        max_k = segments[3]
+        if max_k < self.longest or (window is not None and window < self.longest):
+            return self.gather.attend(
+                kernel, q_THD, k_THD, v_THD, segments, scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
+        assert isinstance(kernel, BlockKernel)
+        options = {"scale": scale, "softcap": softcap}
+        out: Tensor = _RingAttention.apply(q_THD, k_THD, v_THD, sinks, self, kernel, options)
+        return out
+
+    def visit(self, source: int) -> _Visit:
+        """What this rank attends to when the keys and values of rank `source` are here."""
+        rank, max_whole = self.group.rank(), 2 * self.max_half
+        if source == rank:
+            return _Visit(None, None, (self.cu_whole, self.cu_whole, max_whole, max_whole), causal=True)
+        if source < rank:
+            return _Visit(None, self.early, (self.cu_whole, self.cu_half, max_whole, self.max_half), causal=False)
+        return _Visit(self.late, None, (self.cu_half, self.cu_whole, self.max_half, max_whole), causal=False)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Ring:
+        return replace(
+            self,
+            early=function(self.early),
+            late=function(self.late),
+            cu_whole=function(self.cu_whole),
+            cu_half=function(self.cu_half),
+            gather=self.gather.map_tensors(function),
+        )
+
+
+def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
+    """The ring of the rank that owns `owned`; its documents have two runs of one length each, none is empty."""
+    lengths = (owned.end - owned.start).view(-1, 2)[:, 0]
+    whole = cumulative(2 * lengths)
+    starts = whole[:-1].long()
+    return Ring(
+        group=gather.group,
+        early=concatenated_ranges(starts, starts + lengths),
+        late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
+        cu_whole=whole,
+        cu_half=cumulative(lengths),
+        max_half=int(lengths.max()),
+        longest=longest,
+        gather=gather,
+    )
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """q_rows, k_rows: of this rank's queries and of the visiting keys (None = all); segments over those rows."""
+
+    q_rows: Tensor | None
+    k_rows: Tensor | None
+    segments: tuple[Tensor, Tensor, int, int]
+    causal: bool
+
+
+class _RingAttention(torch.autograd.Function):
+    """Forward and backward each pass keys and values around once; gradients of the visitors travel on with them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        sinks: Tensor | None,
+        ring: Ring,
+        kernel: BlockKernel,
+        options: dict[str, Any],
+    ) -> Tensor:
+        out = q_THD.new_zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=torch.float32)
+        lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
+        for source, kv in _passed_around(_joined(k_THD, v_THD), ring.group):
+            visit = ring.visit(source)
+            k, v = _split(_rows(kv, visit.k_rows), k_THD, v_THD)
+            q = _rows(q_THD, visit.q_rows)
+            of_visit = kernel.block(q, k, v, *visit.segments, causal=visit.causal, **options)
+            _merge(out, lse_TH, visit.q_rows, *of_visit)
+        if sinks is not None:  # one more logit, without a value
+            with_sinks = torch.logaddexp(lse_TH, sinks.float())
+            out *= (lse_TH - with_sinks).exp()[..., None]
+            lse_TH = with_sinks
+        out = out.to(v_THD.dtype)
+        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks, out, lse_TH)
+        ctx.ring, ctx.kernel, ctx.options = ring, kernel, options
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q_THD, k_THD, v_THD, sinks, out, lse_TH = ctx.saved_tensors
+        grad_q = torch.zeros_like(q_THD, dtype=torch.float32)
+        own: Tensor | None = None
+        pending: _Pass | None = None
+        for source, kv in _passed_around(_joined(k_THD, v_THD), ctx.ring.group):
+            visit = ctx.ring.visit(source)
+            k, v = _split(_rows(kv, visit.k_rows), k_THD, v_THD)
+            rows = visit.q_rows
+            of_queries = (_rows(x, rows) for x in (grad, q_THD))
+            of_output = (_rows(x, rows) for x in (out, lse_TH))
+            dq, dk, dv = ctx.kernel.block_backward(
+                *of_queries, k, v, *of_output, *visit.segments, causal=visit.causal, **ctx.options
+            )
+            if rows is None:
+                grad_q += dq
+            else:
+                grad_q.index_add_(0, rows, dq.float())
+            of_visitor = _joined(dk, dv).to(kv.dtype)
+            if visit.k_rows is not None:
+                of_visitor = torch.zeros_like(kv).index_copy_(0, visit.k_rows, of_visitor)
+            if own is None:
+                own = of_visitor
+                continue
+            if pending is not None:
+                of_visitor += pending.wait()
+            pending = _Pass(of_visitor, ctx.ring.group)
+        assert own is not None
+        assert pending is not None
+        own += pending.wait()
+        dk, dv = _split(own, k_THD, v_THD)
+        grad_sinks = None
+        if sinks is not None:
+            delta_TH = (grad.float() * out.float()).sum(-1)
+            grad_sinks = -((sinks.float() - lse_TH).exp() * delta_TH).sum(0).to(sinks.dtype)
+        return grad_q.to(q_THD.dtype), dk.to(k_THD.dtype), dv.to(v_THD.dtype), grad_sinks, None, None, None
+
+
+class _Pass:
+    """A tensor on its way to the next rank, and the one that comes from the rank before."""
+
+    def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
+        self.sent, self.received = rows, torch.empty_like(rows)  # held until it has arrived
+        cp, rank = group.size(), group.rank()
+        to, of = [0] * cp, [0] * cp
+        to[(rank + 1) % cp] = of[(rank - 1) % cp] = len(rows)
+        self.work = dist.all_to_all_single(self.received, rows, of, to, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
+
+
+def _passed_around(rows: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its rows) of all ranks of the group, the own first; the next ones travel while the caller works."""
+    cp, rank = group.size(), group.rank()
+    for hop in range(cp):
+        following = _Pass(rows, group) if hop + 1 < cp else None
+        yield (rank - hop) % cp, rows
+        if following is not None:
+            rows = following.wait()
+
+
+def _merge(out: Tensor, lse_TH: Tensor, rows: Tensor | None, of_visit: Tensor, lse_of_visit: Tensor) -> None:
+    """Adds a visit's share to `out` and `lse_TH`, in place."""
+    old, old_lse = (out, lse_TH) if rows is None else (_rows(out, rows), _rows(lse_TH, rows))
+    new_lse = torch.logaddexp(old_lse, lse_of_visit)
+    old.mul_((old_lse - new_lse).exp()[..., None])
+    old.addcmul_(of_visit, (lse_of_visit - new_lse).exp()[..., None])
+    if rows is None:
+        lse_TH.copy_(new_lse)
+    else:
+        out.index_copy_(0, rows, old)
+        lse_TH.index_copy_(0, rows, new_lse)
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _joined(k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    """[T / cp, F]: what travels, in one message."""
+    return torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
+
+
+def _split(rows_TF: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the heads and dims that `k_THD` and `v_THD` have."""
+    k, v = rows_TF.split([k_THD[0].numel(), v_THD[0].numel()], 1)
+    return k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:])
