@@ -19,6 +19,7 @@ PAGE = Path(__file__).resolve().parent / "scaling.md"
 BEGIN, END = "<!-- written by docs/write_sizes.py -->\n", "<!-- end -->\n"
 SIZES = {
     "llama3_1_8b_lora": (1,),
+    "llama3_1_8b_bf16": (1,),
     "llama3_1_8b": (8, 64),
     "qwen3_30b_a3b": (8, 64),
     "qwen3_32b": (8, 64),
