@@ -349,8 +349,9 @@ def update(
     after = {"step": now, **_stored(state, "exp_avg", first, books[0], draw)}
     after |= _stored(state, "exp_avg_sq", second, books[1], draw)
     if "rest" in state:
-        stored = moved.to(parameter.dtype)
-        after["rest"] = rounded(moved - stored.float(), parameter.dtype, draw, 3)
+        nearest = cut(moved, 0x8000)  # not .to(bf16).float(), which inductor takes for nothing: the rest would be 0
+        stored = nearest.to(parameter.dtype)
+        after["rest"] = rounded(moved - nearest, parameter.dtype, draw, 3)
     else:
         stored = rounded(moved, parameter.dtype, draw, 0)
     parameter.copy_(torch.where(skipped, parameter, stored))
@@ -381,7 +382,12 @@ def rounded(value: Tensor, dtype: torch.dtype, draw: Callable[[int], Tensor], st
     """
     if dtype != torch.bfloat16:
         return value.to(dtype)
-    return ((value.contiguous().view(torch.int32) + draw(stream)) & -65536).view(torch.float32).to(dtype)
+    return cut(value, draw(stream)).to(dtype)
+
+
+def cut(value: Tensor, bits: Tensor | int) -> Tensor:
+    """fp32 with the precision of bf16, after `bits` were added to those that are cut off."""
+    return ((value.contiguous().view(torch.int32) + bits) & -65536).view(torch.float32)
 
 
 def chances(place: LocalPlace, shape: tuple[int, ...], step: Tensor, stream: int) -> Tensor:
