@@ -220,14 +220,15 @@ def one_step(maker: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     ],
     ids=["8bit", "bf16", "kahan"],
 )
-def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_bits(
+def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_numbers(
     maker: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU steps by the compiled function; a break in its graph is an error."""
+    """A GPU steps by the compiled function; a break in its graph is an error. inductor drops casts to bf16 and back."""
     plain = one_step(maker, dtype)
     torch._dynamo.reset()
-    monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True, backend="aot_eager"))
-    assert all(torch.equal(one, other) for one, other in zip(plain, one_step(maker, dtype)))
+    monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True))
+    for one, other in zip(plain, one_step(maker, dtype)):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_rounding_is_up_or_down_with_the_right_chance() -> None:
