@@ -16,9 +16,9 @@ from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (
-    "finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, llama3_1_8b, "
-    "llama3_1_8b_bf16, llama3_1_8b_lora, llama3_2_1b, llama_packed, "
-    "llama_unpacked, qwen3_0_6b, qwen3_30b_a3b, qwen3_32b, qwen3_8b_1m, smoke"
+    "finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, llama3_1_8b, llama3_1_8b_bf16, "
+    "llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, long_documents, lora, pretrain, qwen3_0_6b, "
+    "qwen3_30b_a3b, qwen3_32b, qwen3_8b_1m, reasoning, smoke"
 )
 FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
 
