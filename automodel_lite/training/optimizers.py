@@ -42,9 +42,9 @@ def adamw(
     model: nn.Module,
     lr: Rate,
     betas: Betas | None = None,
-    eps: Eps = 1e-8,
-    weight_decay: Rate = 0.01,
-    fused: bool = True,
+    eps: Eps = 1e-8,  # beside the square root
+    weight_decay: Rate = 0.01,  # of matrices
+    fused: bool = True,  # one kernel for all weights
 ) -> LocalAdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
     beta1, beta2 = map(float, betas or (0.9, 0.999))
@@ -55,9 +55,9 @@ def adamw_bf16(
     model: nn.Module,
     lr: Rate,
     betas: Betas | None = None,
-    eps: Eps = 1e-8,
-    weight_decay: Rate = 0.01,
-    rounding: Rounding = "stochastic",
+    eps: Eps = 1e-8,  # beside the square root
+    weight_decay: Rate = 0.01,  # of matrices
+    rounding: Rounding = "stochastic",  # of weights in bf16: kahan keeps what is rounded away, 2 more bytes
 ) -> SmallAdamW:
     """Moments in bf16. `rounding` of weights in bf16 (training.master_weights): kahan keeps what is rounded away, 2
     more bytes per weight.
@@ -69,10 +69,10 @@ def adamw_8bit(
     model: nn.Module,
     lr: Rate,
     betas: Betas | None = None,
-    eps: Eps = 1e-8,
-    weight_decay: Rate = 0.01,
-    block_size: Positive = 256,
-    rounding: Rounding = "stochastic",
+    eps: Eps = 1e-8,  # beside the square root
+    weight_decay: Rate = 0.01,  # of matrices
+    block_size: Positive = 256,  # values that share one scale
+    rounding: Rounding = "stochastic",  # of weights in bf16: kahan keeps what is rounded away, 2 more bytes
 ) -> SmallAdamW:
     """`block_size` values share one scale, fewer where a row is not a multiple of it. Vectors and tensors below 4096
     values stay in fp32. `rounding` as in `adamw_bf16`.

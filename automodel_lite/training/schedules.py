@@ -33,7 +33,12 @@ def progress_frac(step: int, first_step: int, max_steps: int) -> float:
     return min(1.0, max(0.0, (step - first_step) / max(1, max_steps - first_step)))
 
 
-def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
+def cosine(
+    optimizer: Optimizer,
+    max_steps: int,
+    warmup_steps: Count = 0,  # up to the peak
+    min_lr_frac: Fraction = 0.0,  # of the peak, at the end
+) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
 
     def frac(step: int) -> float:
@@ -45,7 +50,12 @@ def cosine(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr
     return LambdaLR(optimizer, frac)
 
 
-def linear(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr_frac: Fraction = 0.0) -> LambdaLR:
+def linear(
+    optimizer: Optimizer,
+    max_steps: int,
+    warmup_steps: Count = 0,  # up to the peak
+    min_lr_frac: Fraction = 0.0,  # of the peak, at the end
+) -> LambdaLR:
     """A straight line from the peak to min_lr_frac of it."""
 
     def frac(step: int) -> float:
@@ -56,7 +66,11 @@ def linear(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0, min_lr
     return LambdaLR(optimizer, frac)
 
 
-def constant(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0) -> LambdaLR:
+def constant(
+    optimizer: Optimizer,
+    max_steps: int,
+    warmup_steps: Count = 0,  # up to the peak
+) -> LambdaLR:
     """The peak after the warm-up, to the end."""
     return LambdaLR(optimizer, lambda step: warmup_frac(step, warmup_steps))
 
@@ -64,9 +78,9 @@ def constant(optimizer: Optimizer, max_steps: int, warmup_steps: Count = 0) -> L
 def wsd(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,
-    decay_frac: Fraction = 0.1,
-    min_lr_frac: Fraction = 0.0,
+    warmup_steps: Count = 0,  # up to the peak
+    decay_frac: Fraction = 0.1,  # of the steps, at the end
+    min_lr_frac: Fraction = 0.0,  # of the peak, at the end
 ) -> LambdaLR:
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
     decay_start = max(warmup_steps, max_steps - round(decay_frac * max_steps))
