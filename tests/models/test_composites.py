@@ -19,7 +19,7 @@ from automodel_lite.models.layers import (
     towers,
 )
 from automodel_lite.models.lora import Lora
-from automodel_lite.run.weight_files import _groups, _unique, as_saved, stored_dtypes
+from automodel_lite.run.weight_files import _unique, as_saved, groups_of, stored_dtypes
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model
 from recipes import export_hf
@@ -58,7 +58,7 @@ def test_weights_that_are_fused_of_several_parameters_are_written_layer_by_layer
     """Ernie's checkpoints hold the experts of text and those of images in one list."""
     model = tiny_model("ernie4_5_vl_moe")
     dtypes = stored_dtypes(model, torch.bfloat16)
-    groups = _groups(model, _unique(model), dtypes)
+    groups = groups_of(model, dtypes)
     together = max(groups, key=lambda group: len(group.parameters))
     assert {name.split(".experts")[0] for name in together.parameters if ".experts." in name} == {
         "model.language_model.layers.1.mlp.text_moe",
