@@ -87,7 +87,7 @@ def test_a_nested_target_is_seen() -> None:
 def test_own_code_is_allowed_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_schedules.py").write_text("import os\ndef schedule(optimizer, max_steps): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    mine = ["~lr_scheduler.warmup_steps", "~lr_scheduler.min_lr_frac", "lr_scheduler._target_=my_schedules.schedule"]
+    mine = ["~lr_scheduler.warmup_steps", "lr_scheduler._target_=my_schedules.schedule"]
     with pytest.raises(ConfigError, match=r"security.allow_targets=\[my_schedules\]"):
         check(*mine)
     check(*mine, "security.allow_targets=[my_schedules]")
