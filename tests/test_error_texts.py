@@ -93,10 +93,10 @@ MISTAKES = {
         "mesh.dp_replicate=1 x mesh.dp_shard=2 x mesh.cp=1 = 2 must equal the number of processes, 1: set "
         "mesh.dp_shard=-1, or start 2.",
     ),
-    "mesh that does not divide": Mistake(
+    "half of a launcher's variables": Mistake(
         "--config-name smoke mesh.cp=2",
-        "mesh.dp_replicate=1 x mesh.cp=2 = 2 must divide the number of processes, 3: start 4 (torchrun "
-        "--nproc-per-node), or lower these.",
+        "the environment has WORLD_SIZE=3 and no RANK and no MASTER_ADDR and no MASTER_PORT: start with torchrun or "
+        "automodel-lite train --nproc, which set them; for one process, unset WORLD_SIZE.",
         environment={"WORLD_SIZE": "3"},
     ),
     "no transformer engine": Mistake(
@@ -142,8 +142,8 @@ MISTAKES = {
         "--config-name smoke packed_sequence.packed_sequence_size=16384 packed_sequence.overlong=error "
         "training.global_batch_size=1 loss=cross_entropy model.config.vocab_size=400000",
         "out of memory on rank 0 ({host}), in step 1: tried to allocate 8.15 GiB.\n"
-        "By arithmetic the run needs about 73.7 GiB a rank: weights 97.7 MiB, gradients 97.7 MiB, optimizer 195.5 MiB, "
-        "activations 68.0 MiB, logits 73.2 GiB.\n"
+        "By arithmetic the run needs about 73.7 GiB per rank: weights 97.7 MiB, gradients 97.7 MiB, optimizer 195.5 MiB, "
+        "activations 76.0 MiB, logits 73.2 GiB.\n"
         "Try, in this order:\n"
         "  1. loss=fused_linear_cross_entropy (no logits of the whole stream)\n"
         "  2. training.activation_checkpointing=full (about a third slower)\n"

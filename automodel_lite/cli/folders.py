@@ -119,7 +119,8 @@ def _restricted(value: dict[str, Any], rules: list[Any]) -> dict[str, Any]:
     for rule in rules:
         own = next(iter(_alternatives(value)))
         if isinstance(rule, OneOf):
-            value = {"anyOf": [{"enum": list(rule.choices)}, _INTERPOLATION]}
+            in_yaml = [choice == "true" for choice in rule.choices if choice in ("true", "false")]  # booleans there
+            value = {"anyOf": [{"enum": [*rule.choices, *in_yaml]}, _INTERPOLATION]}
         elif isinstance(rule, Range):
             bounds = {"minimum": rule.least, "maximum": rule.most}
             bounds |= {"exclusiveMinimum": rule.above, "exclusiveMaximum": rule.below}

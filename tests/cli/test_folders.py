@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import jsonschema
@@ -36,7 +35,7 @@ def test_a_copied_preset_and_option_compose_from_their_folder(tmp_path: Path) ->
     folders.cp(["smoke", str(tmp_path), "--as", "mine"])
     folders.cp(["optimizer/adamw", str(tmp_path), "--as", "slow"])
     option = tmp_path / "optimizer/slow.yaml"
-    option.write_text(re.sub(r"weight_decay: .*", "weight_decay: 0.5", option.read_text()))
+    option.write_text(option.read_text() + "weight_decay: 0.5\n")
     config = compose_config("mine", ["optimizer=slow"], config_dir=str(tmp_path))
     assert (config.name, config.optimizer.weight_decay) == ("mine", 0.5)
     with pytest.raises(ConfigError, match=r"mine.yaml exists already: choose another name with --as"):
