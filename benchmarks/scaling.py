@@ -103,7 +103,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
         exchange_formula=paper.exchange_bytes,
         other_bytes=traffic["other"],
         state_bytes=states[-1],
-        state_formula=memory.weights + memory.gradients + memory.optimizer,
+        state_formula=2 * memory.weights + memory.optimizer,  # gradients are as large as weights by then
         resident_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         step_s=step_s,
         step_cpu_s=step_cpu_s,

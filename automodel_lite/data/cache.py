@@ -203,7 +203,7 @@ def _raise_failure_after(failure: Path, asked: float) -> None:
     try:
         told = json.loads(failure.read_text())
         error = {"DataError": DataError, "ConfigError": ConfigError}[told["kind"]](told["message"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # not whole: this process finds out for itself
     raise error
 
@@ -227,7 +227,7 @@ def _key_of(path: Path) -> tuple[str, Key]:
     try:
         entry = json.loads(path.read_text())
         return entry["name"], dict(entry["key"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "", {}
 
 

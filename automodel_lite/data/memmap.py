@@ -219,9 +219,9 @@ def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple
     if described.is_file():
         try:
             dtype = json.loads(described.read_text())["dtype"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f'{described.name}: must be {{"dtype": "uint16"}} or uint32 ({error}).') from error
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dataset.dtype={dtype} must be one of {', '.join(DTYPES)}: {path.name} does not say it.")
     offsets = path.with_suffix(".offsets.npy")
     if offsets.is_file():

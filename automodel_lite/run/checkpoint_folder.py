@@ -96,7 +96,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
                 return f"{name} has {found.st_size} bytes instead of {entry['bytes']}"
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its manifest cannot be read ({error})"
     return None if f"{TENSORS}/index.json" in files and STATE in files else "its manifest is not whole"
 

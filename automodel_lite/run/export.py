@@ -114,7 +114,7 @@ def is_stale(folder: Path) -> bool:
 def _step(folder: Path) -> int | None:
     try:
         return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -132,7 +132,7 @@ def _users_own(folder: Path, ours: list[str]) -> list[Path]:
     try:
         before = set(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
         names = {path.name for path in folder.iterdir()} - before
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         names = {path.name for path in folder.iterdir() if not _WEIGHTS.fullmatch(path.name)}
     return [folder / name for name in sorted(names - {*ours, MARK})]
 

@@ -167,7 +167,7 @@ class RunFolder:
         """What STATUS.json says; nothing when it is missing or damaged."""
         try:
             status = json.loads(self.status.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return status if isinstance(status, dict) else {}
 
@@ -292,7 +292,7 @@ def _step_of(line: str) -> float:
     """Infinite, so that it is dropped, for a line that is none of ours."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
 
 

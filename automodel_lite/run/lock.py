@@ -292,6 +292,6 @@ def _read(path: Path) -> Holder | None:
             ) from None
         try:
             return Holder(**json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
     return Holder(f"torn-{hashlib.sha256(text.encode()).hexdigest()[:12]}", "", "", 0, "", "")

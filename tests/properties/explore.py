@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from automodel_lite.errors import ConfigError, DataError
 
 MAX_S = 60
-SEED = int(os.environ.get("PROPERTY_SEED", random.randrange(2**31)))
+SEED = int(os.environ.get("PROPERTY_SEED", "1"))  # the same cases everywhere, until another seed is asked for
 
 
 class Hang(BaseException):
