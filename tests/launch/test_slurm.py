@@ -88,7 +88,7 @@ def start_now(cluster: Cluster, job: str) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_torchrun.sbatch"])
+@pytest.mark.parametrize("script", ["slurm.sbatch", pytest.param("slurm_torchrun.sbatch", marks=pytest.mark.slow)])
 def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str) -> None:
     job = submit(cluster, script, tmp_path)
     wait_for_steps(tmp_path, 20)

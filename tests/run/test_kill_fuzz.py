@@ -31,7 +31,7 @@ DROPOUT_64 = [option.replace("n_positions=128", "n_positions=64") for option in 
 CASES = [
     pytest.param("2", DROPOUT_64, 0.0, 0.5, id="sync"),
     pytest.param("2", [*DROPOUT_64, "checkpoint.mode=async"], 0.0, 0.3, id="async"),
-    pytest.param("2,1,4", [], 1e-6, 0.2, id="worlds-1-2-4"),
+    pytest.param("2,1,4", [], 1e-6, 0.2, id="worlds-1-2-4", marks=pytest.mark.slow),
 ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from automodel_lite.training import optimizers as schedule
+from automodel_lite.training import schedules
 
 
 def rates(make: Callable[..., torch.optim.lr_scheduler.LambdaLR], num_steps: int, **options: object) -> list[float]:
@@ -28,17 +28,17 @@ Make = Callable[..., torch.optim.lr_scheduler.LambdaLR]
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
     [
-        pytest.param(schedule.linear, {"warmup_steps": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25], id="linear"),
-        pytest.param(schedule.cosine, {"warmup_steps": 1}, [1.0, 1.0, 0.9045, 0.6545, 0.3455, 0.0955], id="cosine"),
-        pytest.param(schedule.cosine, {"min_lr_frac": 0.5}, [1.0, 0.9665, 0.875, 0.75, 0.625, 0.5335], id="floor"),
-        pytest.param(schedule.constant, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0], id="constant"),
-        pytest.param(schedule.wsd, {"warmup_steps": 2, "decay_frac": 0.5}, [0.5, 1.0, 1, 1, 0.6667, 0.3333], id="wsd"),
+        pytest.param(schedules.linear, {"warmup_steps": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25], id="linear"),
+        pytest.param(schedules.cosine, {"warmup_steps": 1}, [1.0, 1.0, 0.9045, 0.6545, 0.3455, 0.0955], id="cosine"),
+        pytest.param(schedules.cosine, {"min_lr_frac": 0.5}, [1.0, 0.9665, 0.875, 0.75, 0.625, 0.5335], id="floor"),
+        pytest.param(schedules.constant, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0], id="constant"),
+        pytest.param(schedules.wsd, {"warmup_steps": 2, "decay_frac": 0.5}, [0.5, 1.0, 1, 1, 0.6667, 0.3333], id="wsd"),
     ],
 )
 def test_rate_of_each_step(make: Make, options: dict, expected: list) -> None:
     assert rates(make, 6, **options) == expected
 
 
-@pytest.mark.parametrize("make", [schedule.linear, schedule.cosine, schedule.constant, schedule.wsd])
+@pytest.mark.parametrize("make", [schedules.linear, schedules.cosine, schedules.constant, schedules.wsd])
 def test_a_single_step_learns(make: Callable[..., torch.optim.lr_scheduler.LambdaLR]) -> None:
     assert rates(make, 1) == [1.0]
