@@ -110,9 +110,11 @@ class StopSignals:
 
         def wait() -> None:
             told, interrupted_at, waited_s = False, None, 0.0
+            signalled = select.poll()  # select() takes no descriptor over 1,023
+            signalled.register(ours, select.POLLIN)
             while True:
                 is_waiting = told and not self.edge_reached.is_set()
-                ready, _, _ = select.select([ours], [], [], _LOOK_EVERY_S if is_waiting else None)
+                ready = signalled.poll(1000 * _LOOK_EVERY_S if is_waiting else None)
                 numbers = os.read(ours, 64) if ready else b""
                 if ready and not numbers:  # the job is over
                     os.close(ours)

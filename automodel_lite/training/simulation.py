@@ -77,11 +77,12 @@ class Simulation:
     def __str__(self) -> str:
         peaks = ", ".join(f"{phase} {_size(value)}" for phase, value in self.peaks.items())
         held = ", ".join(f"{kind} {_size(value)}" for kind, value in [*self.at_peak.items()][: 2 + _LARGEST])
-        sent = ", ".join(f"{axis} {_size(value)}" for axis, value in self.sent.items()) or "nothing"
+        axes = ", ".join(f"{axis} {_size(value)}" for axis, value in self.sent.items())
+        sent = f"over {axes}" if axes else "nothing"
         fits = f"GPUs of {self.smallest_gpu_gb} GB and more" if self.smallest_gpu_gb else "no GPU of today"
         return (
             f"at most {_size(self.peak)} ({peaks}): weights {_size(self.weights)}, gradients {_size(self.gradients)}, "
-            f"optimizer {_size(self.optimizer)}\nmost is held by {held}\nsends over {sent}\nfits {fits}"
+            f"optimizer {_size(self.optimizer)}\nmost is held by {held}\nsends {sent}\nfits {fits}"
         )
 
 

@@ -1,19 +1,29 @@
 """The survey of model families: a family of each kind always, all of them in the slow tests."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.survey_models import MOST_USED, Finding, quiet, survey
+from benchmarks.survey_models import MOST_USED, Finding
 from benchmarks.tiny_models import COMPOSITES, decoder_families
 
 
-def found(families: list[str]) -> list[Finding]:
-    quiet()
-    return survey(families, 2, lambda finding: None)
+def found(families: list[str], folder: Path) -> list[Finding]:
+    """In a process of its own: each family's memory is bounded, what the tests hold included."""
+    command = [sys.executable, "benchmarks/survey_models.py", "--jobs", "2", "--json", str(folder / "found.jsonl")]
+    subprocess.run(
+        [*command, "--families", *families], check=True, cwd=Path(__file__).resolve().parents[2], capture_output=True
+    )
+    findings = [Finding(**json.loads(line)) for line in (folder / "found.jsonl").read_text().splitlines()]
+    return sorted(findings, key=lambda finding: families.index(finding.family))
 
 
-def test_a_family_of_each_kind() -> None:
+def test_a_family_of_each_kind(tmp_path: Path) -> None:
     """MiniMax M1: lightning attention, experts, and buffers that its checkpoints hold in bf16. Bloom: no kernel."""
-    refused, hybrid, by_rows = found(["deepseek_v32", "minimax", "bloom"])
+    refused, hybrid, by_rows = found(["deepseek_v32", "minimax", "bloom"], tmp_path)
     assert refused.verdict == "refused"
     assert "indexed_attention" in refused.refused
     assert [*hybrid.steps] == ["costs", "packed", "step", "export", "LoRA", "adapter", "cp 2"]
@@ -21,8 +31,8 @@ def test_a_family_of_each_kind() -> None:
 
 
 @pytest.mark.slow
-def test_every_family_is_exact_or_refused_in_a_sentence() -> None:
-    findings = found([*decoder_families(), *COMPOSITES])
+def test_every_family_is_exact_or_refused_in_a_sentence(tmp_path: Path) -> None:
+    findings = found([*decoder_families(), *COMPOSITES], tmp_path)
     assert [f.family for f in findings if f.verdict in ("WRONG", "BROKEN")] == []
     exact = {f.family for f in findings if f.verdict == "exact"}
     assert len(exact - {*COMPOSITES}) >= 120
