@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-slow test-newest test-gpu-paths survey newest lint clean
+.PHONY: train test test-system test-slow test-newest test-gpu-paths survey newest lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not system" -n 3 --dist loadfile
+
+# whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
+test-system: $(READY)
+	$(BIN)/python -m pytest -m "system and not slow" -n 2 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio,mlflow]" trl

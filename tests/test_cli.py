@@ -116,7 +116,11 @@ SIZES = [
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [SIZES[0], SIZES[-1], *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:-1])],
+    [
+        SIZES[0],
+        pytest.param(*SIZES[-1], marks=pytest.mark.system),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:-1]),
+    ],
 )
 def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, message: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

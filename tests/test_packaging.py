@@ -46,6 +46,7 @@ def test_the_wheel_carries_recipes_configs_types_and_licence(unpacked: Path):
     assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"automodel_lite"}
 
 
+@pytest.mark.system
 def test_it_runs_from_another_folder_with_presets_of_ones_own(unpacked: Path, tmp_path: Path):
     (tmp_path / "presets").mkdir()
     (tmp_path / "presets/mine.yaml").write_text(PRESET)

@@ -228,7 +228,7 @@ CANARIES = {
 }
 
 
-@pytest.mark.parametrize("ending", ["finishes", "fails", "is-refused"])
+@pytest.mark.parametrize("ending", ["finishes", pytest.param("fails", marks=pytest.mark.system), "is-refused"])
 def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) -> None:
     """Secrets in the configuration (by ${oc.env:...}), in the chat template's variables, and in an error's text."""
     more = {
@@ -259,6 +259,7 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
         assert b"nothing to do" in again.stdout  # the scrubbed configuration is the same one
 
 
+@pytest.mark.system
 def test_no_canary_in_what_a_sweep_writes(tmp_path: Path) -> None:
     """Typed as they are, not as ${oc.env:...}: Hydra keeps the command line in files of its own."""
     command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/sweep", "-m"]

@@ -81,6 +81,7 @@ def sweep(folder: Path, launcher: list[str], *overrides: str) -> subprocess.Comp
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.system
 def test_a_failed_job_does_not_stop_the_rest(tmp_path: Path):
     done = sweep(tmp_path / "s", [], "optimizer.lr=fast,1e-3", "training.max_steps=1")
     assert done.returncode == 1

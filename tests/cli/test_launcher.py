@@ -54,6 +54,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.system
 def test_a_mistake_is_the_only_sentence_on_the_screen(tmp_path: Path) -> None:
     process = start(f"output_dir={tmp_path}/run", "training.max_stepz=3", "optimizr.lr=1")
     out, err = process.communicate(timeout=120)

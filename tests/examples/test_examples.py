@@ -130,6 +130,7 @@ def test_train_from_python(tmp_path: Path) -> None:
     assert '"finished"' in (folder / "STATUS.json").read_text()
 
 
+@pytest.mark.system
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "examples/first_steps.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -88,6 +88,7 @@ def start_now(cluster: Cluster, job: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("script", ["slurm.sbatch", pytest.param("slurm_torchrun.sbatch", marks=pytest.mark.slow)])
 def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str) -> None:
     job = submit(cluster, script, tmp_path)
@@ -104,6 +105,7 @@ def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tm
     assert losses(tmp_path / "run") == losses(uninterrupted)
 
 
+@pytest.mark.system
 def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, "slurm.sbatch", tmp_path)
     wait_for_steps(tmp_path, 5)
@@ -116,6 +118,7 @@ def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: 
     assert took_s < 15 + 10  # SLURM's own epilogue is in it
 
 
+@pytest.mark.system
 def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     """The job's end time alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
     job = submit(cluster, "slurm.sbatch", tmp_path, "training.stop_margin_s=585", "training.max_steps=100000")

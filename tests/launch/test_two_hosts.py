@@ -79,6 +79,7 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
+@pytest.mark.system
 def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(hosts: list[str], tmp_path: Path) -> None:
     options = ["training.max_steps=100", "training.log_every_steps=1", "checkpoint.every_steps=5"]
     first = start(hosts, tmp_path, *options)

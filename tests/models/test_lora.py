@@ -139,6 +139,7 @@ def test_mistakes_are_named():
         Lora().check(torch.device("cpu"), "none", None)
 
 
+@pytest.mark.system
 def test_fsdp_with_context_parallel_resumes_and_agrees_with_one_process(tmp_path: Path):
     """Base run -> LoRA on one process -> the same on 2 x 1 and 1 x 2 ranks, stopped at step 3 and continued."""
     train("smoke", tmp_path / "base", "training.max_steps=1")

@@ -93,7 +93,9 @@ def check(case: tuple[tuple[str, ...], dict[str, Any]]) -> None:
             assert math.isfinite(value), key
 
 
-@pytest.mark.parametrize("num_cases", [100, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_cases", [20, pytest.param(100, marks=pytest.mark.system), pytest.param(4000, marks=pytest.mark.slow)]
+)
 def test_settings_work_or_are_named(num_cases: int) -> None:
     counts = explore(drawn_settings(), check, num_cases)
     assert counts["sentence"] > num_cases / 10
@@ -106,6 +108,7 @@ OVERRIDES = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("num_cases", [10, pytest.param(600, marks=pytest.mark.slow)])
 def test_overrides_are_read_or_named(num_cases: int, tmp_path: Path) -> None:
     def compose(overrides: list[str]) -> None:

@@ -30,6 +30,7 @@ def stream_of(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.system
 def test_a_stream_trains_alike_on_one_and_two_processes(tmp_path: Path) -> None:
     stream = stream_of(tmp_path)
     whole = train("llama_packed", tmp_path / "whole", *stream)

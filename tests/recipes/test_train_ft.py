@@ -29,6 +29,7 @@ def assert_same(got: list[tuple[float, float]], expected: list[tuple[float, floa
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=3e-6, atol=0)
 
 
+@pytest.mark.system
 def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) -> None:
     rows = train("llama_packed", tmp_path / "run")
     curve = losses(rows)
@@ -47,7 +48,7 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
         pytest.param(2, ["mesh.cp=2"], id="cp-2"),
         pytest.param(4, ["mesh.cp=2"], id="dp-2-cp-2"),
         pytest.param(4, ["mesh.dp_replicate=2"], id="hsdp-2x2"),
-        pytest.param(4, ["mesh.cp=4", "mesh.cp_exchange=all_to_all"], id="cp-4-all-to-all"),
+        pytest.param(4, ["mesh.cp=4", "mesh.cp_exchange=all_to_all"], id="cp-4-all-to-all", marks=pytest.mark.system),
         pytest.param(1, ["loss=cross_entropy"], id="plain-loss"),
         pytest.param(1, ["training.activation_checkpointing=full"], id="recompute"),
         pytest.param(1, ["dataloader.num_workers=2"], id="workers"),
@@ -102,7 +103,7 @@ def _run_until_stopped(rank: int, world_size: int, folder: Path, overrides: tupl
         recipe.run()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.system)])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, world_size: int) -> None:
     overrides = ("packed_sequence.repack_each_epoch=true", "dataset.num_chats=30")  # several epochs in six steps
     whole = losses(train("smoke", tmp_path / "whole", *overrides, world_size=world_size))

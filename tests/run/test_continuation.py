@@ -24,8 +24,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "options",
     [
         pytest.param([], id="sync"),
-        pytest.param(["checkpoint.mode=async"], id="async"),
-        pytest.param(["dataloader.num_workers=2"], id="two-workers"),
+        pytest.param(["checkpoint.mode=async"], id="async", marks=pytest.mark.system),
+        pytest.param(["dataloader.num_workers=2"], id="two-workers", marks=pytest.mark.system),
     ],
 )
 def test_the_same_layout_continues_bit_for_bit(tmp_path: Path, uninterrupted: Path, options: list[str]) -> None:
@@ -45,6 +45,7 @@ def test_the_same_layout_continues_bit_for_bit(tmp_path: Path, uninterrupted: Pa
     assert losses(run) == losses(uninterrupted)
 
 
+@pytest.mark.system
 def test_another_layout_continues_with_the_same_batches(tmp_path: Path) -> None:
     """1 rank -> 2 ranks -> 4 = dp 2 x cp 2 -> 1 rank with other micro-batches and workers; no dropout, whose masks
     belong to ranks.

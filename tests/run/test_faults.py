@@ -118,6 +118,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> str:
     return screen
 
 
+@pytest.mark.system
 def test_a_killed_rank_takes_the_job_down_within_15_s(tmp_path: Path) -> None:
     mark = tmp_path / "killed"
     hook = f"if rank == 1 and recipe.num_steps == 3: open({str(mark)!r}, 'w'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -129,6 +130,7 @@ def test_a_killed_rank_takes_the_job_down_within_15_s(tmp_path: Path) -> None:
     assert "SIGKILL" in screen or "another rank ended without a message" in screen
 
 
+@pytest.mark.system
 def test_a_silent_rank_ends_the_job_within_the_timeout_and_leaves_stacks(tmp_path: Path) -> None:
     mark = tmp_path / "silent"
     hook = f"if rank == 1 and recipe.num_steps == 3: open({str(mark)!r}, 'w'); time.sleep(600)"
@@ -143,6 +145,7 @@ def test_a_silent_rank_ends_the_job_within_the_timeout_and_leaves_stacks(tmp_pat
     assert "hooked.py" in stacks  # where the rank slept
 
 
+@pytest.mark.system
 def test_the_first_cause_is_shown_with_its_rank(tmp_path: Path) -> None:
     hook = "if rank == 1 and recipe.num_steps == 3: raise ArithmeticError('the moon is in the wrong house')"
     screen = finish(launch(tmp_path, hook))
@@ -158,6 +161,7 @@ def test_the_first_cause_is_shown_with_its_rank(tmp_path: Path) -> None:
     assert "rank 1, in step 4: ArithmeticError" in status["reason"]
 
 
+@pytest.mark.system
 def test_a_killed_data_worker_ends_the_job_with_a_sentence_and_it_goes_on(tmp_path: Path) -> None:
     killed = "os.kill(__import__('multiprocessing').active_children()[0].pid, signal.SIGKILL), time.sleep(30)"
     hook = f"if rank == 1 and recipe.num_steps == 5: {killed}"
@@ -174,6 +178,7 @@ def test_a_killed_data_worker_ends_the_job_with_a_sentence_and_it_goes_on(tmp_pa
     assert "continues from step_00000004" in screen
 
 
+@pytest.mark.system
 def test_out_of_memory_on_one_rank_ends_all_with_its_report(tmp_path: Path) -> None:
     hook = "if rank == 1 and recipe.num_steps == 3: raise torch.OutOfMemoryError('tried to allocate 2.00 GiB')"
     process = launch(tmp_path, hook)
@@ -485,6 +490,7 @@ def _hooked(folder: Path, hook: str, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.system
 def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(tmp_path: Path) -> None:
     hook = "recipe.num_steps == 2 and (open('in_step', 'w').close(), time.sleep(300))".replace(
         "in_step", str(tmp_path / "in_step")
@@ -508,6 +514,7 @@ def _wait_for(is_so: Any, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cause", ["signal.SIGKILL", pytest.param("signal.SIGSEGV", marks=pytest.mark.slow)])
 def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: str) -> None:
     process = _hooked(tmp_path, f"recipe.num_steps == 2 and os.kill(os.getpid(), {cause})")
@@ -620,6 +627,7 @@ def dump(log: Path, num_dumps: int) -> None:
     assert log.read_bytes().count(b"work") > num_dumps
 
 
+@pytest.mark.system
 def test_the_stacks_of_a_busy_rank_do_not_hurt_it(tmp_path: Path) -> None:
     dump(tmp_path / "logs" / "rank_00000.log", 200)
 
@@ -680,6 +688,7 @@ def _begin_a_run(folder: RunFolder, config: Config) -> None:
         folder.write_status("running", 0)
 
 
+@pytest.mark.system
 def test_a_kill_at_any_moment_of_the_start_leaves_a_folder_to_start_in(tmp_path: Path) -> None:
     at, is_killed = 0, True
     while is_killed:

@@ -35,6 +35,7 @@ CASES = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kills", [20, *(pytest.param(many, marks=pytest.mark.slow) for many in (100, 1000))])
 @pytest.mark.parametrize(("worlds", "overrides", "tolerance", "share"), CASES)
 def test_kills(tmp_path: Path, worlds: str, overrides: list[str], tolerance: float, share: float, kills: int) -> None:

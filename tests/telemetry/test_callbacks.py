@@ -67,6 +67,7 @@ STOPPING = [
 ]
 
 
+@pytest.mark.system
 def test_two_ranks_stop_early_together_and_are_profiled(tmp_path: Path):
     run = tmp_path / "run"
     rows = train("smoke", run, *STOPPING, "training.profile_steps=[3,4]", world_size=2)

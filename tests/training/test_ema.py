@@ -63,6 +63,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.system
 def test_a_run_averages_resumes_and_exports(tmp_path: Path) -> None:
     """The export at the end, that of the last checkpoint, and those of runs in two parts, the second on two ranks."""
     whole = tmp_path / "whole"

@@ -178,7 +178,7 @@ KINDS = [
     pytest.param(("optimizer=adamw_8bit",), marks=pytest.mark.slow, id="8bit"),
     pytest.param(("optimizer=adamw_bf16", *BF16), id="bf16"),
     pytest.param(("optimizer=adamw_bf16", "optimizer.rounding=kahan", *BF16), marks=pytest.mark.slow, id="kahan"),
-    pytest.param(("optimizer=muon",), id="muon"),
+    pytest.param(("optimizer=muon",), id="muon", marks=pytest.mark.system),
 ]
 
 
