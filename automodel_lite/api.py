@@ -9,9 +9,8 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.attention.adapter import auto_attention, install
+from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install
 from automodel_lite.attention.kernel import AttentionKernel, attention_spec
-from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.cli import compose_config, imported
 from automodel_lite.config.check import check_config
 from automodel_lite.data.documents import DocumentList

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.thd import to_thd

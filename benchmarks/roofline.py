@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_lite.attention.adapter import install
-from automodel_lite.attention.probe import stream_of
+from automodel_lite.attention.interface import install, stream_of
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.models.adapter import cast_frozen
 from automodel_lite.models.layers import decoder_layers, recompute_layers

@@ -40,9 +40,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import recipes.train_ft as train_ft
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention, attention_spec
-from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError

@@ -25,8 +25,8 @@ ONE_OR_MORE = argument(int, Range(1, 10**8))
 def main(argv: list[str] | None = None) -> None:
     args, overrides = parser().parse_known_args(argv)
     config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
+    from automodel_lite.training.dry_run import try_model
     from automodel_lite.training.memory import Hardware, estimates
-    from automodel_lite.training.trial import try_model
 
     source = build(config.model)
     try_model(source)

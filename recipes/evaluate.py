@@ -32,8 +32,8 @@ from automodel_lite.progress import activity
 from automodel_lite.run.export import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model
+from automodel_lite.training.dry_run import try_settings
 from automodel_lite.training.evaluation import questions_of, validation_loss
-from automodel_lite.training.trial import try_settings
 
 
 def main(config: Config) -> int:

@@ -59,13 +59,12 @@ from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, endi
 from automodel_lite.seed import seed_all, use_deterministic
 from automodel_lite.telemetry.callbacks import open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.telemetry.metrics import Meter, StepResult, sum_counts
-from automodel_lite.telemetry.profiler import StepProfiler
+from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, sum_counts
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.hub import push, write_card
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.training.build import build_model
-from automodel_lite.training.dry_run import dry_run
+from automodel_lite.training.dry_run import dry_run, try_settings
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import questions_of, sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
@@ -79,7 +78,6 @@ from automodel_lite.training.start_lines import (
     position_line,
     version_line,
 )
-from automodel_lite.training.trial import try_settings
 
 
 def main(config: Config) -> int:

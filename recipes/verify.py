@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
@@ -49,7 +49,7 @@ from automodel_lite.tools.verify import (
     take_gradients,
 )
 from automodel_lite.training.build import assemble, check_model, choose_attention, with_exchange
-from automodel_lite.training.trial import try_settings
+from automodel_lite.training.dry_run import try_settings
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.probe import stream_of, tolerance_std
+from automodel_lite.attention.interface import stream_of, tolerance_std
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8, text_part

@@ -1,22 +1,24 @@
-"""Where the time of a run goes, on the device's own clock.
+"""The numbers of a step: its rates since the last logged step, utilization, and where the time of the run goes.
 
-What a device can do at most, from its data sheet: dense bf16 tensor FLOP/s, without sparsity.
+`training.profile_steps=[10,12]` writes where the time and the memory of a few steps go, in torch's own formats:
 
-A device that is not listed by its exact name has no known peak: no utilisation is better than a wrong one.
-
-What is known of a step, and the rates over the steps since the last logged one.
+profile/rank_00000.trace.json.gz     for https://ui.perfetto.dev or chrome://tracing
+profile/rank_00000.txt               the operations that took longest
+profile/rank_00000.memory.pickle     on a GPU: every allocation, for https://pytorch.org/memory_viz
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from automodel_lite.flops import CostModel
 from automodel_lite.models.flops import StepFlops
@@ -71,6 +73,8 @@ def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) 
     return second - first
 
 
+# Peak dense bf16 tensor FLOP/s from the data sheet, without sparsity. A device that is not listed by its exact name has
+# no known peak: no utilization is better than a wrong one.
 BF16_TFLOPS = {
     "NVIDIA A10": 125.0,
     "NVIDIA A10G": 70.0,
@@ -262,3 +266,52 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+_NUM_ROWS = 30
+_MAX_ALLOCATIONS = 1_000_000  # the newest; some 100 MB of a snapshot
+
+
+class StepProfiler:
+    """Profiles the steps from `steps[0]` to `steps[1]` on every rank; `begin` and `end` are called around each step."""
+
+    def __init__(
+        self,
+        steps: Sequence[int] | None,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        say: Callable[[str, str], None],
+    ) -> None:
+        self._first, self._last = steps or (0, 0)
+        self._path = str(folder / "profile" / f"rank_{rank:05d}")
+        self._device, self._say = device, say
+        self._profile: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Starts at the first of the steps, or where a continued run comes into them."""
+        if self._profile is not None or not self._first <= step <= self._last:
+            return
+        Path(self._path).parent.mkdir(exist_ok=True)
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
+        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profile.start()
+
+    def end(self, step: int, is_over: bool = False) -> None:
+        """Writes the files when `step` was the last of them, or the training is over."""
+        if self._profile is None or (step < self._last and not is_over):
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.memory._dump_snapshot(f"{self._path}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._profile.stop()
+        self._profile.export_chrome_trace(f"{self._path}.trace.json.gz")
+        by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=by, row_limit=_NUM_ROWS, max_name_column_width=60)
+        Path(f"{self._path}.txt").write_text(table)
+        self._profile = None
+        self._say("profiled", f"{self._path}.trace.json.gz, for https://ui.perfetto.dev")

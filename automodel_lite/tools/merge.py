@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.attention.probe import Logits
+from automodel_lite.attention.interface import Logits
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, MeshConfig

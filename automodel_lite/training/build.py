@@ -14,10 +14,9 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.adapter import auto_attention, install
 from automodel_lite.attention.documents import runs_by_rows
+from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install, stream_of
 from automodel_lite.attention.kernel import AttentionKernel, attention_spec, layer_shapes, require_blocks
-from automodel_lite.attention.probe import check_packing_isolation, stream_of
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config, TrainingConfig, launched, world_size
 from automodel_lite.data.prepare import build_packer
@@ -26,10 +25,16 @@ from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, cast_trained, is_quantized
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
-from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.layers import (
+    check_layers,
+    chosen_tile,
+    compile_layers,
+    decoder_layers,
+    recompute_layers,
+    tile_layers,
+)
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
 from automodel_lite.models.source import CausalLM, describe, embedding_rows
-from automodel_lite.models.tiles import chosen_tile, tile_layers
 from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings
 from automodel_lite.parallel.exchange_costs import MEAN_TOKENS, Load, checkpointing_hint, choose_exchange
 from automodel_lite.parallel.mesh import Mesh

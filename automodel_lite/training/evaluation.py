@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.attention.probe import stream_of
+from automodel_lite.attention.interface import stream_of
 from automodel_lite.config.rules import Count, Positive
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.documents import Documents, Question, question_of

@@ -31,9 +31,9 @@ from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import is_quantized
 from automodel_lite.models.flops import ModelSize, chosen_experts, model_size, step_flops
+from automodel_lite.models.layers import chosen_tile
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import CausalLM
-from automodel_lite.models.tiles import chosen_tile
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape
 
 _FP32 = 4  # bytes

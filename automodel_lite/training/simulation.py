@@ -27,17 +27,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, global_batch_size_of, mesh_shape
 from automodel_lite.data.loader import packed_sequence_thd_collater
 from automodel_lite.models import layers
 from automodel_lite.models.flops import chosen_experts
-from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
+from automodel_lite.models.layers import chosen_tile, decoder_layers, freeze_towers, recompute_layers, tile_layers
 from automodel_lite.models.sharded import Spread, described_shards
 from automodel_lite.models.source import CausalLM, model_class
-from automodel_lite.models.tiles import chosen_tile, tile_layers
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision

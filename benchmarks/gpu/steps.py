@@ -115,7 +115,7 @@ def build(variant: Variant, device: str) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from automodel_lite.attention.adapter import auto_attention, install
+    from automodel_lite.attention.interface import auto_attention, install
     from automodel_lite.attention.kernel import attention_spec
     from automodel_lite.config.components import locate
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 from tests.attention.families import DOCUMENT_LENGTHS, FAMILIES, build, documents, gradients, stream
 

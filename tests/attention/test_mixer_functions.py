@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
-from automodel_lite.attention.adapter import install
 from automodel_lite.attention.documents import mixers_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.mixer_functions import Recorded, running, split_at_documents, takes_boundaries
 from tests.attention.families import documents, stream

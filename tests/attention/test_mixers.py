@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from automodel_lite.attention.adapter import install
 from automodel_lite.attention.documents import mixers_of
+from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, document_rows

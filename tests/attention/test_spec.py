@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
-from automodel_lite.attention.adapter import KernelByKind, auto_attention, install
 from automodel_lite.attention.flex import FlexAttention
+from automodel_lite.attention.interface import KernelByKind, auto_attention, install
 from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention, attention_spec, passes_sinks
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError

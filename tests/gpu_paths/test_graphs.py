@@ -9,10 +9,9 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_lite.attention.adapter import install
 from automodel_lite.attention.flex import FlexAttention, compiled_flex
+from automodel_lite.attention.interface import install, stream_of
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
-from automodel_lite.attention.probe import stream_of
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import compile_layers, decoder_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel

@@ -8,9 +8,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install, stream_of
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.probe import stream_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import cast_frozen
 from automodel_lite.models.lora import Lora, load_adapted

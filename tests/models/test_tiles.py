@@ -6,12 +6,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import decoder_layers, recompute_layers
-from automodel_lite.models.tiles import chosen_tile, tile_layers, tokenwise_modules
+from automodel_lite.models.layers import chosen_tile, decoder_layers, recompute_layers, tile_layers, tokenwise_modules
 from tests.attention.families import FAMILIES, build, documents, gradients, stream
 from tests.attention.hybrids import ONE_OF_EACH_KIND, build_hybrid
 

@@ -10,7 +10,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, Phi3Config
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import LayerShape, ReferenceAttention, attention_spec, require_blocks
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError

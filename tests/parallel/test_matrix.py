@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.models.layers import decoder_layers, recompute_layers
+from automodel_lite.models.layers import decoder_layers, recompute_layers, tile_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
-from automodel_lite.models.tiles import tile_layers
 from automodel_lite.parallel import shard as context_parallel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.shard import cp_shard

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from automodel_lite.attention.adapter import install
 from automodel_lite.attention.documents import mixers_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.parallel.checks import check_context_parallel
 from automodel_lite.parallel.mixer_exchange import document_owners

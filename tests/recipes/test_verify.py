@@ -13,7 +13,7 @@ import recipes.verify
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
 from automodel_lite.thd import to_thd as right_to_thd
-from tests.attention.test_adapter import LeakingAttention
+from tests.attention.test_interface import LeakingAttention
 from tests.ranks import run_ranks
 from tests.recipes.runs import config_of
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import install, stream_of
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.probe import stream_of
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.flops import model_size

@@ -17,9 +17,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from automodel_lite.attention.adapter import install
+from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention
-from automodel_lite.attention.probe import check_packing_isolation
 from automodel_lite.errors import ConfigError
 from benchmarks.tiny_models import tiny_config
 from tests.attention.families import BASE, build, documents, stream

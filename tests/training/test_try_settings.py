@@ -15,8 +15,7 @@ from automodel_lite.config.components import build
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel import mesh
-from automodel_lite.training import trial
-from automodel_lite.training.trial import try_settings
+from automodel_lite.training.dry_run import try_model, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.run.small_run import train
@@ -68,7 +67,7 @@ def test_all_at_once_and_the_right_ones_pass() -> None:
     assert tried("model.config.hidden_size=64", "lr_scheduler=wsd", "training.max_steps=1") == ""
     assert tried("optimizer.betas=[0,0]") == ""  # whole numbers are numbers
     constant = ["~lr_scheduler.warmup_steps"]
-    constant += ["lr_scheduler._target_=tests.training.test_trial.no_lambda", "security.allow_targets=[tests]"]
+    constant += ["lr_scheduler._target_=tests.training.test_try_settings.no_lambda", "security.allow_targets=[tests]"]
     assert tried(*constant).startswith("lr_scheduler gives a ConstantLR: a torch.optim.lr_scheduler.LambdaLR is needed")
     both = tried("model.config.num_hidden_layers=0", "~optimizer.lr")
     assert both.splitlines()[1] == "automodel_lite.training.optimizers.adamw: missing a required argument: 'lr'."
@@ -92,9 +91,9 @@ def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert transformers.models.llama.modeling_llama.LlamaMLP is LlamaMLP
     monkeypatch.setattr(LlamaMLP, "forward", wrong)
     with pytest.raises(ConfigError, match=r"a model of these settings cannot work: .*7"):
-        trial.try_model(source)
+        try_model(source)
     monkeypatch.setattr(LlamaMLP, "forward", unknown)
-    trial.try_model(source)
+    try_model(source)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +101,7 @@ def test_no_family_is_refused(family: str) -> None:
     config = FAMILIES[family]()
     known = type(config)().to_dict()
     settings = {key: value for key, value in config.to_diff_dict().items() if key in known}
-    trial.try_model(CausalLM(config={**settings, "model_type": config.model_type}))
+    try_model(CausalLM(config={**settings, "model_type": config.model_type}))
 
 
 class Picky(torch.optim.SGD):
@@ -115,7 +114,7 @@ class Picky(torch.optim.SGD):
 
 
 def test_an_optimizer_of_your_own_that_refuses_a_value() -> None:
-    own = ["security.allow_targets=[tests]", "~optimizer", "optimizer._target_=tests.training.test_trial.Picky"]
+    own = ["security.allow_targets=[tests]", "~optimizer", "optimizer._target_=tests.training.test_try_settings.Picky"]
     assert tried(*own, "optimizer.lr=0.1") == ""
     assert tried(*own, "optimizer.lr=2") == "optimizer or lr_scheduler: lr is too high"
 
@@ -166,7 +165,7 @@ def test_an_environment_that_no_launcher_sets(monkeypatch: pytest.MonkeyPatch, n
         mesh.rank() if name == "RANK" else mesh.world_size()
 
 
-def test_the_trial_is_quick() -> None:
+def test_trying_the_settings_is_quick() -> None:
     tried()
     start = time.process_time()
     tried()
