@@ -63,16 +63,39 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.group), None
 
 
+class SelectRows(torch.autograd.Function):
+    """rows[taken]; the gradient is a selection too, where that of index_select adds row by row, atomically on a GPU.
+
+    places  int64 [n, rows]: where each row went, at most n times; for n > 1, len(taken) is nowhere
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, taken: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.index_select(0, taken)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        if len(places) > 1:
+            grad = torch.cat([grad, torch.zeros_like(grad[:1])])
+        first, *others = (grad.index_select(0, place) for place in places)
+        for other in others:
+            first += other
+        return first, None, None
+
+
 @dataclass(frozen=True)
 class AllGatherKV:
     """Gathers keys and values in one collective; one row selection reorders them and cuts the document prefixes.
 
-    key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other. A row is in two
-              prefixes at most, so its gradient is a sum of two and does not depend on their order.
+    key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other
+    places    int64 [2, T]: where a gathered row went, in the early and in the late prefix of its document; Tk = nowhere
     """
 
     group: dist.ProcessGroup
     key_rows: Tensor
+    places: Tensor
 
     def attend(
         self,
@@ -89,13 +112,13 @@ class AllGatherKV:
     ) -> Tensor:
         """See `Exchange`."""
         kv = torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
-        kv = AllGatherRows.apply(kv, self.group).index_select(0, self.key_rows)
+        kv = SelectRows.apply(AllGatherRows.apply(kv, self.group), self.key_rows, self.places)
         k, v = kv.split([k_THD[0].numel(), v_THD[0].numel()], 1)
         k, v = k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:])
         return kernel(q_THD, k, v, *segments, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AllGatherKV:
-        return replace(self, key_rows=function(self.key_rows))
+        return replace(self, key_rows=function(self.key_rows), places=function(self.places))
 
 
 @dataclass(frozen=True)
@@ -134,14 +157,15 @@ class Ulysses:
             k_THD, v_THD = (x.repeat_interleave(cp // num_kv_heads, 1) for x in (k_THD, v_THD))
         by_rank = [x.unflatten(1, (cp, -1)).transpose(0, 1) for x in (q_THD, k_THD, v_THD)]  # [cp, T/cp, H/cp, D]
         sent = torch.cat([x.flatten(2) for x in by_rank], 2)
-        rows = AllToAll.apply(sent, self.group).flatten(0, 1).index_select(0, self.to_stream)
+        received = AllToAll.apply(sent, self.group).flatten(0, 1)
+        rows = SelectRows.apply(received, self.to_stream, self.to_ranks[None])
         q, k, v = (
             part.unflatten(1, x.shape[2:])
             for part, x in zip(rows.split([x[0, 0].numel() for x in by_rank], 1), by_rank)
         )
         own_sinks = None if sinks is None else sinks.chunk(cp)[self.group.rank()]
         out = kernel(q, k, v, *segments, scale=scale, window=window, softcap=softcap, sinks=own_sinks)
-        slices = out.index_select(0, self.to_ranks).unflatten(0, (cp, -1))
+        slices = SelectRows.apply(out, self.to_ranks, self.to_stream[None]).unflatten(0, (cp, -1))
         return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Ulysses:

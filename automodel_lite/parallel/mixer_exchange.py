@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_lite.parallel.exchange import AllToAll
+from automodel_lite.parallel.exchange import AllToAll, SelectRows
 from automodel_lite.parallel.zigzag import concatenated_ranges, inverse_permutation
 from automodel_lite.thd import DocumentRows, document_rows
 
@@ -84,27 +84,30 @@ class DealtMixers:
         for dtype in {x.dtype for x in by_rank}:
             places = [i for i, x in enumerate(by_rank) if x.dtype == dtype]
             sent = torch.cat([by_rank[i].flatten(2) for i in places], 2)
-            rows = AllToAll.apply(sent, self.group).flatten(0, 1).index_select(0, self.to_stream)
+            received = AllToAll.apply(sent, self.group).flatten(0, 1)
+            rows = SelectRows.apply(received, self.to_stream, self.to_ranks[None])
             parts = rows.split([by_rank[i][0, 0].numel() for i in places], 1)
             result |= {i: part.unflatten(1, by_rank[i].shape[2:]) for i, part in zip(places, parts)}
         return [result[i] for i in range(len(by_rank))]
 
     def from_heads(self, x_TH: Tensor) -> Tensor:
-        slices = x_TH.index_select(0, self.to_ranks).unflatten(0, (self.size, -1))
+        slices = SelectRows.apply(x_TH, self.to_ranks, self.to_stream[None]).unflatten(0, (self.size, -1))
         return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
 
     def part(self, weight: Tensor, dim: int) -> Tensor:
         return weight.chunk(self.size, dim)[self.group.rank()]
 
     def to_owner(self, x_TC: Tensor) -> Tensor:
-        received = AllToAllRows.apply(x_TC.index_select(0, self.send), self.counts_out, self.counts_in, self.group)
+        sent = SelectRows.apply(x_TC, self.send, self.unsend[None])
+        received = AllToAllRows.apply(sent, self.counts_out, self.counts_in, self.group)
         if not len(received):  # a rank without a document mixes one token of zeros, so that its weights have gradients
             return F.pad(received, (0,) * (2 * received.ndim - 1) + (1,))
-        return received.index_select(0, self.arrange)
+        return SelectRows.apply(received, self.arrange, self.unarrange[None])  # type: ignore[no-any-return]
 
     def from_owner(self, x_TC: Tensor) -> Tensor:
-        rows = x_TC.index_select(0, self.unarrange)
-        return AllToAllRows.apply(rows, self.counts_in, self.counts_out, self.group).index_select(0, self.unsend)
+        rows = SelectRows.apply(x_TC, self.unarrange, self.arrange[None])
+        received = AllToAllRows.apply(rows, self.counts_in, self.counts_out, self.group)
+        return SelectRows.apply(received, self.unsend, self.send[None])  # type: ignore[no-any-return]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DealtMixers:
         return replace(

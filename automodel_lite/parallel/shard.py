@@ -65,15 +65,17 @@ def attention_plan(
     segments = owned_segments(cu, cp_size, cp_rank)
     q_lens, k_lens = segments.end - segments.start, segments.end - segments.document_start
     key_rows = to_stream[concatenated_ranges(segments.document_start, segments.end)]
+    is_late = (torch.arange(len(k_lens)) % 2).repeat_interleave(k_lens)
+    places = key_rows.new_full((2, len(to_stream)), len(key_rows))
+    places[is_late, key_rows] = torch.arange(len(key_rows))
+    gather = AllGatherKV(group, key_rows, places)
     plan = AttentionPlan(
         cu_q=cumulative(q_lens),
         cu_k=cumulative(k_lens),
         max_q=int(q_lens.max()),
         max_k=int(k_lens.max()),
-        exchange=AllGatherKV(group, key_rows),
+        exchange=gather,
     )
     if exchange == "all_gather":
         return plan
-    return replace(
-        plan, max_k=batch.max_seqlen, exchange=ring(segments, AllGatherKV(group, key_rows), batch.max_seqlen)
-    )
+    return replace(plan, max_k=batch.max_seqlen, exchange=ring(segments, gather, batch.max_seqlen))

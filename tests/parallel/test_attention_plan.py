@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.exchange import AllGatherKV, TransformerEngine, Ulysses
+from automodel_lite.parallel.exchange import AllGatherKV, SelectRows, TransformerEngine, Ulysses
 from automodel_lite.parallel.ring import Ring
 from automodel_lite.parallel.shard import attention_plan, cp_shard
 from automodel_lite.parallel.zigzag import shard_indices
@@ -32,6 +33,9 @@ def test_all_gather_of_two_documents() -> None:
     assert isinstance(plan.exchange, AllGatherKV)
     segments = [[0, 1], [0, 1, 6, 7, 8, 9, 2, 3], [4], [4, 10, 11, 5]]
     assert plan.exchange.key_rows.tolist() == [row for segment in segments for row in segment]
+    early, late = plan.exchange.places.tolist()
+    assert early == [0, 1, 15, 15, 10, 15, 15, 15, 15, 15, 15, 15]
+    assert late == [2, 3, 8, 9, 11, 14, 4, 5, 6, 7, 12, 13]
     plan = attention_plan(batch, GROUP, 2, 1, "all_gather")
     assert plan.cu_q.tolist() == [0, 2, 4, 5, 6]
     assert plan.cu_k.tolist() == [0, 4, 10, 12, 15]
@@ -85,7 +89,7 @@ def test_moving_a_plan_moves_its_exchange() -> None:
     plan = attention_plan(stream(documents([7, 3]), 4), GROUP, 2, 0, "all_gather")
     seen: list[int] = []
     moved = plan.map_tensors(lambda tensor: seen.append(tensor.numel()) or tensor.clone())
-    assert sorted(seen) == [5, 5, 15]
+    assert sorted(seen) == [5, 5, 15, 24]
     assert moved.exchange is not plan.exchange
 
 
@@ -120,3 +124,38 @@ def test_ranks_together_attend_like_one(cp: int, lengths: list[int], window: int
         together[3] += dv
     for got, expected in zip(together, want):
         assert (got - expected).abs().max() < 1e-5
+
+
+class NoScatter(TorchDispatchMode):
+    """Operations that add rows up in an order of their own, atomically on a GPU, fail."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(name in str(func) for name in ("index_add", "index_put", "scatter")), func
+        return func(*args, **(kwargs or {}))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([2, 4]), st.lists(st.integers(1, 25), min_size=1, max_size=5))
+def test_the_gradient_of_a_selection_is_that_of_index_select(cp: int, lengths: list[int]) -> None:
+    """Bit for bit: of each rank's prefixes, which take a row twice, once or never, and of the way to the stream."""
+    batch = stream(documents(lengths), 2 * cp)
+    for rank in range(cp):
+        keys = attention_plan(batch, GROUP, cp, rank, "all_gather").exchange
+        heads = attention_plan(batch, GROUP, cp, rank, "all_to_all").exchange
+        assert isinstance(keys, AllGatherKV)
+        assert isinstance(heads, Ulysses)
+        for taken, places in ((keys.key_rows, keys.places), (heads.to_stream, heads.to_ranks[None])):
+            rows = torch.randn(len(batch.input_ids), 3, dtype=torch.bfloat16, requires_grad=True)
+            grad = torch.randn(len(taken), 3, dtype=torch.bfloat16)
+            selected, plain = SelectRows.apply(rows, taken, places), rows.index_select(0, taken)
+            assert torch.equal(selected, plain)
+            (want,) = torch.autograd.grad(plain, rows, grad)
+            with NoScatter():
+                (got,) = torch.autograd.grad(selected, rows, grad)
+            assert torch.equal(got, want)
+
+
+def test_a_scattered_gradient_is_noticed() -> None:
+    rows = torch.randn(4, 3, requires_grad=True)
+    with NoScatter(), pytest.raises(AssertionError, match="index_add"):
+        rows.index_select(0, torch.tensor([0, 0, 1])).sum().backward()

@@ -58,7 +58,7 @@ def test_each_kind_of_mixer_over_ranks(cp: int, exchange: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_every_family_over_ranks(cp: int, exchange: str) -> None:
     for errors in run_ranks(largest_errors, cp, sorted(HYBRIDS), exchange):
