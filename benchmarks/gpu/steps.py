@@ -202,6 +202,67 @@ def document_mask(batch: dict[str, Any]) -> Any:
     return (documents[:, :, None] == documents[:, None]).tril()[:, None]
 
 
+@dataclass
+class Work:
+    """What one or more steps did."""
+
+    tokens: int = 0
+    flops: float = 0.0  # of the documents
+    drawing_s: float = 0.0  # random documents were made: no part of a step
+
+
+class Trainer:
+    """The variant's model, its optimizer and endless micro-batches; `step` is one optimizer step."""
+
+    def __init__(self, variant: Variant, device: str) -> None:
+        from automodel_lite.models.flops import cost_model
+        from automodel_lite.training.optimizers import adamw
+
+        self.variant, self.device = variant, device
+        self.model = build(variant, device)
+        self.optimizer = adamw(self.model, lr=1e-5)
+        self.costs = cost_model(self.model.lm.config)
+        self.batches = steps_of(variant, self.model.lm.config.vocab_size)
+        self.mean_loss: Any = None
+
+    def step(self) -> Work:
+        import torch
+
+        from automodel_lite.training.optimizers import apply_gradients
+
+        began = time.perf_counter()
+        made = [next(self.batches) for _ in range(self.variant.micro_steps)]
+        drawing_s = time.perf_counter() - began
+        num_labels = sum(int((batch["labels"] != -100).sum()) for batch, _ in made)
+        total = torch.zeros((), device=self.device)
+        # no cache of cast weights: with recomputation it is 13 GiB of an 8B model that nobody reads
+        cached, is_cuda = self.variant.recompute == "none", self.device == "cuda"
+        for batch, _ in made:
+            with torch.autocast(self.device, torch.bfloat16, enabled=is_cuda, cache_enabled=cached):
+                loss = loss_of(self.variant, self.model, batch, self.device)
+            (loss / num_labels).backward()
+            total += loss.detach()
+        apply_gradients(self.optimizer, self.model.parameters(), total, 1.0)
+        self.optimizer.zero_grad()
+        self.mean_loss = total / num_labels
+        documents = np.array([length for _, lengths in made for length in lengths])
+        return Work(int(documents.sum()), self.flops(documents), drawing_s)
+
+    def flops(self, documents: np.ndarray) -> float:
+        share = 2 / 3 if self.variant.lora else 1.0  # a frozen weight needs no gradient of its own
+        of_pairs = self.costs.per_pair * float(self.costs.pairs(documents).sum())
+        return self.costs.per_token * share * float(documents.sum()) + of_pairs
+
+    def timed(self, num_steps: int) -> tuple[Work, float]:
+        """What so many steps did, and their seconds."""
+        began, done = time.perf_counter(), Work()
+        for _ in range(num_steps):
+            work = self.step()
+            done = Work(done.tokens + work.tokens, done.flops + work.flops, done.drawing_s + work.drawing_s)
+        wait(self.device)
+        return done, time.perf_counter() - began - done.drawing_s
+
+
 def measure(
     settings: dict[str, Any], device: str, peak_tflops: float | None, ceiling_tflops: float | None
 ) -> dict[str, Any]:
@@ -209,59 +270,19 @@ def measure(
     import torch
 
     from automodel_lite.graphs import compiled_graphs
-    from automodel_lite.models.flops import cost_model
-    from automodel_lite.training.optimizers import adamw, apply_gradients
 
     variant = Variant(**settings)
     is_cuda = device == "cuda"
-    model = build(variant, device)
-    optimizer = adamw(model, lr=1e-5)
-    costs = cost_model(model.lm.config)
-    steps = steps_of(variant, model.lm.config.vocab_size)
-
-    def step() -> tuple[int, float, float, Any]:
-        """Tokens, FLOPs of the documents, seconds of making them, mean loss."""
-        began = time.perf_counter()
-        made = [next(steps) for _ in range(variant.micro_steps)]
-        made_s = time.perf_counter() - began
-        num_labels = sum(int((batch["labels"] != -100).sum()) for batch, _ in made)
-        total = torch.zeros((), device=device)
-        for batch, _ in made:
-            # no cache of cast weights: with recomputation it is 13 GiB of an 8B model that nobody reads
-            cached = variant.recompute == "none"
-            with torch.autocast(device, torch.bfloat16, enabled=is_cuda, cache_enabled=cached):
-                loss = loss_of(variant, model, batch, device)
-            (loss / num_labels).backward()
-            total += loss.detach()
-        apply_gradients(optimizer, model.parameters(), total, 1.0)
-        optimizer.zero_grad()
-        documents = np.array([length for _, lengths in made for length in lengths])
-        share = 2 / 3 if variant.lora else 1.0  # a frozen weight needs no gradient of its own
-        flops = costs.per_token * share * documents.sum() + costs.per_pair * float(costs.pairs(documents).sum())
-        return int(documents.sum()), flops, made_s, total / num_labels
-
-    began = time.perf_counter()
-    step()
-    wait(device)
-    first_step_s = time.perf_counter() - began
-    for _ in range(variant.warmup - 1):
-        step()
-    wait(device)
+    trainer = Trainer(variant, device)
+    _, first_step_s = trainer.timed(1)
+    trainer.timed(variant.warmup - 1)
     graphs = compiled_graphs()
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    rates, flop_rates, mean_loss = [], [], None
-    for _ in range(variant.repeats):
-        began, tokens, flops, made_s = time.perf_counter(), 0, 0.0, 0.0
-        for _ in range(variant.steps):
-            of_step = step()
-            tokens, flops, made_s = tokens + of_step[0], flops + of_step[1], made_s + of_step[2]
-            mean_loss = of_step[3]
-        wait(device)
-        seconds = time.perf_counter() - began - made_s  # drawing random documents is no part of a step
-        rates.append(tokens / seconds)
-        flop_rates.append(flops / seconds)
-    rate, tflops = statistics.median(rates), statistics.median(flop_rates) / 1e12
+    timed = [trainer.timed(variant.steps) for _ in range(variant.repeats)]
+    rates = [work.tokens / seconds for work, seconds in timed]
+    rate = statistics.median(rates)
+    tflops = statistics.median(work.flops / seconds for work, seconds in timed) / 1e12
     return asdict(variant) | {
         "verdict": "pass",
         "tokens_per_s": rate,
@@ -272,7 +293,7 @@ def measure(
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None,
         "first_step_s": first_step_s,
         "graphs_after_warmup": compiled_graphs() - graphs,
-        "mean_loss": float(mean_loss),
+        "mean_loss": float(trainer.mean_loss),
     }
 
 
