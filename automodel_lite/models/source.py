@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.utils import is_timm_available
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
@@ -212,7 +214,7 @@ def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """`quantization_config` of a checkpoint whose weights are quantised, also of a composite's text part."""
     for part in (config, config.get_text_config()):
-        found: Any = getattr(part, "quantization_config", None)
+        found: Any = config_value(part, "quantization_config")
         if found:
             return dict(found if isinstance(found, dict) else found.to_dict())
     return None
@@ -281,7 +283,15 @@ MOST = {  # some ten times what any model has: a size beyond it is a slip, and d
 
 
 def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
-    """Raises ConfigError for sizes that no model can have; libraries meet them late, or never."""
+    """Raises ConfigError for sizes that no model can have, and for a missing package; libraries meet them late, or
+    never.
+    """
+    towers = [config_value(config, key) for key in config.sub_configs]
+    classes = [MODEL_MAPPING_NAMES.get(tower.model_type) for tower in towers if tower]
+    if "TimmWrapperModel" in classes and not is_timm_available():
+        raise ConfigError(
+            f"model_type={config.model_type} needs the package timm for its vision tower: pip install timm."
+        )
     text = config.get_text_config()
     sizes = {key: config_value(text, key, None) for key in MOST}
     for key, value in sizes.items():
@@ -425,8 +435,7 @@ def _dequantizing(quantization: dict[str, Any]) -> Any:
 def _forget_quantization(model: transformers.PreTrainedModel) -> None:
     """All weights in fp32 and a config that names no quantization; in place."""
     for part in (model.config, model.config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+        vars(part).pop("quantization_config", None)
     bare: Any = model
     bare.hf_quantizer, bare.is_quantized, bare._weight_conversions = None, False, None
     model.float()

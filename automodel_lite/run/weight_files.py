@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from automodel_lite.models.source import quantization_of
 from automodel_lite.run import durable
 
 _INDEX = "model.safetensors.index.json"
@@ -123,10 +124,9 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
             if not (folder / path.name).exists():
                 shutil.copy(path, folder / path.name)
     ignored = lm._keys_to_ignore_on_load_unexpected or ()
-    is_quantized = getattr(lm.config, "quantization_config", None) is not None
     ours, theirs = weight_files(folder), weight_files(original)
     left = {key for key in theirs.keys() - ours.keys() if any(re.search(pattern, key) for pattern in ignored)}
-    if left and not is_quantized:
+    if left and not quantization_of(lm.config):
         _add(folder, ours, {key: theirs[key] for key in left})
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import is_timm_available
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size
@@ -19,6 +20,7 @@ from automodel_lite.models.layers import (
     towers,
 )
 from automodel_lite.models.lora import Lora
+from automodel_lite.models.source import CausalLM
 from automodel_lite.run.weight_files import _unique, as_saved, groups_of, stored_dtypes
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model
@@ -38,6 +40,15 @@ def test_what_text_does_not_meet_is_frozen(family: str) -> None:
     assert {p.dtype for p in of_towers} == {torch.bfloat16}
     assert sum(p.numel() for p in of_towers) == model_size(model.config).towers
     assert len(decoder_layers(model)) == model.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.skipif(is_timm_available(), reason="timm is here")
+def test_a_tower_of_a_missing_package_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match="model_type=gemma3n needs the package timm for its vision tower: pip install"
+    ):
+        CausalLM(pretrained=str(tmp_path)).described({})
 
 
 def test_a_head_of_several_layers_is_no_tower() -> None:
