@@ -1,7 +1,7 @@
-"""torch's own FlashAttention for packed sequences: `torch.nn.attention.varlen` (torch >= 2.10, CUDA, fp16 / bf16).
+"""torch's own FlashAttention for packed sequences: `torch.nn.attention.varlen` (CUDA, fp16 / bf16).
 
-The CUDA default: it needs no further package. Its arguments grew from version to version (2.10: is_causal; 2.11:
-scale and window_size; 2.12: enable_gqa), so they are looked up once, when the kernel is built.
+The CUDA default: it needs no further package. Its arguments grow from version to version (2.12: enable_gqa), so they
+are looked up once, when the kernel is built.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from automodel_lite.attention.kernel import (
@@ -60,10 +61,6 @@ class VarlenAttention:
         if spec.head_dim != spec.value_head_dim or spec.head_dim % 8 or spec.head_dim > LARGEST_HEAD_DIM:
             dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
             raise refuse(self, dims, f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te")
-        if "window_size" not in self.parameters and spec.window is not None:
-            raise refuse(
-                self, f"the sliding window of {spec.model_type} on torch {torch.__version__}", "torch>=2.11 can"
-            )
         if torch.cuda.is_available():
             self._check_gpu(torch.cuda.get_device_capability(spec.device))
         if self.implementation == "FA4" and "enable_gqa" not in self.parameters:
@@ -99,17 +96,10 @@ class VarlenAttention:
         """See `AttentionKernel`."""
         if softcap is not None or sinks is not None:
             raise refuse(self, "softcap or attention sinks", "take attention=flex")
-        options: dict[str, Any] = {}
+        # (w, 0) sees w keys besides the query's own
+        options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0) if window is None else (window - 1, 0)}
         if "enable_gqa" in self.parameters:  # before, heads were not compared, and FlashAttention groups them by itself
             options["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
-        if "scale" in self.parameters:
-            options["scale"] = scale
-        elif scale != q_THD.shape[-1] ** -0.5:
-            q_THD = q_THD * (scale * q_THD.shape[-1] ** 0.5)
-        if "window_size" in self.parameters:  # (w, 0) sees w keys besides the query's own
-            options["window_size"] = (-1, 0) if window is None else (window - 1, 0)
-        else:
-            options["is_causal"] = True
         # max_q = 1 would select the decode path
         return self.varlen_attn(q_THD, k_THD, v_THD, cu_q, cu_k, max(max_q, 2), max(max_k, 2), **options)
 
@@ -163,8 +153,6 @@ class VarlenAttention:
 
 def _activate(implementation: str) -> None:
     try:
-        from torch.nn.attention import activate_flash_attention_impl  # not in torch 2.10
-
         activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
     except (ImportError, ValueError, RuntimeError) as error:
         raise ConfigError(

@@ -247,28 +247,22 @@ VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
 
 
 @pytest.mark.parametrize(
-    ("parameters", "heads", "given"),
+    ("parameters", "given"),
     [
-        (f"{VARLEN} is_causal return_aux", 2, {"is_causal": True}),
-        (f"{VARLEN} return_aux scale window_size", 2, {"window_size": (-1, 0), "scale": 0.25}),
-        (
-            f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table",
-            2,
-            {"window_size": (-1, 0), "scale": 0.25, "enable_gqa": True},
-        ),
+        (f"{VARLEN} return_aux scale window_size", {}),
+        (f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table", {"enable_gqa": True}),
     ],
-    ids=["torch 2.10", "torch 2.11", "torch 2.12"],
+    ids=["torch 2.11", "torch 2.12"],
 )
-def test_what_varlen_attn_is_given(parameters: str, heads: int, given: dict[str, Any]) -> None:
+def test_what_varlen_attn_is_given(parameters: str, given: dict[str, Any]) -> None:
     calls: list[dict[str, Any]] = []
     kernel = VarlenAttention(varlen_attn=recorder(parameters.split(), calls, lambda a: a["query"]))
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 1, 8, **OPTIONS | {"scale": 0.25})
-    assert {key: calls[0][key] for key in given} == given
-    assert calls[0]["key"].shape[1] == heads
-    assert (calls[0]["max_q"], calls[0]["max_k"]) == (2, 8)
-    if "window_size" in given:
-        kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"window": 7})
-        assert calls[1]["window_size"] == (6, 0)
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 1, 8, **OPTIONS)
+    options = {key: calls[0][key] for key in calls[0].keys() - {"query", "key", "value", "cu_seq_q", "cu_seq_k"}}
+    assert options == {"max_q": 2, "max_k": 8, "window_size": (-1, 0), "scale": 0.25, **given}
+    assert calls[0]["key"] is K_THD
+    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"window": 7})
+    assert calls[1]["window_size"] == (6, 0)
 
 
 @pytest.mark.parametrize(
@@ -299,14 +293,6 @@ def test_an_implementation_is_refused_where_it_fails(
         return
     with pytest.raises(ConfigError, match=sentence):
         kernel.check(ON_GPU)
-
-
-def test_varlen_keeps_another_scale_on_torch_2_10() -> None:
-    """Without a scale argument it is folded into the queries: q' k' / sqrt(d) = q k scale."""
-    calls: list[dict[str, Any]] = []
-    kernel = VarlenAttention(varlen_attn=recorder(f"{VARLEN} is_causal".split(), calls, lambda a: a["query"]))
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"scale": 0.5})
-    assert torch.allclose(calls[0]["query"], Q_THD * 2.0)
 
 
 def test_varlen_of_this_torch_takes_what_it_is_given() -> None:
