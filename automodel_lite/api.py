@@ -10,7 +10,8 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install
-from automodel_lite.attention.kernel import AttentionKernel, attention_spec
+from automodel_lite.attention.kernel import AttentionKernel
+from automodel_lite.attention.spec import attention_spec
 from automodel_lite.cli import compose_config, imported
 from automodel_lite.config.check import check_config
 from automodel_lite.data.documents import DocumentList

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -130,6 +130,37 @@ SEQ_LENS_PADDING = -1000
 """Fills up the rows of a collated `seq_lens` tensor; never reaches a `ThdBatch`."""
 
 
+class Segments(NamedTuple):
+    """What an attention kernel works on: segment i of the queries attends to segment i of the keys, causal, aligned
+    bottom right.
+
+    cu_q, cu_k    int32 [N + 1]; the very same tensor object unless context-parallel ranks gather each other's keys, so
+                  that `cu_q is cu_k` means "plain packing"
+    max_q, max_k  longest segment, in tokens
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks of its attention kernel.
+
+    scale    of the logits
+    window   visible keys, the query's own included; None sees all
+    softcap  bound of the logits; None without
+    sinks    [Hq], one more logit for each head; None without
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
 class Exchange(Protocol):
     """What context parallelism does around the kernel of each attention layer."""
 
@@ -139,16 +170,12 @@ class Exchange(Protocol):
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        segments: tuple[Tensor, Tensor, int, int],
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """This rank's q, k, v [T / cp, H, D] -> the output of its own tokens.
 
-        segments  cu_q, cu_k, max_q, max_k of the plan, or their cuts in a layer with chunked attention
+        segments  of the plan, or their cuts in a layer with chunked attention
         """
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Exchange:
@@ -157,12 +184,9 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The segments that this rank's kernel attends over: causal, aligned bottom right.
+    """What this rank's kernel works on, see `Segments`, and what to do around it.
 
-    cu_q, cu_k  int32 [N + 1], segment i of the queries attends to segment i of the keys; the very same tensor object
-                unless context parallel ranks gather each other's keys, so that `cu_q is cu_k` means "plain packing"
-    max_q, max_k  longest segment, in tokens
-    exchange    what to do around the kernel; None without context parallelism
+    exchange  None without context parallelism
     """
 
     cu_q: Tensor
@@ -170,6 +194,10 @@ class AttentionPlan:
     max_q: int
     max_k: int
     exchange: Exchange | None = None
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(self.cu_q, self.cu_k, self.max_q, self.max_k)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AttentionPlan:
         """The plan with `function` of its tensors; what was one tensor stays one."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
-from automodel_lite.thd import to_thd
+from automodel_lite.thd import AttentionOptions, Segments, to_thd
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
 CLAIM = 5.0
@@ -62,10 +62,10 @@ def compare_kernels(lengths: list[int], repeats: int) -> float:
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     mask = (document[:, None] == document[None]).tril()
-    kernel, options = ReferenceAttention(), {"scale": HEAD_DIM**-0.5, "window": None, "softcap": None, "sinks": None}
+    kernel, segments = ReferenceAttention(), Segments(cu, cu, max(lengths), max(lengths))
 
     def per_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel(q, k, v, cu, cu, max(lengths), max(lengths), **options)
+        return kernel(q, k, v, segments, AttentionOptions(HEAD_DIM**-0.5))
 
     def with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(0, 1)[None] for x in (q, k, v))

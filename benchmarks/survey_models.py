@@ -41,7 +41,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import recipes.train_ft as train_ft
 from automodel_lite.attention.interface import check_packing_isolation, install
-from automodel_lite.attention.kernel import ReferenceAttention, attention_spec
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.spec import attention_spec
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError

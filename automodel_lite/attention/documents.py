@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from automodel_lite.attention.mixer_functions import Recorded, patch_functions, running, split_at_documents
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import Exchange, MixerPlan
+from automodel_lite.thd import Exchange, MixerPlan, Segments
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Documents:
     def _cuts(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
 
-    def segments(self, chunk: int | None) -> tuple[Tensor, Tensor, int, int]:
-        """What attention runs over: (cu_q, cu_k, max_q, max_k); for a layer with chunked attention its chunks, the same
-        tensors for all such layers of a forward.
+    def segments(self, chunk: int | None) -> Segments:
+        """What attention runs over; for a layer with chunked attention its chunks, the same tensors for all such layers
+        of a forward.
         """
         if chunk is None:
-            return self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_q, self.max_length_k
+            return Segments(self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_q, self.max_length_k)
         if chunk not in self._cuts:
             self._cuts[chunk] = cut_at_chunks(self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_k, chunk)
-        return *self._cuts[chunk], min(self.max_length_q, chunk), min(self.max_length_k, chunk)
+        return Segments(*self._cuts[chunk], min(self.max_length_q, chunk), min(self.max_length_k, chunk))
 
 
 def cut_at_chunks(cu_q: Tensor, cu_k: Tensor, max_k: int, chunk: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from automodel_lite.attention.kernel import AttentionSpec, refuse, refuse_own_exchange, require_cuda, require_half
+from automodel_lite.attention.kernel import refuse, refuse_own_exchange, require_cuda, require_half
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
+from automodel_lite.thd import AttentionOptions, Segments
 
 try:  # flash-attn-4 alone leaves an empty package of the same name
     from flash_attn import flash_attn_varlen_func
@@ -39,34 +41,23 @@ class FlashAttention:
             raise refuse(self, dims, f"they must be equal and at most {LARGEST_HEAD_DIM}, take attention=te")
 
     def __call__(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
         """See `AttentionKernel`."""
-        if sinks is not None:
+        if options.sinks is not None:
             raise refuse(self, "attention sinks", "take attention=flex")
+        window = options.window
         return flash_attn_varlen_func(
             q_THD,
             k_THD,
             v_THD,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=max(max_q, 2),  # 1 would select the decode path
-            max_seqlen_k=max(max_k, 2),
-            softmax_scale=scale,
+            cu_seqlens_q=segments.cu_q,
+            cu_seqlens_k=segments.cu_k,
+            max_seqlen_q=max(segments.max_q, 2),  # 1 would select the decode path
+            max_seqlen_k=max(segments.max_k, 2),
+            softmax_scale=options.scale,
             causal=True,  # bottom right since flash-attn 2.1
             window_size=(-1, -1) if window is None else (window - 1, 0),  # (w, 0) sees w keys besides the query's own
-            softcap=0.0 if softcap is None else softcap,
+            softcap=0.0 if options.softcap is None else options.softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )

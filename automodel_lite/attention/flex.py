@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from automodel_lite.attention.kernel import AttentionSpec, refuse_own_exchange, require_cuda
+from automodel_lite.attention.kernel import refuse_own_exchange, require_cuda
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.graphs import strict_graphs
+from automodel_lite.thd import AttentionOptions, Segments
 
 BLOCK = 128  # tokens of a block of the mask: flex_attention's own default
 
@@ -50,44 +52,21 @@ class FlexAttention:
         refuse_own_exchange(self, spec)
 
     def __call__(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
         """See `AttentionKernel`."""
-        mask = self._block_mask(cu_q, cu_k, len(q_THD), len(k_THD), window, causal=True)
-        out, lse = self._attend(q_THD, k_THD, v_THD, mask, scale, softcap)
-        if sinks is not None:  # softmax with one extra logit = softmax * sigmoid(lse - logit)
-            out = out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype)
+        mask = self._block_mask(segments, len(q_THD), len(k_THD), options.window, causal=True)
+        out, lse = self._attend(q_THD, k_THD, v_THD, mask, options)
+        if options.sinks is not None:  # softmax with one extra logit = softmax * sigmoid(lse - logit)
+            out = out * torch.sigmoid(lse - options.sinks)[..., None].to(out.dtype)
         return out
 
     def block(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        causal: bool,
-        softcap: float | None,
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
-        mask = self._block_mask(cu_q, cu_k, len(q_THD), len(k_THD), None, causal)
-        return self._attend(q_THD, k_THD, v_THD, mask, scale, softcap)
+        mask = self._block_mask(segments, len(q_THD), len(k_THD), None, causal)
+        return self._attend(q_THD, k_THD, v_THD, mask, options)
 
     def block_backward(
         self,
@@ -97,19 +76,14 @@ class FlexAttention:
         v_THD: Tensor,
         out_THD: Tensor,
         lse_TH: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
+        segments: Segments,
+        options: AttentionOptions,
         causal: bool,
-        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`: the block once more, and back through its share exp(lse_block - lse) of the output."""
         q, k, v = leaves = [x.detach().requires_grad_() for x in (q_THD, k_THD, v_THD)]
         with torch.enable_grad():
-            of_block = self.block(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, causal=causal, softcap=softcap)
+            of_block = self.block(q, k, v, segments, options, causal)
         share = (of_block[1].detach() - lse_TH).exp()[..., None]
         moved = (grad_THD * (of_block[0].detach() - out_THD)).float().sum(-1, keepdim=True)
         grads = ((grad_THD * share).to(of_block[0].dtype), (share * moved).squeeze(-1))
@@ -117,7 +91,7 @@ class FlexAttention:
         return dq, dk, dv
 
     def _attend(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask, scale: float, softcap: float | None
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Output [Tq, Hq, Dv] and log-sum-exp [Tq, Hq]."""
         # below one block the start-up probes would compile kernels, 5 to 10 s each, that training never calls
@@ -128,25 +102,23 @@ class FlexAttention:
             q,
             k,
             v,
-            score_mod=None if softcap is None else _softcap(softcap),
+            score_mod=None if options.softcap is None else _softcap(options.softcap),
             block_mask=mask,
-            scale=scale,
+            scale=options.scale,
             enable_gqa=q_THD.shape[1] != k_THD.shape[1],
             return_aux=AuxRequest(lse=True),  # type: ignore[arg-type]
         )
         return out[0].transpose(0, 1), aux.lse[0].t()
 
-    def _block_mask(
-        self, cu_q: Tensor, cu_k: Tensor, num_q: int, num_k: int, window: int | None, causal: bool
-    ) -> BlockMask:
+    def _block_mask(self, segments: Segments, num_q: int, num_k: int, window: int | None, causal: bool) -> BlockMask:
         """The mask of this batch; made by its first layer of each kind, found by the identity of its boundaries."""
         kind = (num_q, num_k, window, causal)
         known = self._masks.get(kind)
-        if known is not None and known[0]() is cu_q:
+        if known is not None and known[0]() is segments.cu_q:
             return known[1]
         self._masks = {of: known for of, known in self._masks.items() if known[0]() is not None}
-        mask = packed_block_mask(cu_q, cu_k, num_q, num_k, window, causal)
-        self._masks[kind] = (weakref.ref(cu_q), mask)
+        mask = packed_block_mask(segments.cu_q, segments.cu_k, num_q, num_k, window, causal)
+        self._masks[kind] = (weakref.ref(segments.cu_q), mask)
         return mask
 
 

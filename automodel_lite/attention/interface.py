@@ -23,17 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.documents import NOW, hold_documents, install_mixers, install_rows
-from automodel_lite.attention.kernel import (
-    UNPACKED,
-    AttentionKernel,
-    AttentionSpec,
-    ReferenceAttention,
-    has_attention,
-    layer_chunk,
-    layer_window,
-)
+from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.attention.spec import UNPACKED, AttentionSpec, has_attention, layer_chunk, layer_window
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, document_rows
+from automodel_lite.thd import AttentionOptions, AttentionPlan, MixerPlan, Segments, ThdBatch, document_rows
 
 
 def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
@@ -92,46 +85,42 @@ class KernelByKind:
         """Does not raise: the last of the kernels can serve everything."""
 
     def __call__(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+    ) -> Tensor:
+        """See `AttentionKernel`."""
+        return self._of(q_THD, v_THD, options)(q_THD, k_THD, v_THD, segments, options)
+
+    def block(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel`."""
+        return self._of(q_THD, v_THD, options).block(q_THD, k_THD, v_THD, segments, options, causal)
+
+    def block_backward(
         self,
+        grad_THD: Tensor,
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """See `AttentionKernel`."""
-        attend = self._of(q_THD, v_THD, window, softcap, sinks is not None)
-        return attend(
-            q_THD, k_THD, v_THD, cu_q, cu_k, max_q, max_k, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
-
-    def block(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """See `BlockKernel`."""
-        return self._of(q_THD, v_THD, None, options["softcap"]).block(q_THD, k_THD, v_THD, *args, **options)
-
-    def block_backward(
-        self, grad_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *args: Any, **options: Any
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
-        kernel = self._of(q_THD, v_THD, None, options["softcap"])
-        return kernel.block_backward(grad_THD, q_THD, k_THD, v_THD, *args, **options)
+        kernel = self._of(q_THD, v_THD, options)
+        return kernel.block_backward(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_TH, segments, options, causal)
 
-    def _of(self, q_THD: Tensor, v_THD: Tensor, window: int | None, softcap: float | None, sinks: bool = False) -> Any:
+    def _of(self, q_THD: Tensor, v_THD: Tensor, options: AttentionOptions) -> Any:
         kind = replace(
             self.spec,
             dtype=q_THD.dtype,
             head_dim=q_THD.shape[2],
             value_head_dim=v_THD.shape[2],
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks is not None,
         )
         if kind not in self._chosen:
             self._chosen[kind], _ = first_able(self.kernels, kind)
@@ -180,17 +169,13 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         window = _window(module, sliding_window)
         chunk = layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
         q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
-        options: dict[str, Any] = {
-            "scale": q.shape[-1] ** -0.5 if scaling is None else scaling,
-            "window": window,
-            "softcap": softcap,
-            "sinks": s_aux,
-        }
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        options = AttentionOptions(scale, window, softcap, s_aux)
         segments, exchange = documents.segments(chunk), documents.cp_exchange
         if exchange is not None:
-            out = exchange.attend(kernel, q, k, v, segments, **options)
+            out = exchange.attend(kernel, q, k, v, segments, options)
         else:
-            out = kernel(q, k, v, *segments, **options)
+            out = kernel(q, k, v, segments, options)
         return out[None], None
 
     return forward

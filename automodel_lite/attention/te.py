@@ -16,8 +16,10 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
-from automodel_lite.attention.kernel import AttentionSpec, refuse, require_cuda, require_half
+from automodel_lite.attention.kernel import refuse, require_cuda, require_half
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
+from automodel_lite.thd import AttentionOptions, Segments
 
 if find_spec("transformer_engine") is None:
     raise ConfigError("attention=te needs Transformer Engine: pip install --no-build-isolation 'automodel-lite[te]'.")
@@ -76,27 +78,21 @@ class TransformerEngineAttention:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        segments: Segments,
+        options: AttentionOptions,
         cp_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """See `AttentionKernel`; with `cp_group`, q, k, v are this rank's and the boundaries the whole stream's."""
-        if sinks is not None:
+        if options.sinks is not None:
             raise refuse(self, "attention sinks", "take attention=flex")
+        cu_q, cu_k, max_q, max_k = segments
         is_self = cu_q is cu_k
         mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"
         if cp_group is None:
             cu_q = self._fill("q", cu_q)
             cu_k = cu_q if is_self else self._fill("k", cu_k)
         heads = (q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], v_THD.shape[2])
-        attend = self._module(heads, scale, window, softcap, mask_type, cp_group)
+        attend = self._module(heads, options, mask_type, cp_group)
         out = attend(
             q_THD.contiguous(),
             k_THD.contiguous(),
@@ -125,13 +121,12 @@ class TransformerEngineAttention:
     def _module(
         self,
         heads: tuple[int, int, int, int],
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
         mask_type: str,
         cp_group: dist.ProcessGroup | None,
     ) -> nn.Module:
-        key = (heads, scale, window, softcap, mask_type, cp_group)
+        window, softcap = options.window, options.softcap
+        key = (heads, options.scale, window, softcap, mask_type, cp_group)
         if key not in self._modules:
             num_heads, num_kv_heads, head_dim, value_head_dim = heads
             module = DotProductAttention(
@@ -142,7 +137,7 @@ class TransformerEngineAttention:
                 attn_mask_type=mask_type,
                 attention_type="self" if mask_type == "padding_causal" else "cross",
                 window_size=(-1, 0) if window is None else (window - 1, 0),
-                softmax_scale=scale,
+                softmax_scale=options.scale,
                 **({} if softcap is None else {"softcap": softcap}),
             )
             if cp_group is not None:

@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from automodel_lite.attention.kernel import (
-    AttentionSpec,
-    refuse,
-    refuse_own_exchange,
-    require_cuda,
-    require_half,
-)
+from automodel_lite.attention.kernel import refuse, refuse_own_exchange, require_cuda, require_half
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
+from automodel_lite.thd import AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256
 CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major compute capability of the GPUs that they run on
@@ -79,49 +75,24 @@ class VarlenAttention:
             )
 
     def __call__(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
         """See `AttentionKernel`."""
-        if softcap is not None or sinks is not None:
+        if options.softcap is not None or options.sinks is not None:
             raise refuse(self, "softcap or attention sinks", "take attention=flex")
         # (w, 0) sees w keys besides the query's own
-        options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0) if window is None else (window - 1, 0)}
+        window_size = (-1, 0) if options.window is None else (options.window - 1, 0)
+        more: dict[str, Any] = {"scale": options.scale, "window_size": window_size}
         if "enable_gqa" in self.parameters:  # before, heads were not compared, and FlashAttention groups them by itself
-            options["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
-        # max_q = 1 would select the decode path
-        return self.varlen_attn(q_THD, k_THD, v_THD, cu_q, cu_k, max(max_q, 2), max(max_k, 2), **options)
+            more["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
+        return self.varlen_attn(q_THD, k_THD, v_THD, *_without_decoding(segments), **more)
 
     def block(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        causal: bool,
-        softcap: float | None,
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the log-sum-exp."""
-        tensors = (q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), cu_q, cu_k)
-        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            *tensors, max(max_q, 2), max(max_k, 2), 0.0, causal, False, scale=scale
-        )
+        tensors = (q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), *_without_decoding(segments))
+        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(*tensors, 0.0, causal, False, scale=options.scale)
         return out, lse_HT.t()
 
     def block_backward(
@@ -132,23 +103,23 @@ class VarlenAttention:
         v_THD: Tensor,
         out_THD: Tensor,
         lse_TH: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
+        segments: Segments,
+        options: AttentionOptions,
         causal: bool,
-        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
         tensors = (x.contiguous() for x in (grad_THD, q_THD, k_THD, v_THD, out_THD, lse_TH.t()))
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
         unused = torch.empty(0, device=q_THD.device)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            *tensors, cu_q, cu_k, max(max_q, 2), max(max_k, 2), 0.0, causal, no_dropout, unused, scale=scale
+            *tensors, *_without_decoding(segments), 0.0, causal, no_dropout, unused, scale=options.scale
         )
         return grads
+
+
+def _without_decoding(segments: Segments) -> Segments:
+    """A longest segment of 1 would select the path for decoding."""
+    return segments._replace(max_q=max(segments.max_q, 2), max_k=max(segments.max_k, 2))
 
 
 def _activate(implementation: str) -> None:

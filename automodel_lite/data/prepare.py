@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from automodel_lite.attention.kernel import config_value
+from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
 from automodel_lite.data.documents import Documents

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.kernel import LayerShape, config_value, layer_shapes
+from automodel_lite.attention.spec import LayerShape, config_value, layer_shapes
 from automodel_lite.flops import CostModel
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
 from automodel_lite.models.source import describe

@@ -24,7 +24,7 @@ from transformers.utils import is_timm_available
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from automodel_lite.attention.kernel import config_value
+from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.models.layers import freeze_towers

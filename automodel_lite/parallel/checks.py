@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.interface import Logits, logits_of, tolerance_std
-from automodel_lite.attention.kernel import AttentionSpec, config_value, layer_chunk
+from automodel_lite.attention.spec import AttentionSpec, config_value, layer_chunk
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import check_heads_divide
 from automodel_lite.parallel.shard import cp_shard

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.thd import AttentionOptions, Segments
 
 if torch.__version__ >= "2.13":  # compared as versions; 2.13 renamed both and warns about the old names
     all_gather_rows, reduce_scatter_rows = dist.all_gather_single, dist.reduce_scatter_single
@@ -103,19 +104,15 @@ class AllGatherKV:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        segments: tuple[Tensor, Tensor, int, int],
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `Exchange`."""
         kv = torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
         kv = SelectRows.apply(AllGatherRows.apply(kv, self.group), self.key_rows, self.places)
         k, v = kv.split([k_THD[0].numel(), v_THD[0].numel()], 1)
         k, v = k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:])
-        return kernel(q_THD, k, v, *segments, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return kernel(q_THD, k, v, segments, options)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AllGatherKV:
         return replace(self, key_rows=function(self.key_rows), places=function(self.places))
@@ -139,12 +136,8 @@ class Ulysses:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        segments: tuple[Tensor, Tensor, int, int],
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D].
 
@@ -163,8 +156,9 @@ class Ulysses:
             part.unflatten(1, x.shape[2:])
             for part, x in zip(rows.split([x[0, 0].numel() for x in by_rank], 1), by_rank)
         )
-        own_sinks = None if sinks is None else sinks.chunk(cp)[self.group.rank()]
-        out = kernel(q, k, v, *segments, scale=scale, window=window, softcap=softcap, sinks=own_sinks)
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.chunk(cp)[self.group.rank()])
+        out = kernel(q, k, v, segments, options)
         slices = SelectRows.apply(out, self.to_ranks, self.to_stream[None]).unflatten(0, (cp, -1))
         return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
 
@@ -184,16 +178,11 @@ class TransformerEngine:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        segments: tuple[Tensor, Tensor, int, int],
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `Exchange`."""
-        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "cp_group": self.group}
-        return kernel(q_THD, k_THD, v_THD, *segments, **options)
+        return kernel(q_THD, k_THD, v_THD, segments, options, cp_group=self.group)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> TransformerEngine:
         return self

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from automodel_lite.attention.kernel import AttentionKernel, BlockKernel, LayerShape
+from automodel_lite.attention.kernel import AttentionKernel, BlockKernel
+from automodel_lite.attention.spec import LayerShape
 from automodel_lite.parallel.exchange import heads_divide
 
 MUCH_KV_GIB = 2.0

@@ -26,7 +26,7 @@ from torch import Tensor
 from automodel_lite.attention.kernel import BlockKernel
 from automodel_lite.parallel.exchange import AllGatherKV
 from automodel_lite.parallel.zigzag import OwnedSegments, concatenated_ranges
-from automodel_lite.thd import cumulative
+from automodel_lite.thd import AttentionOptions, Segments, cumulative
 
 
 @dataclass(frozen=True)
@@ -56,32 +56,27 @@ class Ring:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        segments: tuple[Tensor, Tensor, int, int],
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        segments: Segments,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `Exchange`."""
-        max_k = segments[3]
-        if max_k < self.longest or (window is not None and window < self.longest):
-            return self.gather.attend(
-                kernel, q_THD, k_THD, v_THD, segments, scale=scale, window=window, softcap=softcap, sinks=sinks
-            )
+        window = options.window
+        if segments.max_k < self.longest or (window is not None and window < self.longest):
+            return self.gather.attend(kernel, q_THD, k_THD, v_THD, segments, options)
         assert isinstance(kernel, BlockKernel)
-        options = {"scale": scale, "softcap": softcap}
-        out: Tensor = _RingAttention.apply(q_THD, k_THD, v_THD, sinks, self, kernel, options)
+        of_blocks = replace(options, window=None, sinks=None)
+        out: Tensor = _RingAttention.apply(q_THD, k_THD, v_THD, options.sinks, self, kernel, of_blocks)
         return out
 
     def visit(self, source: int) -> _Visit:
         """What this rank attends to when the keys and values of rank `source` are here."""
         rank, max_whole = self.group.rank(), 2 * self.max_half
         if source == rank:
-            return _Visit(None, None, (self.cu_whole, self.cu_whole, max_whole, max_whole), causal=True)
+            return _Visit(None, None, Segments(self.cu_whole, self.cu_whole, max_whole, max_whole), causal=True)
         if source < rank:
-            return _Visit(None, self.early, (self.cu_whole, self.cu_half, max_whole, self.max_half), causal=False)
-        return _Visit(self.late, None, (self.cu_half, self.cu_whole, self.max_half, max_whole), causal=False)
+            segments = Segments(self.cu_whole, self.cu_half, max_whole, self.max_half)
+            return _Visit(None, self.early, segments, causal=False)
+        return _Visit(self.late, None, Segments(self.cu_half, self.cu_whole, self.max_half, max_whole), causal=False)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Ring:
         return replace(
@@ -117,7 +112,7 @@ class _Visit:
 
     q_rows: Tensor | None
     k_rows: Tensor | None
-    segments: tuple[Tensor, Tensor, int, int]
+    segments: Segments
     causal: bool
 
 
@@ -133,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
         sinks: Tensor | None,
         ring: Ring,
         kernel: BlockKernel,
-        options: dict[str, Any],
+        options: AttentionOptions,
     ) -> Tensor:
         out = q_THD.new_zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=torch.float32)
         lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
@@ -141,7 +136,7 @@ class _RingAttention(torch.autograd.Function):
             visit = ring.visit(source)
             k, v = _split(_rows(kv, visit.k_rows), k_THD, v_THD)
             q = _rows(q_THD, visit.q_rows)
-            of_visit = kernel.block(q, k, v, *visit.segments, causal=visit.causal, **options)
+            of_visit = kernel.block(q, k, v, visit.segments, options, visit.causal)
             _merge(out, lse_TH, visit.q_rows, *of_visit)
         if sinks is not None:  # one more logit, without a value
             with_sinks = torch.logaddexp(lse_TH, sinks.float())
@@ -166,7 +161,7 @@ class _RingAttention(torch.autograd.Function):
             of_queries = (_rows(x, rows) for x in (grad, q_THD))
             of_output = (_rows(x, rows) for x in (out, lse_TH))
             dq, dk, dv = ctx.kernel.block_backward(
-                *of_queries, k, v, *of_output, *visit.segments, causal=visit.causal, **ctx.options
+                *of_queries, k, v, *of_output, visit.segments, ctx.options, visit.causal
             )
             if rows is None:
                 grad_q += dq

@@ -16,7 +16,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install, stream_of
-from automodel_lite.attention.kernel import AttentionKernel, attention_spec, layer_shapes, require_blocks
+from automodel_lite.attention.kernel import AttentionKernel, require_blocks
+from automodel_lite.attention.spec import attention_spec, layer_shapes
 from automodel_lite.config.components import build, locate
 from automodel_lite.config.schema import Config, TrainingConfig, launched, world_size
 from automodel_lite.data.prepare import build_packer

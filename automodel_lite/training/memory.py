@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.kernel import layer_shapes
+from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, launched
 from automodel_lite.data.loader import batch_shape

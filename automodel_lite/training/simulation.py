@@ -42,7 +42,7 @@ from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
-from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, to_thd
 from automodel_lite.training.build import assemble, check_axes, with_exchange
 from automodel_lite.training.optimizers import apply_gradients
 
@@ -197,8 +197,10 @@ _NO_TOKENIZER: Any = None  # nothing asks a drawn model's source for its vocabul
 class _CountedAttention(VarlenAttention):
     """FlashAttention's memory, whatever the layer asks for."""
 
-    def __call__(self, *args: Any, softcap: float | None, sinks: Tensor | None, **kwargs: Any) -> Tensor:
-        return super().__call__(*args, softcap=None, sinks=None, **kwargs)
+    def __call__(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
+    ) -> Tensor:
+        return super().__call__(q_THD, k_THD, v_THD, segments, replace(options, softcap=None, sinks=None))
 
 
 class _Held(TorchDispatchMode):

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_lite.attention.kernel import AttentionKernel, AttentionSpec, ReferenceAttention
+from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.parallel.zigzag import concatenated_ranges, owned_segments, shard_indices
+from automodel_lite.thd import AttentionOptions, Segments
 
 KERNELS = {
     "varlen": "automodel_lite.attention.varlen.VarlenAttention",
@@ -151,9 +153,9 @@ def attend(
     """fp32 output and gradients of q, k, v (and sinks)."""
     leaves = [x.to(dtype).detach().requires_grad_(with_gradients) for x in (q, k, v)]
     sink_leaf = None if sinks is None else sinks.to(dtype).detach().requires_grad_(with_gradients)
-    max_q, max_k = int(cu_q.diff().max()), int(cu_k.diff().max())
-    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window": case.window, "softcap": case.softcap}
-    out = kernel(*leaves, cu_q, cu_k, max_q, max_k, sinks=sink_leaf, **options)
+    segments = Segments(cu_q, cu_k, int(cu_q.diff().max()), int(cu_k.diff().max()))
+    options = AttentionOptions(q.shape[-1] ** -0.5, case.window, case.softcap, sink_leaf)
+    out = kernel(*leaves, segments, options)
     if not with_gradients:
         return [out.float()]
     out.backward(grad.to(dtype))

@@ -116,7 +116,7 @@ def build(variant: Variant, device: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from automodel_lite.attention.interface import auto_attention, install
-    from automodel_lite.attention.kernel import attention_spec
+    from automodel_lite.attention.spec import attention_spec
     from automodel_lite.config.components import locate
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
     from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel

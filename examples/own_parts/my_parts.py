@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.documents import DocumentList, Question
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
+from automodel_lite.thd import AttentionOptions, Segments
 from automodel_lite.training.optimizers import param_groups
 
 
@@ -86,29 +87,18 @@ class MaskedAttention(ReferenceAttention):
     name = "thd_masked"
 
     def __call__(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
+        cu_q, cu_k = segments.cu_q, segments.cu_k
         document_q, place_q = _places(cu_q)
         document_k, place_k = _places(cu_k)
         shift = (cu_k.diff() - cu_q.diff())[document_q]  # the last query of a document sees its last key
         behind = (place_q + shift)[:, None] - place_k[None]
         mask = (document_q[:, None] == document_k[None]) & (behind >= 0)
-        if window is not None:
-            mask &= behind < window
+        if options.window is not None:
+            mask &= behind < options.window
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
         return out[0].transpose(0, 1)
 
 

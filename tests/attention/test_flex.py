@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from automodel_lite.attention.flex import FlexAttention, _segments, _visible, compiled_flex, packed_block_mask
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
+from automodel_lite.thd import AttentionOptions, Segments
 from tests.attention.test_kernels import at_once, attend, boundaries, in_two_visits, tensors_of_visits
 
 
@@ -85,7 +86,7 @@ def test_the_short_streams_of_start_up_are_not_compiled() -> None:
     for num_tokens in (32, 127, 128, 300):
         tensors, cu = random_tensors(num_tokens, num_tokens, False), boundaries([num_tokens])
         with torch.no_grad():
-            FlexAttention(compiled)(*tensors, cu, cu, 20, 20, scale=0.25, window=None, softcap=5.0, sinks=None)
+            FlexAttention(compiled)(*tensors, Segments(cu, cu, 20, 20), AttentionOptions(0.25, softcap=5.0))
     assert calls == [128, 300]
 
 

@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from automodel_lite.attention.interface import check_packing_isolation, install
-from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
+from automodel_lite.thd import Segments
 from benchmarks.tiny_models import tiny_config
 from tests.attention.families import BASE, build, documents, stream
 
@@ -104,9 +106,9 @@ class RecordsDtypes(ReferenceAttention):
     def __init__(self) -> None:
         self.seen: set[torch.dtype] = set()
 
-    def __call__(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
         self.seen |= {q.dtype, k.dtype, v.dtype}
-        return super().__call__(q, k, v, *rest, **options)
+        return super().__call__(q, k, v, *rest)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2_softcap_window", "deepseek_v3_latent"])
@@ -124,9 +126,10 @@ class LeakingAttention(ReferenceAttention):
 
     name = "thd_leaking"
 
-    def __call__(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, q: Any, k: Any, v: Any, segments: Segments, options: Any) -> torch.Tensor:
         ends = torch.tensor([0, -1])
-        return super().__call__(q, k, v, cu_q[ends], cu_k[ends], *rest, **options)
+        whole = segments._replace(cu_q=segments.cu_q[ends], cu_k=segments.cu_k[ends])
+        return super().__call__(q, k, v, whole, options)
 
 
 PRECISIONS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -172,9 +175,9 @@ class OneTokenLeaks(ReferenceAttention):
 
     name = "thd_one_token_leaks"
 
-    def __call__(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        out = super().__call__(q, k, v, *rest, **options).clone()
-        starts = rest[0][1:-1].long()
+    def __call__(self, q: Any, k: Any, v: Any, segments: Segments, options: Any) -> torch.Tensor:
+        out = super().__call__(q, k, v, segments, options).clone()
+        starts = segments.cu_q[1:-1].long()
         out[starts] = (out[starts] + v[starts - 1].repeat_interleave(q.shape[1] // v.shape[1], 1)) / 2
         return out
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from automodel_lite.attention import kernel as reference
 from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.thd import AttentionOptions, Segments
 
 
 def token_by_token(
@@ -45,6 +46,12 @@ def boundaries(lens: list[int]) -> Tensor:
     return torch.tensor([0, *lens]).cumsum(0).int()
 
 
+def packed(q_lens: list[int], k_lens: list[int] | None = None) -> Segments:
+    """Without `k_lens` the keys are those of the queries."""
+    cu_q, k_lens = boundaries(q_lens), k_lens or q_lens
+    return Segments(cu_q, cu_q if k_lens is q_lens else boundaries(k_lens), max(q_lens), max(k_lens))
+
+
 def attend(
     kernel: Any, tensors: list[Tensor], q_lens: list[int], k_lens: list[int], options: dict[str, Any]
 ) -> list[Tensor]:
@@ -57,8 +64,7 @@ def attend(
         options["sinks"] = leaves[3] if len(leaves) == 4 else None
         out = token_by_token(*leaves[:3], q_lens, k_lens, 0.25, options)
     else:
-        cu_q, cu_k = boundaries(q_lens), boundaries(k_lens)
-        out = kernel(*leaves[:3], cu_q, cu_k, max(q_lens), max(k_lens), scale=0.25, **options)
+        out = kernel(*leaves[:3], packed(q_lens, k_lens), AttentionOptions(0.25, **options))
     out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
     return [out.detach().float(), *(x.grad.float() for x in leaves)]
 
@@ -124,19 +130,16 @@ def test_reference_on_random_documents(segments: list[tuple[int, int]], window: 
 @pytest.mark.parametrize("lengths", [[12], [6, 6], [5, 7]], ids=str)
 def test_the_output_has_one_layout(lengths: list[int], softcap: float | None) -> None:
     """Compiled layers take it in: an output of another layout for a pack of one document was three more graphs."""
-    cu = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
-    longest = max(lengths)
-    out = ReferenceAttention()(q, k, v, cu, cu, longest, longest, scale=0.3, window=None, softcap=softcap, sinks=None)
+    out = ReferenceAttention()(q, k, v, packed(lengths), AttentionOptions(0.3, softcap=softcap))
     assert out.stride() == (32, 8, 1)
 
 
 def test_empty_segments_are_skipped() -> None:
     tensors = random_tensors([3, 4], [3, 4], (2, 2), 16, False)
     cu = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
-    options = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
-    got = ReferenceAttention()(*tensors, cu, cu, 4, 4, **options)
-    want = ReferenceAttention()(*tensors, boundaries([3, 4]), boundaries([3, 4]), 4, 4, **options)
+    got = ReferenceAttention()(*tensors, Segments(cu, cu, 4, 4), AttentionOptions(0.25))
+    want = ReferenceAttention()(*tensors, packed([3, 4]), AttentionOptions(0.25))
     assert torch.equal(got, want)
 
 
@@ -144,8 +147,7 @@ def test_empty_segments_are_skipped() -> None:
 def test_reference_keeps_the_dtype(dtype: torch.dtype) -> None:
     tensors = [x.to(dtype) for x in random_tensors([5, 3], [5, 3], (4, 2), 16, False)]
     for softcap in (None, 5.0):
-        cu = boundaries([5, 3])
-        out = ReferenceAttention()(*tensors, cu, cu, 5, 5, scale=0.25, window=None, softcap=softcap, sinks=None)
+        out = ReferenceAttention()(*tensors, packed([5, 3]), AttentionOptions(0.25, softcap=softcap))
         assert out.dtype == dtype
 
 
@@ -157,40 +159,34 @@ def test_flex_forward_equals_the_reference(shape: str, option: str, with_sinks: 
     q_lens, k_lens = SHAPES[shape]
     tensors = random_tensors(q_lens, k_lens, (4, 2), 16, with_sinks)
     sinks = tensors[3] if with_sinks else None
-    cu_q, cu_k = boundaries(q_lens), boundaries(k_lens)
+    arguments = (*tensors[:3], packed(q_lens, k_lens), AttentionOptions(0.25, **OPTIONS[option], sinks=sinks))
     flex = FlexAttention()
     for _ in range(2):  # the second layer takes the first one's block mask
-        arguments = (*tensors[:3], cu_q, cu_k, max(q_lens), max(k_lens))
-        options = OPTIONS[option] | {"scale": 0.25, "sinks": sinks}
         with torch.no_grad():
-            got, want = flex(*arguments, **options), ReferenceAttention()(*arguments, **options)
+            got, want = flex(*arguments), ReferenceAttention()(*arguments)
         assert (got - want).abs().max() < 1e-5
 
 
 def test_flex_makes_a_new_mask_for_a_new_batch() -> None:
     flex = FlexAttention()
     tensors = random_tensors([8, 4], [8, 4], (2, 2), 16, False)
-    options = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
     for lens in ([8, 4], [4, 8], [12]):
-        cu = boundaries(lens)
+        segments = packed(lens)
         with torch.no_grad():
-            got = flex(*tensors, cu, cu, max(lens), max(lens), **options)
-            want = ReferenceAttention()(*tensors, cu, cu, max(lens), max(lens), **options)
+            got = flex(*tensors, segments, AttentionOptions(0.25))
+            want = ReferenceAttention()(*tensors, segments, AttentionOptions(0.25))
         assert (got - want).abs().max() < 1e-5
 
 
 def in_two_visits(kernel: Any, tensors: list[Tensor], lens: list[int], softcap: float | None) -> list[Tensor]:
     """Attention over each document's own keys, then over as many that it all sees; put together by hand."""
     q, k, v, more_k, more_v, grad = tensors
-    cu, options = boundaries(lens), {"scale": 0.25, "softcap": softcap}
+    how = packed(lens), AttentionOptions(0.25, softcap=softcap)
     visits = [(k, v, True), (more_k, more_v, False)]
-    parts = [kernel.block(q, *kv, cu, cu, max(lens), max(lens), causal=causal, **options) for *kv, causal in visits]
+    parts = [kernel.block(q, *kv, *how, causal) for *kv, causal in visits]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(out_of * (lse_of - lse).exp()[..., None] for out_of, lse_of in parts)
-    backward = [
-        kernel.block_backward(grad, q, *kv, out, lse, cu, cu, max(lens), max(lens), causal=causal, **options)
-        for *kv, causal in visits
-    ]
+    backward = [kernel.block_backward(grad, q, *kv, out, lse, *how, causal) for *kv, causal in visits]
     return [out, backward[0][0] + backward[1][0], *backward[0][1:], *backward[1][1:]]
 
 
@@ -202,9 +198,8 @@ def at_once(tensors: list[Tensor], lens: list[int], softcap: float | None) -> li
         torch.cat([part for pair in zip(more.split(lens), own.split(lens)) for part in pair])
         for more, own in ((more_k, k), (more_v, v))
     )
-    twice = boundaries([2 * length for length in lens])
-    options: dict[str, Any] = {"scale": 0.25, "window": None, "softcap": softcap, "sinks": None}
-    out = ReferenceAttention()(q, k, v, boundaries(lens), twice, max(lens), 2 * max(lens), **options)
+    segments = packed(lens, [2 * length for length in lens])
+    out = ReferenceAttention()(q, k, v, segments, AttentionOptions(0.25, softcap=softcap))
     out.backward(grad)
     return [out.detach(), *(x.grad for x in leaves)]
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from automodel_lite.attention import kernel as reference
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.thd import AttentionOptions, Segments
 
 
 def attended(dtype: torch.dtype, num_kv_heads: int) -> list[Tensor]:
@@ -15,7 +16,7 @@ def attended(dtype: torch.dtype, num_kv_heads: int) -> list[Tensor]:
     q, k, v = (torch.randn(191, h, 32, generator=generator).to(dtype).requires_grad_() for h in heads)
     cu = torch.tensor([0, 150, 151, 191], dtype=torch.int32)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        out = ReferenceAttention()(q, k, v, cu, cu, 150, 150, scale=32**-0.5, window=None, softcap=None, sinks=None)
+        out = ReferenceAttention()(q, k, v, Segments(cu, cu, 150, 150), AttentionOptions(32**-0.5))
     assert out.dtype == dtype
     out.float().square().sum().backward()
     return [t.float().detach() for t in (out, *(x.grad for x in (q, k, v) if x.grad is not None))]

@@ -24,10 +24,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from automodel_lite.attention.kernel import AttentionSpec
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.seed import use_deterministic
+from automodel_lite.thd import AttentionOptions, Segments
 from tests.attention.test_mixer_functions import fake_causal_conv1d, fake_chunk_scan, fake_delta_rule
 
 
@@ -57,7 +58,7 @@ TE_MASKS = ("padding_causal", "padding_causal_bottom_right")
 
 CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 8, 14]))
 Q_THD, K_THD, V_THD = torch.randn(9, 4, 16), torch.randn(14, 2, 16), torch.randn(14, 2, 16)
-OPTIONS: dict[str, Any] = {"scale": 0.25, "window": None, "softcap": None, "sinks": None}
+PLAIN, WINDOWED = AttentionOptions(0.25), AttentionOptions(0.25, window=7, softcap=5.0)
 ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128, 128)
 
 
@@ -102,8 +103,8 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch, parameters: list[str]) -> list[d
 
 def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
     kernel = importlib.import_module("automodel_lite.attention.flash").FlashAttention()
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 1, 1, **OPTIONS | {"window": 7, "softcap": 5.0})
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 1, 1), WINDOWED)
     plain, windowed = flash_calls
     assert plain["causal"] is True
     assert plain["window_size"] == (-1, -1)
@@ -115,7 +116,7 @@ def test_what_flash_attn_is_given(flash_calls: list[dict[str, Any]]) -> None:
     assert plain["deterministic"] is False
     use_deterministic(True)
     try:
-        kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
+        kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
     finally:
         use_deterministic(False)
     assert flash_calls[-1]["deterministic"] is True
@@ -176,7 +177,7 @@ def fake_te(
 
 def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, Any]]]) -> None:
     kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention()
-    out = kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
+    out = kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
     assert out.shape == (9, 4, 16)
     (_, made), (_, given) = te_calls
     assert (made["num_attention_heads"], made["kv_channels"], made["num_gqa_groups"]) == (4, (16, 16), 2)
@@ -186,9 +187,9 @@ def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, An
     assert given["cu_seqlens_q"].tolist() == [0, 4, *[9] * 31]  # 32 documents: cuDNN makes a graph for each number
     assert given["cu_seqlens_kv"].tolist() == [0, 8, *[14] * 31]
     assert given["pad_between_seqs"] is False
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS)
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN)
     assert [name for name, _ in te_calls] == ["init", "forward", "forward"]
-    kernel(Q_THD, Q_THD, Q_THD, CU_Q, CU_Q, 5, 5, **OPTIONS | {"window": 7, "softcap": 5.0})
+    kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), WINDOWED)
     assert te_calls[-2][1]["window_size"] == (6, 0)
     assert te_calls[-2][1]["softcap"] == 5.0
     assert te_calls[-1][1]["attn_mask_type"] == TE_MASKS[0]
@@ -200,7 +201,7 @@ def test_transformer_engine_exchanges_by_itself(
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5])
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
     kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention("a2a")
-    kernel(Q_THD, Q_THD, Q_THD, CU_Q, CU_Q, 5, 5, **OPTIONS, cp_group="group")
+    kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN, cp_group="group")
     assert [name for name, _ in te_calls] == ["init", "group", "forward"]
     told = {key: te_calls[1][1][key] for key in TE_SET_GROUP[1:]}
     assert told == {"cp_group": "group", "cp_global_ranks": [4, 5], "cp_stream": "stream", "cp_comm_type": "a2a"}
@@ -257,11 +258,11 @@ VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
 def test_what_varlen_attn_is_given(parameters: str, given: dict[str, Any]) -> None:
     calls: list[dict[str, Any]] = []
     kernel = VarlenAttention(varlen_attn=recorder(parameters.split(), calls, lambda a: a["query"]))
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 1, 8, **OPTIONS)
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 1, 8), PLAIN)
     options = {key: calls[0][key] for key in calls[0].keys() - {"query", "key", "value", "cu_seq_q", "cu_seq_k"}}
     assert options == {"max_q": 2, "max_k": 8, "window_size": (-1, 0), "scale": 0.25, **given}
     assert calls[0]["key"] is K_THD
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"window": 7})
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, window=7))
     assert calls[1]["window_size"] == (6, 0)
 
 
@@ -302,7 +303,7 @@ def test_varlen_of_this_torch_takes_what_it_is_given() -> None:
     names = list(inspect.signature(varlen_attn).parameters)
     calls: list[dict[str, Any]] = []
     VarlenAttention(varlen_attn=recorder(names, calls, lambda a: a["query"]))(
-        Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS
+        Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN
     )
     assert len(calls) == 1
 
@@ -360,7 +361,7 @@ def test_flash_attn_sources(version: str, monkeypatch: pytest.MonkeyPatch) -> No
     names = parameters_of(read_member(archive, "flash_attn/flash_attn_interface.py"), "flash_attn_varlen_func")
     calls = fake_flash(monkeypatch, names)
     importlib.import_module("automodel_lite.attention.flash").FlashAttention()(
-        Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"softcap": 5.0}
+        Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, softcap=5.0)
     )
     assert calls[0]["softcap"] == 5.0
     if version == "2.8.3.post2":
@@ -380,8 +381,8 @@ def test_transformer_engine_sources(version: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5])
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
     kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention()
-    kernel(Q_THD, K_THD, V_THD, CU_Q, CU_K, 5, 8, **OPTIONS | {"window": 7})
-    kernel(Q_THD, Q_THD, Q_THD, CU_Q, CU_Q, 5, 5, **OPTIONS, cp_group="group")
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, window=7))
+    kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN, cp_group="group")
     assert [name for name, _ in calls] == ["init", "forward", "init", "group", "forward"]
     if version == "2.20.2":
         for names, known in zip(real, (TE_INIT, TE_FORWARD, TE_SET_GROUP)):
@@ -431,8 +432,8 @@ def test_varlen_blocks_fit_the_signature_of_torch(causal: bool) -> None:
     with FakeTensorMode():
         q, k, v = (torch.empty(24, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
         cu = torch.empty(4, dtype=torch.int32, device="cuda")
-        options: dict[str, Any] = {"scale": 0.25, "causal": causal, "softcap": None}
-        out, lse = VarlenAttention().block(q, k, v, cu, cu, 9, 9, **options)
+        how = Segments(cu, cu, 9, 9), AttentionOptions(0.25), causal
+        out, lse = VarlenAttention().block(q, k, v, *how)
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (24, 4), torch.float32)
-        grads = VarlenAttention().block_backward(out, q, k, v, out, lse, cu, cu, 9, 9, **options)
+        grads = VarlenAttention().block_backward(out, q, k, v, out, lse, *how)
         assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.interface import KernelByKind, auto_attention, install
-from automodel_lite.attention.kernel import AttentionSpec, ReferenceAttention, attention_spec, passes_sinks
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.spec import AttentionSpec, attention_spec, passes_sinks
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES, documents, stream
@@ -156,10 +157,10 @@ class NarrowHeads(ReferenceAttention):
         if spec.head_dim > 8:
             raise ConfigError("too wide")
 
-    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, *args: Any) -> torch.Tensor:
         self.calls += 1
         assert args[0].shape[2] <= 8
-        return super().__call__(*args, **options)
+        return super().__call__(*args)
 
 
 def test_a_model_runs_on_a_kernel_for_each_kind_of_layer() -> None:

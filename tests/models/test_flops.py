@@ -4,7 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
-from automodel_lite.attention.kernel import layer_shapes
+from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.flops import cost_model, model_size, step_flops
 from automodel_lite.models.lora import Lora
 

@@ -17,6 +17,7 @@ from automodel_lite.parallel.exchange import AllGatherKV, SelectRows, Transforme
 from automodel_lite.parallel.ring import Ring
 from automodel_lite.parallel.shard import attention_plan, cp_shard
 from automodel_lite.parallel.zigzag import shard_indices
+from automodel_lite.thd import AttentionOptions
 from tests.attention.families import documents, stream
 
 GROUP: Any = None
@@ -68,8 +69,8 @@ def test_transformer_engine_gets_the_whole_stream() -> None:
     assert plan.max_q == 8
     assert isinstance(plan.exchange, TransformerEngine)
     given: dict[str, Any] = {}
-    options: dict[str, Any] = {"scale": 1.0, "window": None, "softcap": None, "sinks": None}
-    plan.exchange.attend(lambda *tensors, **kwargs: given.update(kwargs), *[batch.labels] * 3, (), **options)
+    how = plan.segments, AttentionOptions(1.0)
+    plan.exchange.attend(lambda *tensors, **kwargs: given.update(kwargs), *[batch.labels] * 3, *how)
     assert given["cp_group"] is GROUP
 
 
@@ -101,13 +102,12 @@ def test_ranks_together_attend_like_one(cp: int, lengths: list[int], window: int
     total = len(batch.input_ids)
     torch.manual_seed(total)
     q, k, v, grad = (torch.randn(total, 2, 8) for _ in range(4))
-    options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": None, "sinks": None}
     kernel = ReferenceAttention()
 
     def attend(q: torch.Tensor, plan: Any, rows: Any, grad: torch.Tensor) -> list[torch.Tensor]:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         keys, values = (x[rows] for x in leaves[1:])
-        out = kernel(leaves[0], keys, values, plan.cu_q, plan.cu_k, plan.max_q, plan.max_k, **options)
+        out = kernel(leaves[0], keys, values, plan.segments, AttentionOptions(0.3, window))
         out.backward(grad)
         return [out.detach(), *(x.grad for x in leaves)]
 

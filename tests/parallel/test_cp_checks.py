@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, Phi3Config
 
 from automodel_lite.attention.interface import install
-from automodel_lite.attention.kernel import LayerShape, ReferenceAttention, attention_spec, require_blocks
+from automodel_lite.attention.kernel import ReferenceAttention, require_blocks
+from automodel_lite.attention.spec import LayerShape, attention_spec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.checks import (

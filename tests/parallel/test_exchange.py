@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automodel_lite.attention.kernel import LayerShape, ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel import exchange as exchanges
 from automodel_lite.parallel.exchange import check_heads_divide
 from automodel_lite.parallel.exchange_costs import Load, sent_bytes
 from automodel_lite.parallel.shard import attention_plan
 from automodel_lite.parallel.zigzag import shard_indices
+from automodel_lite.thd import AttentionOptions
 from tests.attention.families import documents, stream
 from tests.ranks import run_ranks
-
-OPTIONS: dict[str, Any] = {"scale": 0.25, "window": None, "softcap": None}
 
 
 class AllGatherWithoutReduceScatter(torch.autograd.Function):
@@ -54,11 +54,11 @@ def layer_errors(
 
     def attend(rows: torch.Tensor, plan: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
-        segments, options = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k), {**OPTIONS, **changes, "sinks": leaves[3]}
+        how = plan.segments, AttentionOptions(**{"scale": 0.25} | changes, sinks=leaves[3])
         if plan.exchange is None:
-            out = kernel(*leaves[:3], *segments, **options)
+            out = kernel(*leaves[:3], *how)
         else:
-            out = plan.exchange.attend(kernel, *leaves[:3], segments, **options)
+            out = plan.exchange.attend(kernel, *leaves[:3], *how)
         (out * weight[rows]).sum().backward()
         return out.detach(), {name: x.grad for name, x in zip(("q", "k", "v", "sinks"), leaves)}
 
@@ -127,9 +127,8 @@ def bytes_of_a_layer(rank: int, cp: int, exchange: str) -> tuple[int, int]:
     rows = len(batch.input_ids) // cp
     q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (8, 2, 2))
     assert plan.exchange is not None
-    segments = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)
     with CountSent(cp) as forward:
-        out = plan.exchange.attend(ReferenceAttention(), q, k, v, segments, sinks=None, **OPTIONS)
+        out = plan.exchange.attend(ReferenceAttention(), q, k, v, plan.segments, AttentionOptions(0.25))
     with CountSent(cp) as backward:
         out.sum().backward()
     return forward.sent, backward.sent
@@ -166,22 +165,22 @@ def waits_of_a_layer(rank: int, cp: int, exchange: str) -> list[str]:
     rows = len(batch.input_ids) // cp
     q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     assert plan.exchange is not None
-    segments = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)
     with CountWaits() as counted:
-        plan.exchange.attend(NoAttention(), q, k, v, segments, sinks=None, **OPTIONS).sum().backward()
+        out = plan.exchange.attend(NoAttention(), q, k, v, plan.segments, AttentionOptions(0.25))
+        out.sum().backward()
     return counted.waits
 
 
 class NoAttention:
     """Touches all tensors and looks into none."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *segments: Any, **options: Any) -> Any:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> Any:
         return q * (k.sum() + v.sum())
 
-    def block(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *segments: Any, **options: Any) -> Any:
+    def block(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> Any:
         return self(q, k, v), q.sum(2)
 
-    def block_backward(self, grad: torch.Tensor, *tensors: torch.Tensor, **options: Any) -> Any:
+    def block_backward(self, grad: torch.Tensor, *tensors: Any) -> Any:
         return tensors[:3]
 
 
