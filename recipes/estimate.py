@@ -11,10 +11,10 @@ scaling). --simulate runs the real step of such a world under fake tensors (70B:
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import build
 from automodel_lite.config.rules import Range, argument
 
 POSITIVE = argument(float, Range(above=0))
@@ -27,15 +27,16 @@ def main(argv: list[str] | None = None) -> None:
     config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
     from automodel_lite.training.dry_run import try_model
     from automodel_lite.training.memory import Hardware, estimates
+    from automodel_lite.training.parts import build_parts
 
-    source = build(config.model)
-    try_model(source)
-    model = source.described({"vocab_size": args.vocab_size})
+    parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
+    try_model(parts.model)
+    model = parts.model.described({"vocab_size": args.vocab_size})
     if args.simulate:
         from automodel_lite.training.simulation import simulate_gpus
 
         for number in args.gpus:
-            print(f"{number} GPUs, a rank holds {simulate_gpus(config, model, number)}")
+            print(f"{number} GPUs, a rank holds {simulate_gpus(parts, model, number)}")
         return
     hardware = Hardware(
         peak_flops=args.peak_tflops * 1e12,
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         gpus_per_node=args.gpus_per_node,
     )
     print("gpus   dp x cp   tokens per step   compute s   exposed traffic s   step s   tokens/s/gpu   memory GiB/gpu")
-    for row in estimates(config, model, hardware, args.gpus, args.document_tokens):
+    for row in estimates(parts, model, hardware, args.gpus, args.document_tokens):
         print(row)
 
 

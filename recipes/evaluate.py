@@ -9,6 +9,7 @@ all of dataset.path where there is none. `evaluation=exact_match` asks their que
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
+from automodel_lite.training.parts import Parts, build_parts
 
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.evaluate:main")
@@ -25,7 +26,6 @@ from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.prepare import PlannedPacks, check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
-from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, use_threads, world_size
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.progress import activity
@@ -42,32 +42,32 @@ def main(config: Config) -> int:
     console = Console(is_silent=rank() != 0)
     config = of_folder(config)
     batches = check_sizes(config, world_size())
-    source: CausalLM = build(config.model)
-    try_settings(config, source)
+    parts = build_parts(config)
+    try_settings(config, parts)
     data = prepare_data(config, batches)
     for note in (data.documents.description, *data.notes):
         console.say("data", note)
     mesh = init_mesh(config.mesh)
     use_threads(config.training.num_threads)
-    print_losses(config, source, data, mesh, console)
+    print_losses(parts, data, mesh, console)
     if config.evaluation and rank() == 0:
-        generator = load_generator(str(source.pretrained), config.model.get("trust_remote_code", False))
+        generator = load_generator(str(parts.model.pretrained), parts.model.source["trust_remote_code"])
         console.say("answers", build(config.evaluation).ask(generator, questions_of(data.documents)).text())
     mesh.barrier()
     mesh.close()
     return 0
 
 
-def print_losses(config: Config, source: CausalLM, data: PackSource, mesh: Mesh, console: Console) -> None:
+def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -> None:
     """The mean loss over the label tokens of each set; every rank calls it."""
     sets = sets_of(data)
-    check_positions(data.longest, source.config(data.tokenizer))
+    check_positions(data.longest, parts.model.config(data.tokenizer))
     with activity("loading the model"):
-        built = build_model(config, source, data.tokenizer, mesh)
-    console.say("model", f"{source.pretrained}, attention {built.attention}")
+        built = build_model(parts, data.tokenizer, mesh)
+    console.say("model", f"{parts.model.pretrained}, attention {built.attention}")
     for name, packs in sets.items():
         loss = validation_loss(
-            built.model, packs, data, mesh, lambda b: cp_shard(b, mesh.cp, config.mesh.cp_exchange), lambda: False
+            built.model, packs, data, mesh, lambda b: cp_shard(b, mesh.cp, built.cp_exchange), lambda: False
         )
         assert loss is not None  # nobody stops it
         perplexity = math.exp(min(loss, 700.0))

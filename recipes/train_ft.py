@@ -33,7 +33,7 @@ from automodel_lite.errors import MISTAKE_EXIT, ConfigError, PeerError, RunStopp
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.generate import load_generator
-from automodel_lite.models.source import CausalLM, runs_remote_code
+from automodel_lite.models.source import runs_remote_code
 from automodel_lite.parallel.checks import check_ranks_read_alike
 from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
 from automodel_lite.parallel.peers import Peers, flat, open_control, open_peers, together, versions
@@ -69,6 +69,7 @@ from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import questions_of, sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients
+from automodel_lite.training.parts import build_parts
 from automodel_lite.training.schedules import move_to
 from automodel_lite.training.start_lines import (
     Line,
@@ -131,9 +132,9 @@ class TrainFinetuneRecipe:
         self.show([version_line()])
         self.lock.check()
         batches = check_sizes(config, world_size())
-        self.source: CausalLM = build(config.model)
-        try_settings(config, self.source)
-        self.memory_text = out_of_memory_text(config, None)
+        self.parts = build_parts(config)
+        try_settings(config, self.parts)
+        self.memory_text = out_of_memory_text(self.parts, None)
         self.data = prepare_data(config, batches)
         self.show(data_lines(self.data))
         self.plan = self.data.plan(config.training)
@@ -141,7 +142,7 @@ class TrainFinetuneRecipe:
         self.mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         use_deterministic(config.training.deterministic)
-        model_config = self.source.config(self.data.tokenizer)
+        model_config = self.parts.model.config(self.data.tokenizer)
         check_positions(self.data.longest, model_config)
         self.costs = cost_model(model_config)
         self.report = self.data.report(self.costs)
@@ -149,14 +150,14 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         with activity("loading the model"):
             mean_tokens = self.report.mean_tokens if self.report else None
-            self.built = build_model(config, self.source, self.data.tokenizer, self.mesh, mean_tokens)
+            self.built = build_model(self.parts, self.data.tokenizer, self.mesh, mean_tokens)
         self.show(model_lines(config, self.built, self.mesh))
         self.model = self.built.model
-        self.memory_text = out_of_memory_text(config, self.built.memory)
+        self.memory_text = out_of_memory_text(self.parts, self.built.memory)
         if config.checkpoint.export_hf:
             check_exportable(self.model.loss_model.lm, self.data.tokenizer)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
-        self.optimizer = build(config.optimizer, self.model.loss_model)
+        self.optimizer = self.parts.optimizer(self.model.loss_model)
         self.average = WeightAverage(self.optimizer, config.training.ema_decay)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.control, self.slow_control = open_control(config.mesh), open_control(config.mesh, is_slow=True)

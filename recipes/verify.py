@@ -26,11 +26,9 @@ from torch import Tensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
-from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy
@@ -50,6 +48,7 @@ from automodel_lite.tools.verify import (
 )
 from automodel_lite.training.build import assemble, check_model, choose_attention, with_exchange
 from automodel_lite.training.dry_run import try_settings
+from automodel_lite.training.parts import build_parts
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""
@@ -70,18 +69,19 @@ class Verification:
         self.config = config
         self.console = Console(is_silent=rank() != 0)
         shape = mesh_shape(config.mesh, world_size())
-        self.source: CausalLM = build(config.model)
-        try_settings(config, self.source)
+        parts = build_parts(config)
+        try_settings(config, parts)
         self.sample: Sample = draw_sample(config, shape)
         self.mesh: Mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         self.dtype = choose_precision(config.training.precision, self.mesh.device)
         self.strategy = choose_strategy(config.mesh.strategy, shape, self.mesh.device.type == "cuda")
-        self.source, self.part = first_layers(self.source, self.sample.tokenizer, self.mesh.device)
+        source, self.layers_text = first_layers(parts.model, self.sample.tokenizer, self.mesh.device)
+        parts = replace(parts, model=source)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
-        model_config = self.source.config(self.sample.tokenizer)
-        self.kernel, _ = choose_attention(config, model_config, self.mesh.device, self.dtype)
-        self.config, _ = with_exchange(config, model_config, self.kernel, self.mesh.device, self.dtype)
+        self.model_config = source.config(self.sample.tokenizer)
+        self.kernel, _ = choose_attention(parts, self.model_config, self.mesh.device, self.dtype)
+        self.parts, _ = with_exchange(parts, self.model_config, self.kernel, self.mesh.device, self.dtype)
         self.kernel_name = f"{self.kernel.name.removeprefix('thd_')} kernel, {str(self.dtype).removeprefix('torch.')}"
         self.noise_limit = EXACT
 
@@ -160,7 +160,7 @@ class Verification:
             checks.append((name, self.cp_step(model, self.exact_exchange, torch.float32), EXACT))
             if not self.trains_like_the_exact_checks():
                 install(model.lm, self.kernel)
-                exchange = self.config.mesh.cp_exchange
+                exchange = self.parts.mesh.cp_exchange
                 name = f"{self.kernel_name}, cp {shape.cp}, {exchange}"
                 checks.append((name, self.cp_step(model, exchange, self.dtype), self.noise_limit))
         more = f", tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
@@ -171,7 +171,7 @@ class Verification:
     @property
     def exact_exchange(self) -> str:
         """Transformer Engine does not compute in fp32: its own exchange is checked with its kernel and precision."""
-        return "all_gather" if self.config.mesh.cp_exchange == "te" else self.config.mesh.cp_exchange
+        return "all_gather" if self.parts.mesh.cp_exchange == "te" else self.parts.mesh.cp_exchange
 
     def cp_step(self, model: LossModel, exchange: str, dtype: torch.dtype) -> Step:
         """The whole model on each rank, tokens shared by the context-parallel ranks; gradients summed over them."""
@@ -211,9 +211,9 @@ class Verification:
     def model(self, mesh: Mesh, strategy: str) -> ParallelModel:
         """The same weights each time, fp32, on the reference kernel, without dropout."""
         seed_all(self.config.seed, "model")
-        model, _ = assemble(self.config, self.source, self.sample.tokenizer, mesh, strategy, torch.float32)
+        model, _ = assemble(self.parts, self.sample.tokenizer, mesh, strategy, torch.float32)
         install(model.loss_model.lm, ReferenceAttention())
-        check_model(replace(self.config, mesh=replace(self.config.mesh, cp_exchange=self.exact_exchange)), model, mesh)
+        check_model(self.exact_exchange, model, mesh)
         model.loss_model.eval()
         return model
 
@@ -251,7 +251,7 @@ class Verification:
         return self.kernel.name == ReferenceAttention.name and self.dtype == torch.float32
 
     def say_what_is_checked(self) -> None:
-        self.console.say("model", f"{self.source.config(self.sample.tokenizer).model_type}, {self.part}")
+        self.console.say("model", f"{self.model_config.model_type}, {self.layers_text}")
         self.console.say("sample", self.sample.description)
         self.console.say("data", f"ids and labels of all {self.sample.num_documents} documents are those of the data")
         alone = "one process: start it like the training run (torchrun --nproc-per-node ...) to check its mesh"

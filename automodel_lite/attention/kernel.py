@@ -212,7 +212,7 @@ def _grouped(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tenso
     return _by_group(q_THD, num_kv_heads), _by_group(k_THD, num_kv_heads), _by_group(v_THD, num_kv_heads)
 
 
-def _logits(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor | float]:
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor | None]:
     """Logits, -inf where `mask` hides a key, and the tanh of the softcap, None without one."""
     logits = (q @ k.transpose(-1, -2)) * options.scale
     bounded: Tensor | None = None

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import LossModel
@@ -138,7 +137,9 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
     if compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     if mesh.shape.tp > 1 or mesh.shape.ep > 1:
-        fsdp_mesh = locate("automodel_lite.parallel.engine.split_layers")(model, mesh, policy)
+        from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21
+
+        fsdp_mesh = split_layers(model, mesh, policy)
     else:
         fsdp_mesh = _fsdp_mesh(mesh.device.type, mesh.shape)
     held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()

@@ -19,14 +19,14 @@ from automodel_lite.config.components import build, build_with
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.loss import LossModel
-from automodel_lite.models.source import CausalLM
+from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.run.checkpoint import load_weights
 from automodel_lite.run.checkpoint_folder import broken_files, survey
 from automodel_lite.run.export import probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
 from automodel_lite.training.build import assemble
+from automodel_lite.training.parts import build_parts
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,11 @@ def load_trained(
     checkpoint = find_checkpoint(folder, checkpoint_name)
     check_unharmed(checkpoint)
     tokenizer = _tokenizer(folder, config)
-    source: CausalLM = build(config.model)
+    parts = build_parts(replace(config, attention={}))
     alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     mesh = init_mesh(MeshConfig()) if world_size() > 1 else alone  # of torchrun's ranks, whatever mesh the run had
-    plain = replace(config, loss={"_target_": "automodel_lite.models.loss.CrossEntropy"})
-    plain = replace(plain, training=replace(plain.training, fp8="none"), mesh=MeshConfig())
-    model, adapter = assemble(plain, source, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
+    plain = replace(parts, loss=CrossEntropy(), training=replace(parts.training, fp8="none"), mesh=MeshConfig())
+    model, adapter = assemble(plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
     load_weights(checkpoint, model.loss_model)
     if averaged_with:
         _average(model.loss_model, averaged_with, is_adapter=adapter is not None)
@@ -79,7 +78,7 @@ def load_trained(
         model.free_gathered()
         adapter.merge()
     was_merged = adapter is not None
-    return Trained(model.loss_model, tokenizer, source.dtype, checkpoint, was_merged, logits, model.sharded_over)
+    return Trained(model.loss_model, tokenizer, parts.model.dtype, checkpoint, was_merged, logits, model.sharded_over)
 
 
 def _average(model: LossModel, checkpoints: Sequence[Path], is_adapter: bool) -> None:

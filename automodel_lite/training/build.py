@@ -16,15 +16,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install, stream_of
-from automodel_lite.attention.kernel import AttentionKernel, require_blocks
+from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
 from automodel_lite.attention.spec import attention_spec, layer_shapes
-from automodel_lite.config.components import build, locate
-from automodel_lite.config.schema import Config, TrainingConfig, launched, world_size
-from automodel_lite.data.prepare import build_packer
+from automodel_lite.config.schema import TrainingConfig, launched, world_size
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
-from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, cast_trained, is_quantized
+from automodel_lite.models.adapter import Adapter, cast_frozen, cast_trained
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import (
     check_layers,
@@ -34,8 +32,8 @@ from automodel_lite.models.layers import (
     recompute_layers,
     tile_layers,
 )
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
-from automodel_lite.models.source import CausalLM, describe, embedding_rows
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, balance_of
+from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings
 from automodel_lite.parallel.exchange_costs import MEAN_TOKENS, Load, checkpointing_hint, choose_exchange
 from automodel_lite.parallel.mesh import Mesh
@@ -48,6 +46,7 @@ from automodel_lite.parallel.sharding import (
 )
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import MemoryEstimate, check_weights_fit, gpu_bytes, plan_memory
+from automodel_lite.training.parts import Parts
 
 PLANNED_HOST = 8
 """GPUs of a host in a world that is only planned."""
@@ -74,11 +73,7 @@ class BuiltModel:
 
 
 def build_model(
-    config: Config,
-    source: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: Mesh,
-    mean_tokens: float | None = None,
+    parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, mean_tokens: float | None = None
 ) -> BuiltModel:
     """The model on the mesh: described, sharded, then read or drawn by each rank for its own shards; then checked.
 
@@ -86,57 +81,58 @@ def build_model(
 
     Raises ConfigError when the model, the kernel and the device do not fit together.
     """
-    check_layers(config.training.compile, config.training.activation_checkpointing)
-    strategy = choose_strategy(config.mesh.strategy, mesh.shape, mesh.device.type == "cuda", is_quantized(config.peft))
-    dtype = choose_precision(config.training.precision, mesh.device)
-    check_axes(config, strategy)
-    check_offload(config, strategy)
+    check_layers(parts.training.compile, parts.training.activation_checkpointing)
+    strategy = choose_strategy(parts.mesh.strategy, mesh.shape, mesh.device.type == "cuda", parts.is_quantized)
+    dtype = choose_precision(parts.training.precision, mesh.device)
+    check_axes(parts, strategy)
+    check_offload(parts, strategy)
+    source = parts.model
     model_config = source.config(tokenizer)
-    kernel, reason = choose_attention(config, model_config, mesh.device, dtype)
-    config, exchange_reason = with_exchange(config, model_config, kernel, mesh.device, dtype, mean_tokens)
+    kernel, reason = choose_attention(parts, model_config, mesh.device, dtype)
+    parts, exchange_reason = with_exchange(parts, model_config, kernel, mesh.device, dtype, mean_tokens)
     if source.router_aux_loss:
-        check_balance(config, describe(model_config), source.router_aux_loss)
+        check_balance(parts, describe(model_config), source.router_aux_loss)
     size = model_size(model_config)
-    check_weights_fit(config, mesh.shape, strategy, size, mesh.device)
+    check_weights_fit(parts, mesh.shape, strategy, size, mesh.device)
     with returning_blocks():
-        model, adapter = assemble(config, source, tokenizer, mesh, strategy, dtype)
+        model, adapter = assemble(parts, tokenizer, mesh, strategy, dtype)
         lm = model.loss_model.lm
         install(lm, kernel)
         if runs_by_rows(lm):
-            reason = rows_reason(config, lm)
-        loss_reason = check_model(config, model, mesh)
-    compiled = speed_up(config, model, mesh)
+            reason = rows_reason(parts, lm)
+        loss_reason = check_model(parts.mesh.cp_exchange, model, mesh)
+    compiled = speed_up(parts, model, mesh)
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
     flops = step_flops(lm.config, size, trained)
     memory, reduction = plan_memory(
-        config, mesh.shape, strategy, lm.config, size, trained, dtype, gpu_bytes(mesh.device)
+        parts, mesh.shape, strategy, lm.config, size, trained, dtype, gpu_bytes(mesh.device)
     )
     model = replace(model, reduces_every=bool(reduction))
     attention = f"{reason}\n{exchange_reason}" if exchange_reason else reason
-    chosen = attention, config.mesh.cp_exchange, loss_reason, strategy, compiled
-    names = *chosen, config.training.master_weights, reduction
+    chosen = attention, parts.mesh.cp_exchange, loss_reason, strategy, compiled
+    names = *chosen, parts.training.master_weights, reduction
     return BuiltModel(model, size.parameters, flops, memory, *names, source.dtype, source.pretrained, adapter)
 
 
-def check_axes(config: Config, strategy: str) -> None:
+def check_axes(parts: Parts, strategy: str) -> None:
     """Raises ConfigError for what transformers' engine, which has the axes tp and ep, does not combine them with."""
-    mesh, training = config.mesh, config.training
+    mesh, training = parts.mesh, parts.training
     if mesh.tp == mesh.ep == 1:
         return
     axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
     if strategy != "fsdp":
         raise ConfigError(f"{axes} goes with mesh.strategy=fsdp alone, not with {strategy}.")
-    if config.peft:
+    if parts.peft:
         raise ConfigError(f"{axes} with peft: the plans by which layers are cut know no adapters; use mesh.dp_shard.")
     if training.fp8 != "none":
         raise ConfigError(f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.")
 
 
-def rows_reason(config: Config, lm: transformers.PreTrainedModel) -> str:
+def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
     """Raises ConfigError where a kernel, or compiled layers, were asked for."""
-    if "reference" not in config.attention.get("_target_", "ReferenceAttention").lower():
+    if parts.attention is not None and not isinstance(parts.attention, ReferenceAttention):
         raise ConfigError(f"attention: {type(lm).__name__} mixes tokens in code of its own: set attention=auto.")
-    if config.training.compile is True:
+    if parts.training.compile is True:
         raise ConfigError(
             f"training.compile=true: documents go through {type(lm).__name__} as rows of many shapes, each of which "
             "would need a graph: set training.compile=false."
@@ -144,42 +140,37 @@ def rows_reason(config: Config, lm: transformers.PreTrainedModel) -> str:
     return f"rows: {type(lm).__name__} mixes tokens in code of its own: documents go through it as right-padded rows"
 
 
-def check_balance(config: Config, described: transformers.PreTrainedModel, coefficient: float) -> None:
+def check_balance(parts: Parts, described: transformers.PreTrainedModel, coefficient: float) -> None:
     """Raises ConfigError for a model without such a loss, and where its routers are not seen."""
     balance_of(described, coefficient)
-    if config.training.compile is True:
+    if parts.training.compile is True:
         raise ConfigError(
             f"model.router_aux_loss={coefficient} with training.compile=true: what the routers answer is recorded, "
             "which compiled layers cannot do: set training.compile=false."
         )
 
 
-def check_offload(config: Config, strategy: str) -> None:
+def check_offload(parts: Parts, strategy: str) -> None:
     """Raises ConfigError for what cannot wait in host memory."""
-    if not config.mesh.cpu_offload:
+    if not parts.mesh.cpu_offload:
         return
     if strategy != "fsdp":
         raise ConfigError(f"mesh.cpu_offload=true is FSDP's: set mesh.strategy=fsdp, not {strategy}.")
-    if config.mesh.tp > 1 or config.mesh.ep > 1:
+    if parts.mesh.tp > 1 or parts.mesh.ep > 1:
         raise ConfigError(
-            f"mesh.cpu_offload=true with mesh.tp={config.mesh.tp} mesh.ep={config.mesh.ep} is not supported: use "
+            f"mesh.cpu_offload=true with mesh.tp={parts.mesh.tp} mesh.ep={parts.mesh.ep} is not supported: use "
             "mesh.dp_shard, or set mesh.cpu_offload=false."
         )
 
 
 def assemble(
-    config: Config,
-    source: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: Mesh,
-    strategy: str,
-    dtype: torch.dtype,
+    parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, strategy: str, dtype: torch.dtype
 ) -> tuple[ParallelModel, Adapter | None]:
     """The parallel model with its weights, and the adapter inside it when `peft` asks for one.
 
     What changes the modules happens before FSDP, which remembers each parameter's module.
     """
-    peft: Peft | None = build(config.peft) if config.peft else None
+    source, peft = parts.model, parts.peft
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
     made: list[tuple[ParallelModel, Adapter | None]] = []
@@ -187,26 +178,27 @@ def assemble(
 
     def spread(lm: transformers.PreTrainedModel) -> None:
         is_described = lm.device.type == "meta"
-        if config.training.master_weights == "bf16":
+        if parts.training.master_weights == "bf16":
             cast_trained(lm, torch.bfloat16)
         adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
         if adapter:  # frozen towers of a model that is trained keep the dtype in which they are written back
             cast_frozen(lm, dtype)
-        if config.training.fp8 != "none":
-            locate("automodel_lite.models.fp8.use_fp8")(decoder_layers(lm), config.training.fp8)
-        loss: Loss = build(config.loss)
-        loss_model = LossModel(lm, loss, balance_of(lm, source.router_aux_loss))
-        made.append((parallelize(loss_model, mesh, strategy, dtype, config.mesh.cpu_offload), adapter))
+        if parts.training.fp8 != "none":
+            from automodel_lite.models.fp8 import use_fp8  # brings torchao
+
+            use_fp8(decoder_layers(lm), parts.training.fp8)
+        loss_model = LossModel(lm, parts.loss, balance_of(lm, source.router_aux_loss))
+        made.append((parallelize(loss_model, mesh, strategy, dtype, parts.mesh.cpu_offload), adapter))
         if adapter and is_described:
             loading.enter_context(adapter.hidden())
 
     if strategy == "fsdp" and mesh.root is not None:
         with loading:
-            source.build_sharded(tokenizer, spread, torch.device("cpu") if config.mesh.cpu_offload else mesh.device)
+            source.build_sharded(tokenizer, spread, torch.device("cpu") if parts.mesh.cpu_offload else mesh.device)
     else:
         spread(source.build(tokenizer, peft.load_arguments(mesh.device) if peft else None))
     model, adapter = made[-1]
-    if not config.mesh.cpu_offload:
+    if not parts.mesh.cpu_offload:
         torch.nn.Module.to(model.loss_model, mesh.device)
     _buffers_to(model.loss_model, mesh.device)
     model.loss_model.train()
@@ -219,7 +211,7 @@ def _buffers_to(model: torch.nn.Module, device: torch.device) -> None:
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def check_model(config: Config, model: ParallelModel, mesh: Mesh) -> str:
+def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     """Documents kept apart, and context parallelism exact, on the model as it will train; every rank calls it.
 
     Returns which loss, and why: with a head that is not `hidden @ weight.T`, the model's own head and no fused one.
@@ -232,7 +224,7 @@ def check_model(config: Config, model: ParallelModel, mesh: Mesh) -> str:
         return logits_TV
 
     check_packing_isolation(loss_model.lm, mesh.device, logits)
-    check_context_parallel(loss_model.lm, mesh.cp, config.mesh.cp_exchange, mesh.device, model.logits)
+    check_context_parallel(loss_model.lm, mesh.cp, cp_exchange, mesh.device, model.logits)
     model.free_gathered()
     if loss_model.loss.includes_head and not all(heads):
         loss_model.loss = CrossEntropy()
@@ -241,55 +233,49 @@ def check_model(config: Config, model: ParallelModel, mesh: Mesh) -> str:
 
 
 def choose_attention(
-    config: Config, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+    parts: Parts, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttentionKernel, str]:
-    """The configured kernel, checked against what the model asks of it; an empty node (`attention=auto`) takes the
-    best.
-    """
-    spec = attention_spec(model_config, device, dtype, exchanges_by_itself(config))
-    if not config.attention:
+    """The configured kernel, checked against what the model asks of it; without one (`attention=auto`) the best."""
+    exchanges_by_itself = parts.mesh.cp > 1 and parts.mesh.cp_exchange == "te"
+    spec = attention_spec(model_config, device, dtype, exchanges_by_itself)
+    kernel = parts.attention
+    if kernel is None:
         return auto_attention(spec)
-    kernel: AttentionKernel = build(config.attention)
     for kind in spec.kinds:
         kernel.check(kind)
     return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
 
 
-def exchanges_by_itself(config: Config) -> bool:
-    """Must the kernel exchange between context-parallel ranks on its own?"""
-    return config.mesh.cp > 1 and config.mesh.cp_exchange == "te"
-
-
 def with_exchange(
-    config: Config,
+    parts: Parts,
     model_config: PretrainedConfig,
     kernel: AttentionKernel,
     device: torch.device,
     dtype: torch.dtype,
     mean_tokens: float | None = None,
-) -> tuple[Config, str]:
-    """The configuration with `mesh.cp_exchange=auto` decided, and lines that say how; none without context parallelism.
+) -> tuple[Parts, str]:
+    """The parts with `mesh.cp_exchange=auto` decided, and lines that say how; none without context parallelism.
 
     mean_tokens  of a document, where it is known
     Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
     """
-    cp, exchange, reason = config.mesh.cp, config.mesh.cp_exchange, ""
+    cp, exchange, reason = parts.mesh.cp, parts.mesh.cp_exchange, ""
     if cp == 1:
-        return replace(config, mesh=replace(config.mesh, cp_exchange="all_gather")), ""
-    size = build_packer(config).packed_sequence_size
-    load = Load(size * config.training.micro_batch_size, cp, dtype.itemsize, mean_tokens or MEAN_TOKENS)
+        return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
+    size = parts.packed_sequence_size
+    load = Load(size * parts.training.micro_batch_size, cp, dtype.itemsize, mean_tokens or MEAN_TOKENS)
     layers = layer_shapes(model_config)
     if exchange == "auto":
         processes = launched("LOCAL_WORLD_SIZE", 1) if world_size() > 1 else PLANNED_HOST
-        exchange, reason = choose_exchange(kernel, layers, load, is_one_host=cp * config.mesh.tp <= processes)
+        exchange, reason = choose_exchange(kernel, layers, load, is_one_host=cp * parts.mesh.tp <= processes)
     if exchange == "ring":
         require_blocks(kernel)
     spec = attention_spec(model_config, device, dtype, own_exchange=exchange == "te")
     check_cp_settings(model_config, spec, cp, exchange, size)
     lines = [f"cp_exchange=auto: {reason}"] if reason else []
-    if config.training.activation_checkpointing == "none":
+    if parts.training.activation_checkpointing == "none":
         lines += filter(None, [checkpointing_hint(layers, load, exchange)])
-    return replace(config, mesh=replace(config.mesh, cp_exchange=exchange)), "\n".join(lines)
+    return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), "\n".join(lines)
 
 
 DOCUMENT_TOKENS = 1024
@@ -302,15 +288,15 @@ def compiles(training: TrainingConfig, is_gpu: bool) -> bool:
     return training.compile is True
 
 
-def speed_up(config: Config, model: ParallelModel, mesh: Mesh, backend: str = "inductor") -> str:
+def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "inductor") -> str:
     """checkpoint(compile(layer)) for every decoder layer, in place; returns what was compiled, and how long it took.
 
     All graphs of training are made here, by a forward and backward of a batch like the first step's. With
     training.compile=auto a model that cannot be compiled trains uncompiled, and the reason is returned.
     """
-    training = config.training
+    training = parts.training
     layers = decoder_layers(model.loss_model.lm)
-    tokens = training.micro_batch_size * build_packer(config).packed_sequence_size // mesh.shape.cp
+    tokens = training.micro_batch_size * parts.packed_sequence_size // mesh.shape.cp
     tile_layers(layers, chosen_tile(training, tokens))
     how = (training.activation_checkpointing, training.recompute_every_layers)
     has_to_be_plain = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
@@ -323,7 +309,7 @@ def speed_up(config: Config, model: ParallelModel, mesh: Mesh, backend: str = "i
         model.loss_model.loss = replace(plain_loss, backend=backend)
     began, graphs = time.monotonic(), compiled_graphs()
     try:
-        _try(model, like_the_first(config, model, mesh))
+        _try(model, like_the_first(parts, model, mesh))
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         if training.compile is True:
             raise
@@ -344,10 +330,10 @@ def _try(model: ParallelModel, batch: ThdBatch) -> None:
             parameter.grad = None
 
 
-def like_the_first(config: Config, model: ParallelModel, mesh: Mesh) -> ThdBatch:
+def like_the_first(parts: Parts, model: ParallelModel, mesh: Mesh) -> ThdBatch:
     """As many tokens as a micro-batch of packs, in documents of one length."""
-    tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size
+    tokens = parts.training.micro_batch_size * parts.packed_sequence_size
     least = -(-tokens // DOCUMENT_TOKENS)
     number = next(n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % (2 * mesh.shape.cp) == 0)
     ids = torch.arange(tokens).view(number, -1) % embedding_rows(model.loss_model.lm)
-    return cp_shard(stream_of(ids, "cpu"), mesh.cp, config.mesh.cp_exchange).to(mesh.device)
+    return cp_shard(stream_of(ids, "cpu"), mesh.cp, parts.mesh.cp_exchange).to(mesh.device)

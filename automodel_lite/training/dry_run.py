@@ -27,7 +27,6 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import prepare_data
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.adapter import Peft, is_quantized
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
@@ -37,6 +36,7 @@ from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import check_axes, choose_attention, with_exchange
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
+from automodel_lite.training.parts import Parts, build_parts
 from automodel_lite.training.start_lines import axes_text, count, data_lines, packing_text, steps_text, warmup_steps
 
 
@@ -45,22 +45,20 @@ def dry_run(config: Config) -> int:
     console = Console(is_silent=rank() != 0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = planned_shape(config)
-    source: CausalLM = build(config.model)
-    try_settings(config, source)
+    parts = build_parts(config)
+    try_settings(config, parts)
     data = prepare_data(config, batch_shape(config.training, shape.dp))
     plan = data.plan(config.training)
-    model_config = source.config(data.tokenizer)
-    strategy = choose_strategy(config.mesh.strategy, shape, device.type == "cuda", is_quantized(config.peft))
-    check_axes(config, strategy)
+    model_config = parts.model.config(data.tokenizer)
+    strategy = choose_strategy(config.mesh.strategy, shape, device.type == "cuda", parts.is_quantized)
+    check_axes(parts, strategy)
     dtype = choose_precision(config.training.precision, device)
-    kernel, attention = choose_attention(config, model_config, device, dtype)
+    kernel, attention = choose_attention(parts, model_config, device, dtype)
     report = data.report(cost_model(model_config))
-    config, exchange = with_exchange(
-        config, model_config, kernel, device, dtype, report.mean_tokens if report else None
-    )
-    adapter = _adapter_weights(config, source, model_config, device, strategy)
+    parts, exchange = with_exchange(parts, model_config, kernel, device, dtype, report.mean_tokens if report else None)
+    adapter = _adapter_weights(parts, model_config, device, strategy)
     size = model_size(model_config)
-    memory, reduction = plan_memory(config, shape, strategy, model_config, size, adapter, dtype, gpu_bytes(device))
+    memory, reduction = plan_memory(parts, shape, strategy, model_config, size, adapter, dtype, gpu_bytes(device))
     name = str(dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
     console.say(
@@ -73,31 +71,31 @@ def dry_run(config: Config) -> int:
     console.say("packing", packing_text(report))
     console.say("steps", steps_text(plan, report, warmup_steps(config)))
     by_arithmetic = f"{memory}\n{reduction}".strip()
-    console.say("memory", _memory(config, model_config, shape, by_arithmetic, bool(reduction)))
+    console.say("memory", _memory(parts, model_config, shape, by_arithmetic, bool(reduction)))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0
 
 
 def _memory(
-    config: Config, model_config: PretrainedConfig, shape: MeshShape, by_arithmetic: str, reduces_every: bool
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, by_arithmetic: str, reduces_every: bool
 ) -> str:
     """What rank 0 of the asked world would hold and send on GPUs, counted by running it under fake tensors, which GPU
     it fits, and what to change when it fits none.
     """
     if rank() != 0:
         return ""
-    strategy = choose_strategy(config.mesh.strategy, shape, is_gpu=True, is_quantized=is_quantized(config.peft))
-    if strategy != "fsdp" or config.mesh.cpu_offload:
+    strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True, is_quantized=parts.is_quantized)
+    if strategy != "fsdp" or parts.mesh.cpu_offload:
         return by_arithmetic
     from automodel_lite.training.simulation import GPUS_GB, SLACK, simulate  # a run that trains has no use for it
 
     try:
         with activity(f"simulating a step of {shape.world_size} ranks"):
-            found = simulate(config, model_config, shape, reduces_every)
+            found = simulate(parts, model_config, shape, reduces_every)
     except (RuntimeError, NotImplementedError) as error:
         return f"{by_arithmetic}\nnot simulated: this model needs values ({type(error).__name__})"
     available = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPUS_GB[-1] * 10**9
-    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(config, None)}"
+    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(parts, None)}"
     return f"rank 0 of {shape.world_size}, simulated: {found}{cure}"
 
 
@@ -108,17 +106,14 @@ def planned_shape(config: Config) -> MeshShape:
     return mesh_shape(mesh, world_size() if world_size() > 1 else asked)
 
 
-def _adapter_weights(
-    config: Config, source: CausalLM, model_config: PretrainedConfig, device: torch.device, strategy: str
-) -> int | None:
+def _adapter_weights(parts: Parts, model_config: PretrainedConfig, device: torch.device, strategy: str) -> int | None:
     """Counted on the meta device; None when the model itself is trained."""
-    if not config.peft:
+    if parts.peft is None:
         return None
-    peft: Peft = build(config.peft)
-    peft.check(device, strategy, source.pretrained)
+    parts.peft.check(device, strategy, parts.model.pretrained)
     lm = describe(model_config)
     with torch.device("meta"):
-        peft.adapt(lm, str(source.pretrained))
+        parts.peft.adapt(lm, str(parts.model.pretrained))
     return sum(p.numel() for p in lm.parameters() if p.requires_grad)
 
 
@@ -137,12 +132,16 @@ class Twin(nn.Module):
         self.bias = nn.Parameter(torch.ones(2))
 
 
-def try_settings(config: Config, source: CausalLM) -> None:
+def try_settings(config: Config, parts: Parts) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is loaded."""
     problems = []
     if config.hub.push and not config.checkpoint.export_hf:
         problems.append(f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write.")
-    for attempt in (lambda: try_model(source), lambda: try_optimizer(config), lambda: check_master_weights(config)):
+    for attempt in (
+        lambda: try_model(parts.model),
+        lambda: try_optimizer(config),
+        lambda: check_master_weights(parts),
+    ):
         try:
             attempt()
         except ConfigError as error:
@@ -191,20 +190,20 @@ def _or_config_error(source: CausalLM, attempt: Callable[[], Any]) -> Any:
         raise cannot_work(error, source.overrides) from error
 
 
-def check_master_weights(config: Config) -> None:
+def check_master_weights(parts: Parts) -> None:
     """Raises ConfigError for weights in bf16 where they would not learn, or nothing is saved."""
-    training, what = config.training, f"training.master_weights={config.training.master_weights}"
+    training, what = parts.training, f"training.master_weights={parts.training.master_weights}"
     if training.master_weights == "fp32":
         return
-    optimizer = build(config.optimizer, Twin())
+    optimizer = parts.optimizer(Twin())
     if type(optimizer) is not SmallAdamW:
         raise ConfigError(
             f"{what} with {type(optimizer).__name__} loses every change of less than 1/256 of a weight: set "
             "optimizer=adamw_bf16 or optimizer=adamw_8bit, which round by chance."
         )
-    if config.peft:
+    if parts.peft:
         raise ConfigError(f"{what} with peft: the few weights of an adapter stay in fp32; set it to fp32.")
-    if config.mesh.strategy == "ddp":
+    if parts.mesh.strategy == "ddp":
         raise ConfigError(f"{what} with mesh.strategy=ddp would add gradients up in bf16: use mesh.strategy=fsdp.")
     if choose_precision(training.precision, default_device()) != torch.bfloat16:
         raise ConfigError(f"{what} computes in bf16: set training.precision=bf16, not {training.precision}.")

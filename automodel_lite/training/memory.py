@@ -15,26 +15,24 @@ The allocator's slack, the kernels' workspaces and communication buffers come on
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
-from automodel_lite.config.components import build
-from automodel_lite.config.schema import Config, launched
+from automodel_lite.config.schema import launched
 from automodel_lite.data.loader import batch_shape
-from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.adapter import is_quantized
 from automodel_lite.models.flops import ModelSize, chosen_experts, model_size, step_flops
 from automodel_lite.models.layers import chosen_tile
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
-from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape
+from automodel_lite.training.parts import Parts
 
 _FP32 = 4  # bytes
 USABLE_FRAC = 0.9  # of a GPU's memory: the rest is the allocator's and the kernels'
@@ -74,7 +72,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: Config,
+    parts: Parts,
     shape: MeshShape,
     strategy: str,
     model: PretrainedConfig,
@@ -84,25 +82,25 @@ def estimate_memory(
     reduces_every: bool = False,
 ) -> MemoryEstimate:
     """adapter: trained weights beside a frozen model, None without; reduces_every: gradients, every micro-batch."""
-    compute, master = dtype.itemsize, 2 if config.training.master_weights == "bf16" else _FP32
+    compute, master = dtype.itemsize, 2 if parts.training.master_weights == "bf16" else _FP32
     trained = Trained(size.parameters - size.towers, adapter)
     shards = shape.world_size // shape.dp_replicate if strategy == "fsdp" else 1
     frozen = (size.towers if adapter is None else size.parameters) * compute
-    tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size
-    on_gpu = 0.0 if config.mesh.cpu_offload else 1.0
-    kept, layer = _activations(config, shape, model, size, tokens, compute)
+    tokens = parts.training.micro_batch_size * parts.packed_sequence_size
+    on_gpu = 0.0 if parts.mesh.cpu_offload else 1.0
+    kept, layer = _activations(parts, shape, model, size, tokens, compute)
     held = MemoryEstimate(
         weights=(master * trained.weights + frozen) / shards * on_gpu,
         gradients=master * trained.weights / shards * on_gpu,
-        optimizer=optimizer_bytes(config.optimizer, master) * trained.weights / shards * on_gpu,
+        optimizer=optimizer_bytes(parts.optimizer, master) * trained.weights / shards * on_gpu,
         working_copy=0.0 if strategy == "fsdp" else _casts(size, adapter, compute, master),
         activations=kept + layer,
-        logits=_logits(build(config.loss), model, size, tokens / shape.cp, compute, adapter is not None),
+        logits=_logits(parts.loss, model, size, tokens / shape.cp, compute, adapter is not None),
     )
     if strategy != "fsdp":
         return replace(held, gradients=held.gradients * (2 if strategy == "ddp" else 1))
     before = 0.0
-    if batch_shape(config.training, shape.dp).micro_steps > 1:
+    if batch_shape(parts.training, shape.dp).micro_steps > 1:
         before = held.gradients if reduces_every or shape.tp > 1 else _FP32 * trained.weights
     local, is_trained = tokens / shape.cp, adapter is None
     moments = _moments(held, before, shape, model, size, local, compute, kept, is_trained)
@@ -161,7 +159,7 @@ def _moments(
 
 
 def plan_memory(
-    config: Config,
+    parts: Parts,
     shape: MeshShape,
     strategy: str,
     model: PretrainedConfig,
@@ -174,9 +172,9 @@ def plan_memory(
 
     available   bytes of the GPU; None = not known, as on a CPU
     """
-    what = config, shape, strategy, model, size, adapter, dtype
+    what = parts, shape, strategy, model, size, adapter, dtype
     summed, reduced = estimate_memory(*what), estimate_memory(*what, reduces_every=True)
-    saved, wish = summed.total - reduced.total, config.mesh.reduce_every_micro_batch
+    saved, wish = summed.total - reduced.total, parts.mesh.reduce_every_micro_batch
     whole = _FP32 * (size.parameters - size.towers if adapter is None else adapter)
     if strategy != "fsdp" or saved <= 0 or wish is False:
         return summed, ""
@@ -203,14 +201,14 @@ def host_bytes() -> int:
     return min(found, int(told)) if told.isdecimal() else found
 
 
-def check_weights_fit(config: Config, shape: MeshShape, strategy: str, size: ModelSize, device: torch.device) -> None:
+def check_weights_fit(parts: Parts, shape: MeshShape, strategy: str, size: ModelSize, device: torch.device) -> None:
     """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest type that they may
     have: it would be noticed by the kernel, which kills processes without a message.
     """
-    smallest = 0.5 if is_quantized(config.peft) else 2
+    smallest = 0.5 if parts.is_quantized else 2
     need = smallest * size.parameters / (shape.world_size / shape.dp_replicate if strategy == "fsdp" else 1)
     have, where = gpu_bytes(device), "GPU"
-    if have is None or config.mesh.cpu_offload:
+    if have is None or parts.mesh.cpu_offload:
         have, where = host_bytes(), "machine"
         need *= launched("LOCAL_WORLD_SIZE", 1)
     if need > have:
@@ -226,7 +224,7 @@ def _casts(size: ModelSize, adapter: int | None, compute: int, master: int) -> f
 
 
 def _activations(
-    config: Config, shape: MeshShape, model: PretrainedConfig, size: ModelSize, tokens: int, compute: int
+    parts: Parts, shape: MeshShape, model: PretrainedConfig, size: ModelSize, tokens: int, compute: int
 ) -> tuple[float, float]:
     """What the layers keep for the backward pass, and what the layer at work holds beside it."""
     text = model.get_text_config()
@@ -239,15 +237,15 @@ def _activations(
     copies = (
         3 * (chosen_experts(text) or 1) * hidden if _expert_weights(model, size) else 0
     )  # of tokens, for each expert
-    mlp_tokens = local if copies else min(local, chosen_tile(config.training, int(local)) or local)
+    mlp_tokens = local if copies else min(local, chosen_tile(parts.training, int(local)) or local)
     layer = (
         local * (norms + compute * ((attended + kv) / shape.tp + copies)) + mlp_tokens * compute * 4 * inner / shape.tp
     )
-    if shape.cp > 1 and config.mesh.cp_exchange in ("auto", "all_gather"):
+    if shape.cp > 1 and parts.mesh.cp_exchange in ("auto", "all_gather"):
         layer += tokens * compute * kv  # gathered keys and values
-    how = config.training.activation_checkpointing
+    how = parts.training.activation_checkpointing
     num_layers = size.num_layers
-    num_recomputed = 0 if how == "none" else -(-num_layers // config.training.recompute_every_layers)
+    num_recomputed = 0 if how == "none" else -(-num_layers // parts.training.recompute_every_layers)
     kept = 0 if how == "offload" else compute * hidden  # the layer's input
     if how == "selective":  # the results of matrix products and attention too
         kept += compute * (attended + kv + 2 * inner + 2 * hidden)
@@ -287,49 +285,48 @@ def _logits(loss: Loss, model: PretrainedConfig, size: ModelSize, local: float, 
     return loss.logits_bytes(shape) if isinstance(loss, Measured) else whole_logits_bytes(shape)
 
 
-def optimizer_bytes(optimizer: dict[str, Any], master: int = _FP32) -> float:
+def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _FP32) -> float:
     """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped once."""
     dtype = torch.float32 if master == _FP32 else torch.bfloat16
     layer = torch.nn.utils.skip_init(torch.nn.Linear, _TRIED, _TRIED, bias=False, dtype=dtype)  # nothing is drawn
     layer.weight.data.zero_()
     layer.weight.grad = torch.zeros_like(layer.weight)
-    stepped: torch.optim.Optimizer = build(optimizer, layer)
+    stepped = optimizer(layer)
     stepped.step()
     state = stepped.state[layer.weight].values()
     return sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.ndim) / layer.weight.numel()
 
 
-def remedies(config: Config) -> list[str]:
-    """What to change when memory ran out: the first three that this configuration has left, the cheapest first."""
-    training, size = config.training, build_packer(config).packed_sequence_size
-    source: CausalLM = build(config.model)
+def remedies(parts: Parts) -> list[str]:
+    """What to change when memory ran out: the first three that these parts have left, the cheapest first."""
+    training, size = parts.training, parts.packed_sequence_size
     found = []
     if training.micro_batch_size > 1:
         found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (the same numbers, more forwards)")
-    if not isinstance(build(config.loss), Measured):
+    if not isinstance(parts.loss, Measured):
         found.append("loss=fused_linear_cross_entropy (no logits of the whole stream)")
     if training.activation_checkpointing == "none":
         found.append("training.activation_checkpointing=full (about a third slower)")
-    if config.mesh.strategy == "ddp":
+    if parts.mesh.strategy == "ddp":
         found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
-    if not config.peft and optimizer_bytes(config.optimizer) >= 2 * _FP32:
+    if not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32:
         found.append("optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)")
     accumulates = (training.global_batch_size or 0) > training.micro_batch_size
-    if accumulates and config.mesh.strategy == "fsdp" and config.mesh.reduce_every_micro_batch is not True:
+    if accumulates and parts.mesh.strategy == "fsdp" and parts.mesh.reduce_every_micro_batch is not True:
         found.append("mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)")
     if training.activation_checkpointing == "full":
         found.append("training.activation_checkpointing=offload (the layers' inputs wait on the host)")
-    found.append(f"mesh.cp={2 * config.mesh.cp} on more processes (each holds half of a pack's tokens)")
-    if not config.peft and source.pretrained:
+    found.append(f"mesh.cp={2 * parts.mesh.cp} on more processes (each holds half of a pack's tokens)")
+    if not parts.peft and parts.model.pretrained:
         found.append("peft=lora (no gradients and optimizer states of the model itself)")
     found.append(f"packed_sequence.packed_sequence_size={size // 2} (longer documents are dropped or cut)")
     return found[:3]
 
 
-def out_of_memory_text(config: Config, estimate: MemoryEstimate | None) -> str:
+def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None) -> str:
     """What a rank holds, and three things to change."""
     held = [f"By arithmetic the run needs {estimate}."] if estimate else []
-    numbered = [f"  {number}. {text}" for number, text in enumerate(remedies(config), start=1)]
+    numbered = [f"  {number}. {text}" for number, text in enumerate(remedies(parts), start=1)]
     return "\n".join([*held, "Try, in this order:", *numbered])
 
 
@@ -383,25 +380,25 @@ class Estimate:
 
 
 def estimates(
-    config: Config, model: PretrainedConfig, hardware: Hardware, gpus: Sequence[int], document_tokens: int
+    parts: Parts, model: PretrainedConfig, hardware: Hardware, gpus: Sequence[int], document_tokens: int
 ) -> list[Estimate]:
     """Weak scaling: each data-parallel rank keeps its packs per step. `document_tokens` is the mean length."""
-    return [estimate(config, model, hardware, number, document_tokens) for number in gpus]
+    return [estimate(parts, model, hardware, number, document_tokens) for number in gpus]
 
 
 def estimate(
-    config: Config, model: PretrainedConfig, hardware: Hardware, gpus: int, document_tokens: int, micro_steps: int = 1
+    parts: Parts, model: PretrainedConfig, hardware: Hardware, gpus: int, document_tokens: int, micro_steps: int = 1
 ) -> Estimate:
     """A full fine-tuning step under FSDP2 in bf16; `mesh.dp_shard=-1` takes all ranks that remain.
 
     Raises ConfigError when the mesh does not fit the number of GPUs.
     """
-    shape = mesh_shape(replace(config.mesh, dp_shard=-1), gpus)
+    shape = mesh_shape(replace(parts.mesh, dp_shard=-1), gpus)
     size = model_size(model)
     flops = step_flops(model, size, None)
-    tokens = config.training.micro_batch_size * build_packer(config).packed_sequence_size * micro_steps  # a dp rank
+    tokens = parts.training.micro_batch_size * parts.packed_sequence_size * micro_steps  # a dp rank
     pairs = tokens / document_tokens * document_tokens * (document_tokens + 1) / 2
-    recomputed = 4 / 3 if config.training.activation_checkpointing in ("full", "offload") else 1.0
+    recomputed = 4 / 3 if parts.training.activation_checkpointing in ("full", "offload") else 1.0
     work = flops.of(tokens, tokens, pairs) * recomputed / (shape.cp * shape.tp)
     compute_s = work / (hardware.peak_flops * hardware.mfu_frac)
     shards = shape.dp_shard * shape.cp
@@ -420,7 +417,7 @@ def estimate(
     traffic_s = (gather + reduce) / hardware.bandwidth(shards) + replicas / hardware.bandwidth(gpus)
     num_layers = size.num_layers
     exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange_s
-    one_step = replace(config, training=replace(config.training, global_batch_size=None))
+    one_step = replace(parts, training=replace(parts.training, global_batch_size=None))
     strategy = "fsdp" if gpus > 1 else "none"
     memory = estimate_memory(one_step, shape, strategy, model, size, None, torch.bfloat16)
     return Estimate(

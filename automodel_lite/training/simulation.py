@@ -29,8 +29,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
-from automodel_lite.config.components import build
-from automodel_lite.config.schema import Config, global_batch_size_of, mesh_shape
+from automodel_lite.config.schema import global_batch_size_of, mesh_shape
 from automodel_lite.data.loader import packed_sequence_thd_collater
 from automodel_lite.models import layers
 from automodel_lite.models.flops import chosen_experts
@@ -45,6 +44,7 @@ from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_fi
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, to_thd
 from automodel_lite.training.build import assemble, check_axes, with_exchange
 from automodel_lite.training.optimizers import apply_gradients
+from automodel_lite.training.parts import Parts
 
 SIMULATED_HOST = torch.device("meta")
 DOCUMENT_TOKENS = 2048  # of each simulated document; boundaries do not change what is held
@@ -85,47 +85,43 @@ class Simulation:
         )
 
 
-def simulate_gpus(config: Config, model_config: PretrainedConfig, gpus: int) -> Simulation:
+def simulate_gpus(parts: Parts, model_config: PretrainedConfig, gpus: int) -> Simulation:
     """Of so many GPUs; data-parallel ranks beyond those of the global batch bring a micro-batch each of their own."""
-    shape = mesh_shape(replace(config.mesh, dp_shard=-1), gpus)
-    training = config.training
+    shape = mesh_shape(replace(parts.mesh, dp_shard=-1), gpus)
+    training = parts.training
     if (training.global_batch_size or 0) % (training.micro_batch_size * shape.dp):
         training = replace(training, global_batch_size=None)
-    return simulate(replace(config, training=training), model_config, shape)
+    return simulate(replace(parts, training=training), model_config, shape)
 
 
-def simulate(
-    config: Config, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False
-) -> Simulation:
+def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False) -> Simulation:
     """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, under FSDP.
 
     reduces_every   gradients, after every micro-batch
     Raises what the run would raise. No process group may exist: one is made, and destroyed.
     """
-    check_axes(config, "fsdp")
-    dtype = choose_precision(config.training.precision, torch.device("cuda"))
-    config, _ = with_exchange(config, model_config, _CountedAttention(), torch.device("cpu"), dtype)
-    batch = _whole_batch(config, shape)
+    check_axes(parts, "fsdp")
+    dtype = choose_precision(parts.training.precision, torch.device("cuda"))
+    parts, _ = with_exchange(parts, model_config, _CountedAttention(), torch.device("cpu"), dtype)
+    batch = _whole_batch(parts, shape)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = _Held(shape, _routed_tokens(batch, model_config, shape))
     with _fake_world(shape) as mesh:
-        part = cp_shard(batch, mesh.cp, config.mesh.cp_exchange)
+        of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         with _watching_resizes(held), _host_elsewhere():
-            source = _Drawn(config, model_config, fake, held)
-            model, _ = assemble(config, source, _NO_TOKENIZER, mesh, "fsdp", dtype)
-            model = replace(model, reduces_every=reduces_every or config.mesh.reduce_every_micro_batch is True)
+            drawn = replace(parts, model=_Drawn(parts.model, model_config, fake, held))
+            model, _ = assemble(drawn, _NO_TOKENIZER, mesh, "fsdp", dtype)
+            model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
             with fake, held:
-                return _run(config, model, part.map_tensors(fake.from_tensor), held, shape)
+                return _run(parts, model, of_rank.map_tensors(fake.from_tensor), held, shape)
 
 
-def _run(config: Config, model: ParallelModel, inputs: ThdBatch, held: _Held, shape: MeshShape) -> Simulation:
+def _run(parts: Parts, model: ParallelModel, inputs: ThdBatch, held: _Held, shape: MeshShape) -> Simulation:
     lm = model.loss_model.lm
     install(lm, _CountedAttention())
-    tile_layers(decoder_layers(lm), chosen_tile(config.training, len(inputs.labels)))
-    recompute_layers(
-        decoder_layers(lm), config.training.activation_checkpointing, config.training.recompute_every_layers
-    )
-    optimizer = build(config.optimizer, model.loss_model)
+    tile_layers(decoder_layers(lm), chosen_tile(parts.training, len(inputs.labels)))
+    recompute_layers(decoder_layers(lm), parts.training.activation_checkpointing, parts.training.recompute_every_layers)
+    optimizer = parts.optimizer(model.loss_model)
     held.enter("optimizer")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -133,7 +129,7 @@ def _run(config: Config, model: ParallelModel, inputs: ThdBatch, held: _Held, sh
     optimizer.zero_grad()
     held.forget("optimizer")
     num_micro_batches = min(
-        2, global_batch_size_of(config.training, shape.dp) // (config.training.micro_batch_size * shape.dp)
+        2, global_batch_size_of(parts.training, shape.dp) // (parts.training.micro_batch_size * shape.dp)
     )
     loss_sum = torch.zeros(())
     for number in range(1, num_micro_batches + 1):
@@ -145,13 +141,13 @@ def _run(config: Config, model: ParallelModel, inputs: ThdBatch, held: _Held, sh
         loss_sum += loss.detach()
     gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
     held.enter("optimizer")
-    apply_gradients(optimizer, model.parameters(), loss_sum, config.training.max_grad_norm)
+    apply_gradients(optimizer, model.parameters(), loss_sum, parts.training.max_grad_norm)
     optimizer.zero_grad()
     sent = dict(held.sent)
     held.enter("save")
     flat_state(model.loss_model, optimizer)
     held.enter("export")
-    if not config.peft:
+    if parts.peft is None:
         dtypes = {name: value.dtype for name, value in lm.state_dict().items()}
         files = plan_files(groups_of(lm, dtypes), shape.world_size)
         for _, weight in gathered_weights(lm, files, dtypes, rank=0):
@@ -170,8 +166,8 @@ def _run(config: Config, model: ParallelModel, inputs: ThdBatch, held: _Held, sh
 class _Drawn(CausalLM):
     """Weights that nobody reads: described, sharded, fake tensors."""
 
-    def __init__(self, config: Config, model_config: PretrainedConfig, fake: FakeTensorMode, held: _Held) -> None:
-        super().__init__(**{key: value for key, value in config.model.items() if key != "_target_"})
+    def __init__(self, source: CausalLM, model_config: PretrainedConfig, fake: FakeTensorMode, held: _Held) -> None:
+        vars(self).update(vars(source))
         self.dtype = torch.float32
         self._modes = fake, held
         self._make = partial(model_class(model_config).from_config, model_config, dtype=torch.float32)
@@ -322,9 +318,9 @@ def _is_group(value: torch.ScriptObject) -> bool:
     return "ProcessGroup" in str(value._type())
 
 
-def _whole_batch(config: Config, shape: MeshShape) -> ThdBatch:
+def _whole_batch(parts: Parts, shape: MeshShape) -> ThdBatch:
     """A full micro-batch whose every token carries a label: the most that a step can hold. Real tensors on the host."""
-    size = config.packed_sequence["packed_sequence_size"]
+    size = parts.packed_sequence_size
     multiple = 2 * shape.cp if shape.cp > 1 else 1
     length = min(size, max(multiple, DOCUMENT_TOKENS // multiple * multiple))
     lengths = [length] * (size // length) + ([size % length] if size % length else [])
@@ -336,7 +332,7 @@ def _whole_batch(config: Config, shape: MeshShape) -> ThdBatch:
         "seq_lens": lengths,
         "seq_lens_padded": lengths,
     }
-    return to_thd(packed_sequence_thd_collater([row] * config.training.micro_batch_size))
+    return to_thd(packed_sequence_thd_collater([row] * parts.training.micro_batch_size))
 
 
 def _routed_tokens(batch: ThdBatch, model_config: PretrainedConfig, shape: MeshShape) -> int:

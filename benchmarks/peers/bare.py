@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from automodel_lite.config.components import build
 from automodel_lite.data.loader import BatchShape, Cursor
 from automodel_lite.data.prepare import prepare_data
 from automodel_lite.models.flops import cost_model
@@ -13,6 +12,7 @@ from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import build_model
 from automodel_lite.training.optimizers import adamw, apply_gradients
+from automodel_lite.training.parts import build_parts
 from benchmarks.peers.job import LR, Clock, Job, use_one_thread
 from benchmarks.peers.recipe import recipe_config
 
@@ -22,11 +22,11 @@ def parts(job: Job) -> tuple[ParallelModel, torch.optim.Optimizer, list[ThdBatch
     config = recipe_config(job)
     mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
     data = prepare_data(config, BatchShape(1, 1, 1))
-    source = build(config.model)
+    made_of = build_parts(config)
     torch.manual_seed(0)
-    model = build_model(config, source, data.tokenizer, mesh).model
+    model = build_model(made_of, data.tokenizer, mesh).model
     optimizer = adamw(model.loss_model, LR, betas=[0.9, 0.95])
-    steps = data.steps(Cursor(), mesh, cost_model(source.config(data.tokenizer)))
+    steps = data.steps(Cursor(), mesh, cost_model(made_of.model.config(data.tokenizer)))
     return model, optimizer, [to_thd(next(steps).micro_batches[0]) for _ in range(job.all_steps)]
 
 

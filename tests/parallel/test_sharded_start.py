@@ -11,12 +11,12 @@ from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
 from automodel_lite.run.export import export
 from automodel_lite.seed import seed_all
 from automodel_lite.training.build import assemble, build_model
+from automodel_lite.training.parts import build_parts
 from tests.attention.families import FAMILIES, VOCAB
 from tests.ranks import run_ranks
 from tests.recipes.runs import config_of
@@ -33,7 +33,7 @@ def weights(config: Config, mesh: Mesh, dtype: torch.dtype) -> dict[str, torch.T
     """Whole, by name, with tied ones under both names."""
     strategy = "fsdp" if mesh.root else "none"
     seed_all(3, "model")
-    model, _ = assemble(config, build(config.model), tokenizer(), mesh, strategy, dtype)
+    model, _ = assemble(build_parts(config), tokenizer(), mesh, strategy, dtype)
     named = model.loss_model.state_dict()
     assert all(isinstance(p, DTensor) for p in model.parameters()) == (mesh.root is not None)
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
@@ -134,7 +134,7 @@ def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float
     import recipes.train_ft  # noqa: F401 - before it is measured
 
     mesh, before = init_mesh(config.mesh), _peak_gib()
-    built = build_model(config, build(config.model), tokenizer(8), mesh)
+    built = build_model(build_parts(config), tokenizer(8), mesh)
     start = _peak_gib() - before
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     export(Path(config.output_dir), built.model, tokenizer(8), built.source_dtype, 1, None)

@@ -15,10 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config, known_keys, with_defaults
-from automodel_lite.config.components import build
 from automodel_lite.data.prepare import check_sizes
 from automodel_lite.errors import ConfigError
 from automodel_lite.training.dry_run import try_settings
+from automodel_lite.training.parts import build_parts
 from tests.properties.explore import explore
 
 CHOICES = [  # options of groups; composing takes longer than all that follows
@@ -87,7 +87,7 @@ def check(case: tuple[tuple[str, ...], dict[str, Any]]) -> None:
             raise ConfigError(f"what OmegaConf itself does not take: {error}") from error
     config = check_config(raw)
     check_sizes(config, 1)
-    try_settings(config, build(config.model))
+    try_settings(config, build_parts(config))
     for key, value in changes.items():  # what was let through is what was asked for
         if isinstance(value, float) and not key.startswith("model.config."):  # where some families have no limit
             assert math.isfinite(value), key

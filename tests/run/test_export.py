@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.loss import LossModel
@@ -22,6 +21,7 @@ from automodel_lite.run import export, weight_files
 from automodel_lite.run.export import exported_folder
 from automodel_lite.tools.merge import load_trained
 from automodel_lite.training.build import assemble
+from automodel_lite.training.parts import build_parts
 from recipes import average, export_hf
 from tests.attention.families import FAMILIES
 from tests.parallel.test_sharded_start import tokenizer
@@ -236,10 +236,10 @@ def test_ranks_write_files_of_their_own_in_the_names_of_the_hub(tmp_path: Path):
 
 def export_untrained(rank: int, world: int, config: Config, folder: Path) -> None:
     weight_files.LEAST_FILE_BYTES = 1000
-    mesh, source = init_mesh(config.mesh), build(config.model)
-    model, _ = assemble(config, source, tokenizer(), mesh, "fsdp", torch.float32)
+    mesh, parts = init_mesh(config.mesh), build_parts(config)
+    model, _ = assemble(parts, tokenizer(), mesh, "fsdp", torch.float32)
     install(model.loss_model.lm, ReferenceAttention())
-    export.export_hf(folder, model.loss_model, tokenizer(), source.dtype, model.logits, 0, model.sharded_over)
+    export.export_hf(folder, model.loss_model, tokenizer(), parts.model.dtype, model.logits, 0, model.sharded_over)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

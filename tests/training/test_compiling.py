@@ -28,7 +28,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are traced as on a GPU, and run uncompiled."""
     torch._dynamo.reset()
     real = build.speed_up
-    monkeypatch.setattr(build, "speed_up", lambda config, model, mesh: real(config, model, mesh, "aot_eager"))
+    monkeypatch.setattr(build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, "aot_eager"))
 
 
 @pytest.mark.usefixtures("traced")
@@ -53,7 +53,7 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypa
 
     torch._dynamo.reset()
     real = build.speed_up
-    monkeypatch.setattr(build, "speed_up", lambda config, model, mesh: real(config, model, mesh, broken))
+    monkeypatch.setattr(build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, broken))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         train(tmp_path / "asked", "training.compile=true")
     monkeypatch.setattr(build, "compiles", lambda training, is_gpu: True)

@@ -25,6 +25,7 @@ from automodel_lite.training.memory import (
     plan_memory,
     remedies,
 )
+from automodel_lite.training.parts import build_parts
 from recipes.train_ft import main
 from tests.recipes.runs import config_of
 
@@ -42,6 +43,7 @@ LLAMA = LlamaConfig(
 
 
 def config_with(**training: object) -> Config:
+    """Changes of `mesh` and `training` reach the parts that are built from it."""
     return Config(
         name="x",
         packed_sequence={"_target_": "automodel_lite.data.packing.packer.Packer", "packed_sequence_size": TOKENS},
@@ -71,7 +73,7 @@ def test_activations_agree_with_what_autograd_keeps():
     model = LlamaForCausalLM(LLAMA).train()
     install(model, ReferenceAttention())
     alone = MeshShape(1, 1, 1)
-    estimate = estimate_memory(config_with(), alone, "none", LLAMA, model_size(LLAMA), None, torch.float32)
+    estimate = estimate_memory(build_parts(config_with()), alone, "none", LLAMA, model_size(LLAMA), None, torch.float32)
     assert estimate.activations == pytest.approx(saved_for_backward(model), rel=0.1)
 
 
@@ -89,7 +91,7 @@ def test_sharding_an_8b_model():
     one = MeshShape(1, 1, 1), "none"
     eight = MeshShape(1, 8, 1), "fsdp"
     alone, sharded, lora = (
-        estimate_memory(config_with(), *layout, config, size, adapter, torch.bfloat16)
+        estimate_memory(build_parts(config_with()), *layout, config, size, adapter, torch.bfloat16)
         for layout, adapter in ((one, None), (eight, None), (eight, 40_000_000))
     )
     states = [(e.weights + e.optimizer) / 2**30 for e in (alone, sharded, lora)]
@@ -98,17 +100,18 @@ def test_sharding_an_8b_model():
 
 
 def test_fsdp_keeps_whole_gradients_over_micro_batches():
-    config = config_with(global_batch_size=4)
+    parts = build_parts(config_with(global_batch_size=4))
     size = model_size(LLAMA)
-    estimate = estimate_memory(config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
-    once = estimate_memory(config_with(), MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
+    estimate = estimate_memory(parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
+    once = estimate_memory(build_parts(config_with()), MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
     assert estimate.gradients >= 4 * size.parameters > once.gradients
 
 
 def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     """LLAMA has 0.14 M weights: the sum that is not sharded takes 4 bytes of each."""
     config, size = config_with(global_batch_size=4), model_size(LLAMA)
-    what = config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16
+    parts = build_parts(config)
+    what = parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16
     summed, reduced = (estimate_memory(*what, reduces_every=wish) for wish in (False, True))
     assert summed.total - reduced.total == 4 * size.parameters / 2
     fits, just_not = int(summed.total / 0.9) + 1, int(summed.total / 0.9) - 1
@@ -120,7 +123,7 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     config.mesh.reduce_every_micro_batch = False
     assert plan_memory(*what, just_not) == (summed, "")
     config.mesh.strategy = "fsdp"
-    assert remedies(config)[2] == "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
+    assert remedies(parts)[2] == "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
     config.mesh.reduce_every_micro_batch = True
     assert plan_memory(*what, None) == (reduced, "gradients are reduced after every micro-batch, as set")
     config.training.global_batch_size = None  # one micro-batch: there is no sum
@@ -129,13 +132,14 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
 
 def test_what_waits_in_host_memory_is_not_counted():
     config, size = config_with(activation_checkpointing="offload"), model_size(LLAMA)
-    alone = config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16
+    parts = build_parts(config)
+    alone = parts, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16
     offloaded = estimate_memory(*alone)
     config.training.activation_checkpointing = "full"
     full = estimate_memory(*alone)
     assert full.activations - offloaded.activations == 3 * TOKENS * 64 * 2  # layers x tokens x hidden x bytes
     config.mesh.cpu_offload = True
-    at_home = estimate_memory(config, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
+    at_home = estimate_memory(parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
     assert (at_home.weights, at_home.optimizer) == (0, 0)
     assert at_home.gradients < 4 * size.parameters / 2  # of the layer at work alone
 
@@ -153,7 +157,7 @@ def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: flo
     """Weights, gradients and states of 8.03 B parameters: 60, 75 and 45 GiB, where fp32 masters take 120."""
     config = config_with(master_weights="bf16")
     config.optimizer = {"lr": 1e-5, **optimizer}
-    e = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, model_size(LLAMA), None, torch.bfloat16)
+    e = estimate_memory(build_parts(config), MeshShape(1, 1, 1), "none", LLAMA, model_size(LLAMA), None, torch.bfloat16)
     assert e.weights + e.gradients + e.optimizer == num_bytes * model_size(LLAMA).parameters
 
 
@@ -161,13 +165,14 @@ def test_moments_of_8_bits_are_2_bytes_a_weight():
     config = config_with()
     config.optimizer = {"_target_": "automodel_lite.training.optimizers.adamw_8bit", "lr": 1e-3, "block_size": 256}
     size = model_size(LLAMA)
-    estimate = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
+    parts = build_parts(config)
+    estimate = estimate_memory(parts, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
     assert estimate.optimizer == (2 + 2 * 4 / 256) * size.parameters
-    assert "adamw_8bit" not in " ".join(remedies(config))
+    assert "adamw_8bit" not in " ".join(remedies(parts))
 
 
 def test_an_optimizer_of_ones_own_is_measured():
-    assert optimizer_bytes({"_target_": "tests.training.test_memory.momentum"}) == 4
+    assert optimizer_bytes(momentum) == 4
 
 
 def momentum(model: torch.nn.Module) -> torch.optim.SGD:
@@ -177,7 +182,7 @@ def momentum(model: torch.nn.Module) -> torch.optim.SGD:
 def test_the_estimate_draws_no_random_numbers():
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    optimizer_bytes(config_with().optimizer)
+    optimizer_bytes(build_parts(config_with()).optimizer)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -193,20 +198,21 @@ def test_liger_holds_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch):
     config = config_with()
     config.loss = {"_target_": "automodel_lite.models.liger.LigerLinearCrossEntropy"}
     size = model_size(LLAMA)
-    estimate = estimate_memory(config, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
+    parts = build_parts(config)
+    estimate = estimate_memory(parts, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
     assert estimate.logits == TOKENS * 64 * 2 + 2 * 4 * 64 * 64
-    assert "loss=" not in " ".join(remedies(config))
+    assert "loss=" not in " ".join(remedies(parts))
 
 
 def test_remedies_come_in_order_and_fit_the_settings():
-    assert [text.split(" (")[0] for text in remedies(config_with(micro_batch_size=4))] == [
+    assert [text.split(" (")[0] for text in remedies(build_parts(config_with(micro_batch_size=4)))] == [
         "training.micro_batch_size=2",
         "training.activation_checkpointing=full",
         "optimizer=adamw_8bit",
     ]
     config = config_with(activation_checkpointing="full")
     config.loss, config.mesh = {"_target_": "automodel_lite.models.loss.CrossEntropy"}, MeshConfig(strategy="ddp")
-    assert [text.split(" (")[0] for text in remedies(config)] == [
+    assert [text.split(" (")[0] for text in remedies(build_parts(config))] == [
         "loss=fused_linear_cross_entropy",
         "mesh.strategy=fsdp",
         "optimizer=adamw_8bit",
@@ -214,7 +220,7 @@ def test_remedies_come_in_order_and_fit_the_settings():
 
 
 def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
-    text = out_of_memory_text(config_with(), None)
+    text = out_of_memory_text(build_parts(config_with()), None)
     with (
         pytest.raises(RunStoppedError) as stopped,
         recorded(RunFolder(tmp_path), 0, lambda: "in step 3", lambda: text),
@@ -244,11 +250,11 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_weights_that_no_memory_holds_are_named_before_they_are_made() -> None:
-    config = Config(name="x")
+    parts = build_parts(config_with())
     size = model_size(LlamaConfig(hidden_size=10**6, intermediate_size=64, num_hidden_layers=2, vocab_size=64))
     shape = MeshShape(dp_replicate=1, dp_shard=2, cp=1)
     with pytest.raises(
         ConfigError, match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: take"
     ):
-        check_weights_fit(config, shape, "fsdp", size, torch.device("cpu"))
-    check_weights_fit(config, shape, "fsdp", replace(size, parameters=10**6), torch.device("cpu"))
+        check_weights_fit(parts, shape, "fsdp", size, torch.device("cpu"))
+    check_weights_fit(parts, shape, "fsdp", replace(size, parameters=10**6), torch.device("cpu"))

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.config.schema import Config
 from automodel_lite.training.memory import Hardware, estimate
+from automodel_lite.training.parts import Parts, build_parts
 
 HARDWARE = Hardware(1e12, 0.5, in_node_bytes_per_s=1e9, between_nodes_bytes_per_s=1e8)
 MODEL = LlamaConfig(
@@ -27,13 +27,13 @@ MODEL = LlamaConfig(
 PARAMETERS = 2730
 
 
-def config_of(*overrides: str) -> Config:
+def parts_of(*overrides: str) -> Parts:
     sizes = ["packed_sequence.packed_sequence_size=64", "training.micro_batch_size=1"]
-    return check_config(compose_config("smoke", [*sizes, *overrides]))
+    return build_parts(check_config(compose_config("smoke", [*sizes, *overrides])))
 
 
 def test_one_gpu_moves_nothing() -> None:
-    alone = estimate(config_of(), MODEL, HARDWARE, gpus=1, document_tokens=8)
+    alone = estimate(parts_of(), MODEL, HARDWARE, gpus=1, document_tokens=8)
     assert (alone.gather_bytes, alone.reduce_bytes, alone.exchange_bytes, alone.exposed_s) == (0, 0, 0, 0)
     weights = 6 * (2 * 840 + 1000) * 64
     attention = 12 * 2 * 2 * 4 * 64 * 9 / 2
@@ -41,7 +41,7 @@ def test_one_gpu_moves_nothing() -> None:
 
 
 def test_traffic_does_not_grow_with_data_parallel_ranks() -> None:
-    four, eight = (estimate(config_of(), MODEL, HARDWARE, gpus, 8) for gpus in (4, 8))
+    four, eight = (estimate(parts_of(), MODEL, HARDWARE, gpus, 8) for gpus in (4, 8))
     assert four.gather_bytes == 2 * (2 * 1720 + 1010) * 3 / 4  # the layers twice, what is outside them once
     assert eight.gather_bytes == 2 * (2 * 1720 + 1010) * 7 / 8
     assert eight.reduce_bytes == 4 * PARAMETERS * 7 / 8
@@ -49,19 +49,19 @@ def test_traffic_does_not_grow_with_data_parallel_ranks() -> None:
 
 
 def test_micro_batches_gather_again_and_reduce_once() -> None:
-    once, thrice = (estimate(config_of(), MODEL, HARDWARE, 4, 8, micro_steps=m) for m in (1, 3))
+    once, thrice = (estimate(parts_of(), MODEL, HARDWARE, 4, 8, micro_steps=m) for m in (1, 3))
     assert thrice.gather_bytes == 3 * once.gather_bytes
     assert thrice.reduce_bytes == once.reduce_bytes
 
 
 def test_context_parallel_exchanges_keys_and_values() -> None:
-    two = estimate(config_of("mesh.cp=2"), MODEL, HARDWARE, 2, 8)
+    two = estimate(parts_of("mesh.cp=2"), MODEL, HARDWARE, 2, 8)
     assert two.exchange_bytes == 2 * (2 * 64 * (2 * 1 * 4) * 2) / 2
     assert (two.dp, two.cp, two.tokens) == (1, 2, 64)
 
 
 def test_replicas_spare_the_network() -> None:
-    sharded = estimate(config_of(), MODEL, HARDWARE, 16, 8)
-    hybrid = estimate(config_of("mesh.dp_replicate=2"), MODEL, HARDWARE, 16, 8)
+    sharded = estimate(parts_of(), MODEL, HARDWARE, 16, 8)
+    hybrid = estimate(parts_of("mesh.dp_replicate=2"), MODEL, HARDWARE, 16, 8)
     assert hybrid.exposed_s < sharded.exposed_s
     assert replace(hybrid, gpus=0).memory_bytes > sharded.memory_bytes

@@ -16,6 +16,7 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training import memory
 from automodel_lite.training.dry_run import dry_run, planned_shape
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
+from automodel_lite.training.parts import Parts, build_parts
 from automodel_lite.training.simulation import Simulation, simulate
 
 LLAMA = transformers.LlamaConfig(
@@ -36,12 +37,16 @@ def config(*overrides: str) -> Config:
     return check_config(compose_config("smoke", ["packed_sequence.packed_sequence_size=2048", *overrides]))
 
 
+def parts(*overrides: str) -> Parts:
+    return build_parts(config(*overrides))
+
+
 def world(*axes: int, overrides: tuple[str, ...] = ()) -> Simulation:
     shape = MeshShape(*axes)
     names = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
     asked = [f"mesh.{name}={size}" for name, size in zip(names, axes)]
     asked.append(f"training.global_batch_size={shape.dp}")
-    result = simulate(config(*asked, *overrides), LLAMA, shape)
+    result = simulate(parts(*asked, *overrides), LLAMA, shape)
     assert not dist.is_initialized()
     return result
 
@@ -108,14 +113,14 @@ def test_experts_are_dealt_over_ranks() -> None:
         decoder_sparse_step=1,
     )
     shape = MeshShape(1, 4, 1, 1, 4)
-    asked = config("mesh.dp_shard=4", "mesh.ep=4", "training.global_batch_size=4")
+    asked = parts("mesh.dp_shard=4", "mesh.ep=4", "training.global_batch_size=4")
     found = simulate(asked, experts, shape)
     whole = sum(p.numel() for p in describe(experts).parameters())
     assert found.weights == pytest.approx(4 * whole / 4, rel=0.01)
 
 
 def test_one_process_holds_the_whole_model() -> None:
-    found = simulate(config("training.global_batch_size=1"), LLAMA, MeshShape(1, 1, 1))
+    found = simulate(parts("training.global_batch_size=1"), LLAMA, MeshShape(1, 1, 1))
     assert found.weights == found.gradients == 4 * PARAMETERS
     assert found.optimizer == pytest.approx(8 * PARAMETERS, rel=1e-3)
 
@@ -139,7 +144,7 @@ def test_a_softcap_does_not_stop_it() -> None:
         head_dim=32,
         vocab_size=256,
     )
-    found = simulate(config("training.global_batch_size=2"), gemma, MeshShape(1, 2, 1))
+    found = simulate(parts("training.global_batch_size=2"), gemma, MeshShape(1, 2, 1))
     assert found.peak > found.weights
 
 
@@ -168,7 +173,7 @@ def test_the_arithmetic_says_what_is_counted(name: str) -> None:
     found, estimate = counted(model, ["packed_sequence.packed_sequence_size=8192", *overrides])
     assert estimate.total == pytest.approx(found.peak, rel=0.03)
     if name == "tp":
-        moved = memory.estimate(config("packed_sequence.packed_sequence_size=8192", *overrides), model, HARDWARE, 32, 1)
+        moved = memory.estimate(parts("packed_sequence.packed_sequence_size=8192", *overrides), model, HARDWARE, 32, 1)
         assert found.sent["tp"] == pytest.approx(moved.exchange_bytes, rel=0.001)
 
 
@@ -181,7 +186,7 @@ def test_the_arithmetic_of_whole_models(shape: str, ranks: int) -> None:
     size = ["packed_sequence.packed_sequence_size=8192", f"mesh.dp_shard={ranks}", FULL]
     found, estimate = counted(shipped(shape), size)
     assert estimate.total == pytest.approx(found.peak, rel=0.03)
-    moved = memory.estimate(config(*size), shipped(shape), HARDWARE, ranks, 2048)
+    moved = memory.estimate(parts(*size), shipped(shape), HARDWARE, ranks, 2048)
     assert sum(found.sent.values()) == pytest.approx(moved.gather_bytes + moved.reduce_bytes, rel=0.03)
 
 
@@ -193,7 +198,7 @@ def shipped(name: str, **changes: int) -> transformers.PretrainedConfig:
 
 
 def counted(model: transformers.PretrainedConfig, overrides: list[str]) -> tuple[Simulation, MemoryEstimate]:
-    asked = config("training.global_batch_size=null", *overrides)
+    asked = parts("training.global_batch_size=null", *overrides)
     shape = planned_shape(asked)
     reduces = asked.mesh.reduce_every_micro_batch is True
     estimate = estimate_memory(

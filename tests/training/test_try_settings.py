@@ -11,11 +11,11 @@ import torch
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import build
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel import mesh
 from automodel_lite.training.dry_run import try_model, try_settings
+from automodel_lite.training.parts import build_parts
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.run.small_run import train
@@ -28,7 +28,7 @@ def no_lambda(optimizer: torch.optim.Optimizer, max_steps: int) -> torch.optim.l
 def tried(*overrides: str) -> str:
     config = check_config(compose_config("smoke", list(overrides)))
     try:
-        try_settings(config, build(config.model))
+        try_settings(config, build_parts(config))
     except ConfigError as error:
         return str(error)
     return ""

@@ -1,0 +1,229 @@
+"""What a model asks of its attention kernel, from its Hugging Face config.
+
+Configs have no common schema: a family that lacks a key lacks the feature, so keys are looked up with a default here,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from automodel_lite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What the attention layers of a model ask of a kernel.
+
+    model_type     transformers' name of the family
+    device, dtype  where and in what the queries arrive
+    num_heads, num_kv_heads; head_dim, value_head_dim  (the two differ with latent attention); 0 without attention
+    window         keys that a query of the narrowest sliding layer sees, its own included; None without such layers
+    softcap        bound of the attention logits; None without
+    sinks          True when each head has a learned extra logit
+    own_exchange   True when the kernel itself must exchange between context-parallel ranks (mesh.cp_exchange=te)
+    num_layers     layers of this kind
+    others         what layers with other heads ask (Gemma 4: head dim 512 in one of six)
+    """
+
+    model_type: str
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    own_exchange: bool = False
+    num_layers: int = 0
+    others: tuple[AttentionSpec, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[AttentionSpec, ...]:
+        """One for each kind of attention layer."""
+        return (replace(self, others=()), *self.others)
+
+
+_ATTENTION_WORDS = ("attention", "hybrid")  # in the names of layer types whose layers attend; linear attention does not
+PACKABLE_LAYERS = frozenset(
+    {
+        *("full_attention", "sliding_attention", "chunked_attention", "attention"),
+        *("linear_attention", "mamba", "mamba2", "recurrent", "conv"),  # attention/documents.py
+        *("hybrid", "hybrid_sliding"),  # both in one layer, or after it
+        *("moe", "mlp", "dense", "sparse"),  # mix no tokens
+    }
+)
+"""Kinds of layers that keep documents apart here. What a name does not tell, the probe does."""
+
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+UNPACKED = "take another model, docs/models.md lists the families that can be packed"
+
+
+def config_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
+    """The config's value of `key`, or `default` for a family that has no such key (or leaves it None)."""
+    value = getattr(config, key, default)
+    return default if value is None else value
+
+
+def layer_window(config: PretrainedConfig, layer_idx: int | None) -> int | None:
+    """The sliding window, in keys, that the config gives to one layer; None for a layer that sees all.
+
+    Raises ConfigError for a layer type that cannot be packed.
+    """
+    kinds = config_value(config, "layer_types")
+    if kinds is not None and layer_idx is not None:
+        kind = kinds[layer_idx]
+        if kind not in PACKABLE_LAYERS:
+            raise ConfigError(
+                f"model_type={config.model_type}: layer {layer_idx} ({kind}) is not known to keep documents apart: "
+                f"{UNPACKED}."
+            )
+        return config.sliding_window if kind in ("sliding_attention", "hybrid_sliding") else None
+    if not config_value(config, "use_sliding_window", True):
+        return None
+    return config_value(config, "sliding_window")
+
+
+def layer_chunk(config: PretrainedConfig, layer_idx: int | None) -> int | None:
+    """Tokens of a chunk in a layer of chunked attention (Llama 4), which sees its own chunk only; None elsewhere."""
+    kinds = config_value(config, "layer_types")
+    if kinds is None or layer_idx is None or kinds[layer_idx] != "chunked_attention":
+        return None
+    chunk: int | None = config_value(config, "attention_chunk_size")
+    return chunk
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Attention of one decoder layer; `num_heads` is 0 in a layer without (state space, convolution, linear)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    window: int | None = None  # keys that a query sees; None = all
+    state: int = 0  # values that a layer without attention reads and writes for every token; 0 = none, or not known
+
+
+def layer_shapes(model_config: PretrainedConfig) -> list[LayerShape]:
+    """Of each layer; families name their sizes in several ways and may give each layer its own."""
+    text = model_config.get_text_config()
+    return [_layer_shape(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
+
+
+def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
+    config = text.per_layer_config[layer]
+    kinds = config_value(config, "layer_types")
+    kind = "full_attention" if kinds is None else kinds[layer % len(kinds)]
+    is_sliding = "sliding" in kind or "chunked" in kind
+
+    def value(key: str, default: Any) -> Any:
+        found = config_value(config, key, default)
+        if is_sliding:
+            found = config_value(config, f"swa_{key}", found)
+        return found[layer] if isinstance(found, list | tuple) else found
+
+    num_heads = value("num_attention_heads", 0)
+    if not num_heads or kind == "linear_attention" or not any(word in kind for word in _ATTENTION_WORDS):
+        return LayerShape(0, 0, 0, 0, state=_state_size(config))
+    head_dim = value("head_dim", config.hidden_size // num_heads)
+    value_head_dim = value("v_head_dim", head_dim)
+    if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    window = None
+    if is_sliding or (kinds is None and config_value(config, "use_sliding_window", True)):
+        window = value("sliding_window", value("attention_chunk_size", None))
+    num_kv_heads = 1 if value("multi_query", False) else value("num_key_value_heads", num_heads)
+    return LayerShape(num_heads, num_kv_heads, head_dim, value_head_dim, window)
+
+
+_STATES = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),  # gated delta rules (Qwen3-Next)
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),  # Bamba, GraniteMoeHybrid, Falcon-H1
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),  # Nemotron-H
+    ("mamba_expand", "hidden_size", "mamba_d_state"),  # Jamba, Zamba 2
+    ("num_heads", "head_dim", "state_size"),  # Mamba 2
+    ("intermediate_size", "state_size"),  # Mamba
+)
+
+
+def _state_size(config: PretrainedConfig) -> int:
+    for names in _STATES:
+        sizes = [config_value(config, name) for name in names]
+        if all(isinstance(size, int) for size in sizes):
+            return math.prod(sizes)
+    return 0
+
+
+def has_attention(config: PretrainedConfig) -> bool:
+    """False for a family without attention layers (Mamba), of a text config."""
+    return any(shape.num_heads for shape in layer_shapes(config))
+
+
+def attention_spec(
+    model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype, own_exchange: bool = False
+) -> AttentionSpec:
+    """What a model of this config will ask of its attention kernel: in most layers, and within it in the others.
+
+    own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
+    Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.
+    """
+    config = model_config.get_text_config()
+    for key in ATTENTION_DROPOUTS:
+        if dropout := config_value(config, key, 0.0):
+            raise ConfigError(
+                f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not do: set "
+                f"model.config.{key}=0."
+            )
+    narrowest: dict[LayerShape, int | None] = {}
+    counts: Counter[LayerShape] = Counter()
+    for layer, shape in enumerate(layer_shapes(config)):
+        window = layer_window(config, layer)
+        if shape.num_heads:
+            kind = replace(shape, window=None)
+            counts[kind] += 1
+            narrowest[kind] = min((w for w in (narrowest.get(kind), window) if w is not None), default=None)
+    kinds = [
+        AttentionSpec(
+            model_type=config.model_type,
+            device=torch.device(device),
+            dtype=dtype,
+            num_heads=kind.num_heads,
+            num_kv_heads=kind.num_kv_heads,
+            head_dim=kind.head_dim,
+            value_head_dim=kind.value_head_dim,
+            window=narrowest[kind],
+            softcap=config_value(config, "attn_logit_softcapping"),
+            sinks=passes_sinks(config),
+            own_exchange=own_exchange,
+            num_layers=num_layers,
+        )
+        for kind, num_layers in counts.most_common()
+    ]
+    if not kinds:
+        return AttentionSpec(config.model_type, torch.device(device), dtype, 0, 0, 0, 0)
+    return replace(kinds[0], others=tuple(kinds[1:]))
+
+
+def passes_sinks(config: PretrainedConfig) -> bool:
+    """Does any attention of this family pass sinks to its kernel? Of a text config; looked up in transformers' code."""
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return False
+    module = sys.modules[model_class.__module__]
+    forwards = [
+        vars(cls)["forward"] for cls in vars(module).values() if inspect.isclass(cls) and "forward" in vars(cls)
+    ]
+    constants = [x for forward in forwards for x in inspect.unwrap(forward).__code__.co_consts]
+    return any("s_aux" in names for names in constants if isinstance(names, tuple))  # of arguments passed by name
