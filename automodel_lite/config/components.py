@@ -184,7 +184,8 @@ def options_of(target: str) -> dict[str, Option]:
     for key, line, default in _arguments(node):
         _, is_commented, comment = lines[line - 1].partition("  # ")
         if is_commented:
-            found[key] = Option(ast.literal_eval(default), comment.strip())
+            value = ast.literal_eval(default)
+            found[key] = Option(list(value) if isinstance(value, tuple) else value, comment.strip())
     return found
 
 

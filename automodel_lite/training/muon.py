@@ -26,11 +26,11 @@ from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, def
 def muon(
     model: nn.Module,
     lr: Rate,
-    betas: Betas | None = None,
-    eps: Eps = 1e-8,
-    weight_decay: Rate = 0.1,
-    momentum: Annotated[float, Range(0, below=1)] = 0.95,
-    nesterov: bool = True,
+    betas: Betas = (0.9, 0.95),  # AdamW's: decay of the means of the gradient and of its square
+    eps: Eps = 1e-8,  # AdamW's, beside the square root
+    weight_decay: Rate = 0.01,  # of matrices
+    momentum: Annotated[float, Range(0, below=1)] = 0.95,  # Muon's
+    nesterov: bool = True,  # Muon's momentum looks one step ahead
 ) -> Muon:
     """The matrices inside the layers by Muon; embeddings, the head, vectors and stacked experts by AdamW.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from automodel_lite.config.rules import Length, OneOf, Positive, Range
 from automodel_lite.graphs import strict_graphs
 
 Rate = Annotated[float, Range(0)]
-Betas = Annotated[list[Annotated[float, Range(0, below=1)]], Length(2)]
+Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], Length(2)]
 Eps = Annotated[float, Range(0)]
 Rounding = Annotated[str, OneOf(("stochastic", "kahan"))]
 
@@ -41,20 +41,20 @@ LEAST_VALUES = 4096  # of a parameter; smaller ones keep fp32 moments, as in tor
 def adamw(
     model: nn.Module,
     lr: Rate,
-    betas: Betas | None = None,
+    betas: Betas = (0.9, 0.95),  # decay of the means of the gradient and of its square
     eps: Eps = 1e-8,  # beside the square root
     weight_decay: Rate = 0.01,  # of matrices
     fused: bool = True,  # one kernel for all weights
 ) -> LocalAdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
-    beta1, beta2 = map(float, betas or (0.9, 0.999))
+    beta1, beta2 = map(float, betas)
     return LocalAdamW(param_groups(model, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
 
 
 def adamw_bf16(
     model: nn.Module,
     lr: Rate,
-    betas: Betas | None = None,
+    betas: Betas = (0.9, 0.95),  # decay of the means of the gradient and of its square
     eps: Eps = 1e-8,  # beside the square root
     weight_decay: Rate = 0.01,  # of matrices
     rounding: Rounding = "stochastic",  # of weights in bf16: kahan keeps what is rounded away, 2 more bytes
@@ -68,7 +68,7 @@ def adamw_bf16(
 def adamw_8bit(
     model: nn.Module,
     lr: Rate,
-    betas: Betas | None = None,
+    betas: Betas = (0.9, 0.95),  # decay of the means of the gradient and of its square
     eps: Eps = 1e-8,  # beside the square root
     weight_decay: Rate = 0.01,  # of matrices
     block_size: Positive = 256,  # values that share one scale
@@ -80,8 +80,8 @@ def adamw_8bit(
     return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.uint8, block_size, rounding)
 
 
-def defaults(lr: float, betas: Betas | None, eps: float) -> dict[str, Any]:
-    beta1, beta2 = map(float, betas or (0.9, 0.999))
+def defaults(lr: float, betas: Betas, eps: float) -> dict[str, Any]:
+    beta1, beta2 = map(float, betas)
     return {"lr": lr, "betas": (beta1, beta2), "eps": eps}
 
 

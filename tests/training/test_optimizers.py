@@ -345,7 +345,7 @@ def _torchs_muon() -> Stack:
 
 def test_muon_is_torchs_on_the_matrices_and_adamw_on_the_rest() -> None:
     model, twin = Stack(), _torchs_muon()
-    _muon_steps(model, [muon(model, lr=1e-2)])
+    _muon_steps(model, [muon(model, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)])
     for ours, theirs in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -353,7 +353,7 @@ def test_muon_is_torchs_on_the_matrices_and_adamw_on_the_rest() -> None:
 def _sharded_muon(rank: int, world_size: int, shape: tuple[int, ...]) -> float:
     model, twin = Stack(), _torchs_muon()
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
-    _muon_steps(model, [muon(model, lr=1e-2)])
+    _muon_steps(model, [muon(model, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)])
     pairs = zip(model.parameters(), twin.parameters())
     return max(float((a.full_tensor() - b).detach().abs().max()) for a, b in pairs)  # type: ignore[attr-defined]
 
