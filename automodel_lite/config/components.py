@@ -57,6 +57,12 @@ def build_with(part: Mapping[str, Any], **offered: Any) -> Any:
     return build(part, **{name: value for name, value in offered.items() if name in wanted})
 
 
+def text_of(part: Mapping[str, Any]) -> str:
+    """What a part calls, with all its options: `cosine (warmup_steps 20, min_lr_frac 0.0)`."""
+    options = ", ".join(f"{key} {value}" for key, value in part.items() if key != "_target_")
+    return f"{part['_target_'].rpartition('.')[2]} ({options})"
+
+
 def _build_nested(value: Any) -> Any:
     if isinstance(value, dict):
         return build(value) if "_target_" in value else {key: _build_nested(item) for key, item in value.items()}

@@ -173,25 +173,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden_RC.device)
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
+            # Rows are independent: the loss of a chunk and d loss / d logits need the logits of this chunk alone.
             rows = slice(start, start + chunk_tokens)
             loss, grad_logits = _chunk_loss_by(backend)(
                 hidden_RC[rows] @ weight_VC.t(), labels_R[rows], softcap, needs_hidden or needs_weight
             )
             total += loss
+            # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row from a row; that of
+            # the weight is grad_logits.T @ hidden, a sum over all rows, added up over the chunks in fp32.
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VC, out=grad_hidden[rows])
             if needs_weight:
                 grad_weight = _accumulated(grad_weight, grad_logits, hidden_RC[rows])
-            del grad_logits  # before the next chunk's logits are made
+            del grad_logits  # freed before the logits of the next chunk are made
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight_VC)
+        # The loss is linear in the incoming gradient, so backward only scales what is saved here.
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype))
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors  # made for this call alone: scaled in place
+        grad_hidden, grad_weight = ctx.saved_tensors  # nobody else holds them, so they are scaled in place
         return (
             None if grad_hidden is None else grad_hidden.mul_(grad),
             None if grad_weight is None else grad_weight.mul_(grad),
@@ -220,15 +224,18 @@ def _chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None, needs_gra
     """
     dtype = logits.dtype
     logits = logits.float()
+    # capped = softcap * tanh(logits / softcap), whose slope is 1 - tanh^2: taken while the tanh is at hand.
     slope: Tensor | None = None
     if softcap is not None:
         logits.div_(softcap).tanh_()
         slope = 1 - logits**2 if needs_grad else None
         logits.mul_(softcap)
+    # Cross-entropy of a row is -log p[label]; every row here has a label.
     log_probs = torch.log_softmax(logits, 1, out=logits)
     loss = -log_probs.gather(1, labels[:, None]).sum()
     if not needs_grad:
         return loss, log_probs
+    # d loss / d capped = p - onehot(label); the chain rule multiplies it by the slope.
     grad = log_probs.exp_()
     grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
     return loss, (grad if slope is None else grad.mul_(slope)).to(dtype)

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import automodel_lite
+from automodel_lite.config.components import text_of
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
@@ -43,19 +44,10 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
 
 
 def optimizer_text(config: Config) -> str:
-    """`adamw, lr 1e-05 (cosine, 20 steps of warm-up), weight_decay 0.01, gradients clipped to 1.0`."""
-    optimizer = config.optimizer
-    schedule = str(config.lr_scheduler["_target_"]).rpartition(".")[2]
-    warmup = f", {warmup_steps(config)} steps of warm-up" if warmup_steps(config) else ""
-    rest = {key: value for key, value in optimizer.items() if key in ("weight_decay", "betas", "momentum")}
-    return ", ".join(
-        [
-            str(optimizer["_target_"]).rpartition(".")[2],
-            f"lr {optimizer.get('lr')} ({schedule}{warmup})",
-            *(f"{key} {value}" for key, value in rest.items()),
-            f"gradients clipped to {config.training.max_grad_norm}" if config.training.max_grad_norm else "no clipping",
-        ]
-    )
+    """`adamw (lr 1e-05, weight_decay 0.01), cosine (warmup_steps 20), gradients clipped to 1.0`, with all options."""
+    max_norm = config.training.max_grad_norm
+    clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
+    return f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"
 
 
 def average_text(config: Config) -> str:
