@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
-    from automodel_lite.data.loader import packed_sequence_thd_collater
-    from automodel_lite.data.packing.packer import Packer
-    from automodel_lite.data.packing.packs import PackedDataset
+    from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
     from automodel_lite.data.packing.plan import plan_packs
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
@@ -34,9 +32,9 @@ __all__ = [
 
 _MODULES = {
     "PackedDataset": "data.packing.packs",
-    "Packer": "data.packing.packer",
+    "Packer": "data.packing.packs",
     "pack_dataset": "nemo_api.packed_sequence",
-    "packed_sequence_thd_collater": "data.loader",
+    "packed_sequence_thd_collater": "data.packing.packs",
     "plan_packs": "data.packing.plan",
     "to_thd": "thd",
 }  # the others are functions of `api`

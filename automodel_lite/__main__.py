@@ -10,7 +10,7 @@ import runpy
 import sys
 from typing import NoReturn
 
-from automodel_lite.cli.commands import RECIPES, RECIPES_PACKAGE
+from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
 
 TOOLS = {
     "validate": "check a training's settings, data and sizes, estimate its memory, and stop",
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def _run_tool(name: str, arguments: list[str]) -> NoReturn:
-    from automodel_lite.cli import folders, run_recipe, run_tool
+    from automodel_lite.cli import help, run_recipe, run_tool
 
     sys.argv = [f"automodel-lite {name}", *arguments]
     if name == "validate":
         run_recipe("recipes.train_ft:main", [*arguments, "dry_run=true"])
-    run_tool(vars(folders)[name], arguments)
+    run_tool(vars(help)[name], arguments)
 
 
 def _complete(arguments: list[str]) -> NoReturn:

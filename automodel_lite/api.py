@@ -16,7 +16,7 @@ from automodel_lite.cli import compose_config, imported
 from automodel_lite.config.check import check_config
 from automodel_lite.data.documents import DocumentList
 from automodel_lite.data.encode import TrainOn
-from automodel_lite.data.loader import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.data.token_rows import TokenRows
 from automodel_lite.data.tokenize import Job, tokenize_in_memory
 from automodel_lite.errors import RunStoppedError

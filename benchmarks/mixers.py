@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.loader import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
 VOCAB = 512

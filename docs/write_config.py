@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 from omegaconf import MISSING as REQUIRED
 
 from automodel_lite.cli import groups, presets
-from automodel_lite.cli.folders import comments_of
+from automodel_lite.cli.help import comments_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe, parameter_hints, rules_of
 from automodel_lite.config.components import CONF_DIR, locate, options_of

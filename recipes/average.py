@@ -31,8 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.run.export import export_hf
     from automodel_lite.run.folder import RunFolder
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
-    from automodel_lite.tools.hub import write_card
-    from automodel_lite.tools.merge import find_checkpoint, load_trained
+    from automodel_lite.tools.trained import find_checkpoint, load_trained, write_card
 
     quiet_libraries()
     target = args.to or args.run / "averaged"

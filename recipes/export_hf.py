@@ -33,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.run.checkpoint_folder import step_of
     from automodel_lite.run.export import export_hf
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
-    from automodel_lite.tools.hub import push, write_card
-    from automodel_lite.tools.merge import load_trained
+    from automodel_lite.tools.trained import load_trained, push, write_card
 
     quiet_libraries()
     if args.to and args.to.exists():  # before anything is loaded

@@ -22,7 +22,7 @@ from automodel_lite.data.files import NUM_HEAD_DOCUMENTS, StreamingDataset
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import draw_histogram, draw_mask, draw_pack, packing_report
 from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
-from automodel_lite.data.row_checks import mark_trained
+from automodel_lite.data.token_rows import mark_trained
 from automodel_lite.errors import DataError
 
 NUM_PACKS = 8

@@ -61,8 +61,8 @@ from automodel_lite.telemetry.callbacks import open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, sum_counts
 from automodel_lite.thd import ThdBatch
-from automodel_lite.tools.hub import push, write_card
 from automodel_lite.tools.report import LiveReport
+from automodel_lite.tools.trained import push, write_card
 from automodel_lite.training.build import build_model
 from automodel_lite.training.dry_run import dry_run, try_settings
 from automodel_lite.training.ema import WeightAverage

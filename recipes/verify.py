@@ -27,7 +27,7 @@ from torch import Tensor
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
-from automodel_lite.data.loader import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.shard import cp_shard

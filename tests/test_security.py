@@ -70,7 +70,7 @@ def test_an_allowed_module_does_not_lead_elsewhere() -> None:
     [
         ("automodel_lite.datasets.files.FilesDataset", "automodel_lite.data.files.FilesDataset"),
         ("automodel_lite.training.optim.adamw", "automodel_lite.training.optimizers.adamw"),
-        ("automodel_lite.packing.packer.Packer", "automodel_lite.data.packing.packer.Packer"),
+        ("automodel_lite.packing.packer.Packer", "automodel_lite.data.packing.packs.Packer"),
     ],
 )
 def test_a_class_that_moved_is_named_by_its_new_place(former: str, now: str) -> None:
@@ -121,7 +121,7 @@ def test_an_allowed_generator_does_not_lead_elsewhere(tmp_path: Path, monkeypatc
 
 def test_the_generator_of_a_strangers_run_is_not_run(tmp_path: Path) -> None:
     from automodel_lite.run.folder import RunFolder
-    from automodel_lite.tools.merge import load_run_config
+    from automodel_lite.tools.trained import load_run_config
 
     raw = OmegaConf.to_yaml(compose_config("smoke", ["dataset=streaming", "~dataset.num_chats", "name=x"]))
     (tmp_path / "config.yaml").write_text(raw.replace("dataset:\n", "dataset:\n  generator: os:abort\n"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from automodel_lite.cli.overrides import is_sweep
+from automodel_lite.cli.line import is_sweep
 from automodel_lite.cli.sweep import folder_name, metric_of, table
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import Rendezvous

@@ -25,10 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli import sweep
-from automodel_lite.cli.commands import RECIPES_PACKAGE
 from automodel_lite.cli.ending import end, hide_secrets
-from automodel_lite.cli.flags import Line, answer_query, fill_in_help, help_of, parsed
-from automodel_lite.cli.overrides import check_options, chosen, group_of, opened, split
+from automodel_lite.cli.help import answer_query, fill_in_help, help_of
+from automodel_lite.cli.line import RECIPES_PACKAGE, Line, check_options, chosen, group_of, opened, parsed, split
 from automodel_lite.cli.sources import (
     Sources,
     check_granted,

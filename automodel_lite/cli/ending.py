@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from automodel_lite.cli.commands import as_typed
+from automodel_lite.cli.line import as_typed
 from automodel_lite.config.schema import check_launched
 from automodel_lite.errors import (
     MISTAKE_EXIT,

@@ -27,7 +27,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.overrides import check_options, chosen, group_of, opened, split
+from automodel_lite.cli.line import check_options, chosen, group_of, opened, split
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.schema import Config

@@ -28,7 +28,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from automodel_lite.cli.overrides import is_sweep, split
+from automodel_lite.cli.line import is_sweep, split
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.redact import scrub, scrub_tree

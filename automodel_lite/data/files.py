@@ -23,9 +23,8 @@ import numpy as np
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
 from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question, question_of
-from automodel_lite.data.formats import Normalise, NormalisedRows, detect
+from automodel_lite.data.formats import Alignment, Normalise, NormalisedRows, align, detect, find_alignment
 from automodel_lite.data.readers import RawRow, RawRows, Source, is_file_name, open_source, without_nulls
-from automodel_lite.data.token_rows import Alignment, align, find_alignment
 from automodel_lite.errors import ConfigError, DataError
 
 NUM_SNIFFED_ROWS = 20

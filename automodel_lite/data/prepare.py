@@ -33,15 +33,14 @@ from automodel_lite.data.loader import (
     read_batches,
     steps_per_epoch,
 )
-from automodel_lite.data.packing.packer import Packer, deal, pack_costs
-from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.stream_loader import StreamedPacks, TokenStream
+from automodel_lite.data.packing.packs import PackedDataset, Packer
+from automodel_lite.data.packing.report import PackingReport, deal, pack_costs, packing_report
+from automodel_lite.data.streams import StreamedPacks, TokenStream
 from automodel_lite.data.tokenize import Job, TokenizedData, tokenize_documents, tokenize_validation
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
-from automodel_lite.flops import CostModel
 from automodel_lite.models.adapter import is_quantized
+from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh, mesh_shape
 
 

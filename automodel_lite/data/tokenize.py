@@ -27,8 +27,18 @@ from automodel_lite.data.encode import Encoder, Sample, SampleRenderer, TrainOn
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.memmap import MemmapCorpus, check_token_ids
 from automodel_lite.data.mixture import Mixture, prefixed
-from automodel_lite.data.row_checks import Chunk, RowCounts, Tally, check_rows
-from automodel_lite.data.token_rows import CONTENT_HASH, Rows, RowsWriter, TokenRows, load_rows, next_token_labels
+from automodel_lite.data.token_rows import (
+    CONTENT_HASH,
+    Chunk,
+    RowCounts,
+    Rows,
+    RowsWriter,
+    Tally,
+    TokenRows,
+    check_rows,
+    load_rows,
+    next_token_labels,
+)
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
 

@@ -1,13 +1,12 @@
-"""What a model's tokens and attention pairs cost, from its config: for balancing packs and for honest utilisation.
-
-Floating-point operations of a training step, from what the model really computes.
+"""Floating-point operations of a training step, from what the model really computes.
 
     per token         6 per weight of the layers that it visits; 4 where the weight is frozen (no gradient of its own)
     per label token   the same for the output head, which only labelled rows meet
     per pair          12 per visible (query, key) pair and attention channel: s (s + 1) / 2 pairs of each document,
                       not of the pack
 
-Recomputation (activation checkpointing) and padding are not useful work and are not counted.
+Recomputation (activation checkpointing) and padding are not useful work and are not counted. The same costs balance
+packs over ranks and give the utilization.
 """
 
 from __future__ import annotations
@@ -15,14 +14,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import LayerShape, config_value, layer_shapes
-from automodel_lite.flops import CostModel
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
 from automodel_lite.models.source import describe
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """FLOPs of a forward and backward pass: `per_token`, and `per_pair` of a visible (query, key) pair.
+
+    window: keys that a query sees in sliding-window layers; `window_frac` of the layers have it.
+    """
+
+    per_token: float
+    per_pair: float
+    window: int | None = None
+    window_frac: float = 0.0
+
+    @staticmethod
+    def of_decoder(
+        *,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        vocab_size: int,
+        experts_per_token: int = 1,
+        window: int | None = None,
+        window_frac: float = 0.0,
+    ) -> CostModel:
+        """From the integers of a model config: gated MLP, grouped-query attention, an output head; 6 FLOPs per weight
+        and token, 12 per pair and attention channel (two products, forward and twice backward)."""
+        attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+        mlp = 3 * hidden_size * intermediate_size * experts_per_token
+        weights = num_layers * (attention + mlp) + hidden_size * vocab_size
+        return CostModel(6.0 * weights, 12.0 * num_layers * num_heads * head_dim, window, window_frac)
+
+    def pairs(self, lengths: np.ndarray) -> np.ndarray:
+        """Visible pairs of causal documents, float64: s (s + 1) / 2, fewer where a window cuts them."""
+        s = lengths.astype(np.float64)
+        full = s * (s + 1) / 2
+        if self.window is None or not self.window_frac:
+            return full
+        beyond = np.maximum(s - self.window, 0)
+        return full - self.window_frac * beyond * (beyond + 1) / 2
+
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from automodel_lite.data import loader
-from automodel_lite.data.loader import PAD_TOKEN_IDS_KEY
+from automodel_lite.data.packing import packs
 from automodel_lite.thd import IGNORE_INDEX
 
 PAD_TOKEN_IDS = {"labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "input_ids": 0}
@@ -28,9 +27,9 @@ Columns = dict[str, list]
 
 def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Packs (or loose rows) -> `input_ids, labels, position_ids` [B, S], `seq_lens, seq_lens_padded` filled up with
-    -1000, `qkv_format`. The recipe's own collater (`data.loader`).
+    -1000, `qkv_format`. The recipe's own collater (`data.packing.packs`).
     """
-    return loader.packed_sequence_thd_collater(batch)
+    return packs.packed_sequence_thd_collater(batch)
 
 
 def pack_features_for_thd(
@@ -45,8 +44,8 @@ def pack_features_for_thd(
         raise ValueError("pack_features_for_thd requires at least one feature")
     record: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "seq_lens": []}
     for feature in features:
-        ids = loader.as_list(feature["input_ids"])
-        labels = loader.as_list(feature["labels"]) if feature.get("labels") is not None else [ignore_index] * len(ids)
+        ids = packs.as_list(feature["input_ids"])
+        labels = packs.as_list(feature["labels"]) if feature.get("labels") is not None else [ignore_index] * len(ids)
         if not ids:
             raise ValueError("pack_features_for_thd cannot pack an empty sequence")
         if len(labels) != len(ids):
@@ -64,10 +63,10 @@ def default_collater(batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: 
     Lists are padded to the longest (rounded up to `pad_seq_len_divisible`), tensors get a batch dim and are
     concatenated. The mask comes from `attention_mask` where the rows have one, else from the pad id.
     """
-    pad_ids = batch[0].get(PAD_TOKEN_IDS_KEY)
+    pad_ids = batch[0].get(packs.PAD_TOKEN_IDS_KEY)
     collated: dict[str, Tensor] = {}
     for key in batch[0]:
-        if key == PAD_TOKEN_IDS_KEY:
+        if key == packs.PAD_TOKEN_IDS_KEY:
             continue
         values = extract_key_from_dicts(batch, key)
         if isinstance(values[0], Tensor):

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from automodel_lite.flops import CostModel
-from automodel_lite.models.flops import StepFlops
+from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.run.failures import StepNumbers
 from automodel_lite.thd import ThdBatch

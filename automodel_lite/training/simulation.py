@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
-from automodel_lite.data.loader import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models import layers
 from automodel_lite.models.flops import chosen_experts
 from automodel_lite.models.layers import chosen_tile, decoder_layers, freeze_towers, recompute_layers, tile_layers

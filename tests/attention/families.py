@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from automodel_lite.data.loader import packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 
 VOCAB = 128

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from automodel_lite.cli import compose_config, folders
-from automodel_lite.cli.folders import json_schema
+from automodel_lite.cli.help import json_schema
 from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import known_keys
 from automodel_lite.config.components import CONF_DIR

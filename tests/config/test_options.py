@@ -47,7 +47,7 @@ def test_no_default_stands_twice() -> None:
 
 def test_a_checked_configuration_has_every_option() -> None:
     """So that a run's config.yaml keeps its defaults when those of the program change; nested parts too."""
-    parts = "dataset.parts={a: {dataset: {_target_: automodel_lite.data.toy_chat.ToyChat, seed: 3}, weight: 1.0}}"
+    parts = "dataset.parts={a: {dataset: {_target_: automodel_lite.data.documents.ToyChat, seed: 3}, weight: 1.0}}"
     config = check_config(compose_config("smoke", ["dataset=mixture", "~dataset.num_chats", parts]))
     assert config.dataset["parts"]["a"]["dataset"]["num_chats"] == 2000
     assert config.dataset["parts"]["a"]["dataset"]["seed"] == 3

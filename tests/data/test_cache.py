@@ -15,9 +15,8 @@ import pytest
 
 from automodel_lite.data import cache
 from automodel_lite.data.cache import CacheEntry, build_once, content_sum, find_damage
-from automodel_lite.data.documents import DocumentList
+from automodel_lite.data.documents import DocumentList, ToyChat
 from automodel_lite.data.tokenize import tokenize_documents
-from automodel_lite.data.toy_chat import ToyChat
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 

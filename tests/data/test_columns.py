@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_lite.data.loader import packed_sequence_thd_collater
-from automodel_lite.data.packing.packs import PackedDataset
+from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.token_rows import RowsWriter, flatten, load_rows
 from automodel_lite.thd import COLUMNS, Column

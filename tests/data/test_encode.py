@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automodel_lite.data.documents import ToyChat
 from automodel_lite.data.encode import ChatRenderer, Encoder, Sample
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
-from automodel_lite.data.toy_chat import ToyChat
 from tests.data.templates import FAMILIES, MISTRAL, byte_tokenizer
 
 WORDS = ["Hi", " ", "\n", "é", "🙂", "a b", "<|end|>", "<|user|>", "<|", "end", "", "[INST]", "</s>"]

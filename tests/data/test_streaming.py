@@ -14,11 +14,11 @@ import pytest
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
-from automodel_lite.data.packing.packer import Packer
-from automodel_lite.data.stream_loader import StreamedPacks, TokenStream
+from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.streams import StreamedPacks, TokenStream
 from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.flops import CostModel
+from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from tests.data.templates import MARKED, QWEN3, Family, byte_tokenizer
 from tests.ranks import run_ranks

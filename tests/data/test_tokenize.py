@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_lite.data.documents import DocumentList
+from automodel_lite.data.documents import DocumentList, ToyChat
 from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.row_checks import mark_trained
-from automodel_lite.data.token_rows import TokenRows, next_token_labels
+from automodel_lite.data.token_rows import TokenRows, mark_trained, next_token_labels
 from automodel_lite.data.tokenize import TokenizedData, tokenize_documents
 from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer
-from automodel_lite.data.toy_chat import ToyChat
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
 

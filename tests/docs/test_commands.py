@@ -20,9 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from automodel_lite.__main__ import TOOLS
 from automodel_lite.cli import compose_config
-from automodel_lite.cli.commands import RECIPES
-from automodel_lite.cli.flags import parsed
-from automodel_lite.cli.overrides import is_sweep
+from automodel_lite.cli.line import RECIPES, is_sweep, parsed
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 

@@ -19,7 +19,7 @@ from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.run import export, weight_files
 from automodel_lite.run.export import exported_folder
-from automodel_lite.tools.merge import load_trained
+from automodel_lite.tools.trained import load_trained
 from automodel_lite.training.build import assemble
 from automodel_lite.training.parts import build_parts
 from recipes import average, export_hf

@@ -3,9 +3,8 @@ import time
 import pytest
 import torch
 
-from automodel_lite.data.loader import packed_sequence_thd_collater
-from automodel_lite.flops import CostModel
-from automodel_lite.models.flops import StepFlops
+from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.run.failures import StepNumbers
 from automodel_lite.telemetry.metrics import Counts, Meter, PhaseClock, StepResult, peak_flops, peak_of, sum_counts

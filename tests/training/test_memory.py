@@ -46,7 +46,7 @@ def config_with(**training: object) -> Config:
     """Changes of `mesh` and `training` reach the parts that are built from it."""
     return Config(
         name="x",
-        packed_sequence={"_target_": "automodel_lite.data.packing.packer.Packer", "packed_sequence_size": TOKENS},
+        packed_sequence={"_target_": "automodel_lite.data.packing.packs.Packer", "packed_sequence_size": TOKENS},
         model={"_target_": "automodel_lite.models.source.CausalLM", "config": {"model_type": "llama"}},
         loss=FUSED,
         optimizer={"_target_": "automodel_lite.training.optimizers.adamw", "lr": 1e-3},

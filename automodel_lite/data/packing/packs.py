@@ -1,4 +1,4 @@
-"""Packs as rows of tokens, read lazily from flat rows when asked for.
+"""Packs as rows of tokens, read lazily from flat rows when asked for, and collated into batches.
 
     size 16, slots of 4, documents [1 2 3] and [4 5 6 7 8]
     input_ids        1 2 3 0 | 4 5 6 7 8 0 0 0 | 0 0 0 0
@@ -6,30 +6,128 @@
     seq_lens         3         5                 0           a segment without tokens: the tail of the pack
     seq_lens_padded  4         8                 4
 
-Packing never shifts labels: labels[i] already is the target of position i.
+Packing never shifts labels: labels[i] already is the target of position i. Neither packing nor the collater changes the
+rows it is given: datasets may cache them.
 
-A stream of documents becomes packs in one pass: no lengths known ahead, a bounded number of documents in memory.
-
-    packs = PackStream(read=lambda start: islice(documents(), start, None), packed_sequence_size=4096)
-    for pack in packs:              as PackedDataset gives them
-        state = packs.state_dict()  {"cursor": 5310, "piece": 0, "waiting": [[5297, 0], [5301, 0], [5308, 0]], ...}
+Legend: B rows, S row length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from automodel_lite.data.packing.plan import PackPlan, padding_segments
-from automodel_lite.data.packing.strategies import LOOKAHEAD, ExactFiller
-from automodel_lite.data.token_rows import Rows, TokenRows, flatten
+from automodel_lite.config.rules import Count, Positive, Range, Seed
+from automodel_lite.config.schema import slot_multiple_of
+from automodel_lite.data.packing.plan import (
+    OVERLONG,
+    PackPlan,
+    Strategy,
+    check_settings,
+    padding_segments,
+    plan_packs,
+    strategy_of,
+)
+from automodel_lite.data.packing.report import BALANCES
+from automodel_lite.data.token_rows import Rows, TokenRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
+
+MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
+
+
+class Packer:
+    """Plans packs from lengths and reads them; what every option means stands in conf/packed_sequence/.
+
+    cp_size is the mesh's, handed over at build time: slots of documents are multiples of 2 * cp_size when it is over 1.
+    slot_multiple asks for wider slots, so that runs on other meshes use the same packs. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
+        strategy: str | Strategy = "exact_fill",
+        max_packs: Positive | None = None,  # a fair sample of so many packs
+        overlong: str | None = None,  # a document longer than a pack: drop (the default) | truncate | split | error
+        drop_long_samples: bool | None = None,  # true = overlong: drop, false = overlong: error
+        balance: str = "step",  # none | step | window: packs are distributed to ranks by their cost
+        slot_multiple: Positive | None = None,  # of the slot of each document; null = 2 * mesh.cp, 1 without
+        seed: Seed = 0,
+        repack_each_epoch: bool = False,  # other packs in every epoch, from (seed, epoch)
+        padding_idx: Count | None = None,  # fills packs up; null = the tokenizer's padding, else its end token
+        cp_size: int = 1,
+    ):
+        if balance not in BALANCES:
+            raise ConfigError(f"packed_sequence.balance={balance!r} is unknown: use one of {', '.join(BALANCES)}.")
+        self.packed_sequence_size = packed_sequence_size
+        self.strategy = strategy_of(strategy)
+        self.max_packs = max_packs
+        self.overlong = _overlong(overlong, drop_long_samples)
+        check_settings(packed_sequence_size, self.overlong, max_packs, 1)
+        self.balance = balance
+        self.slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size)
+        self.seed = seed
+        self.repack_each_epoch = repack_each_epoch
+        self.padding_idx = padding_idx
+
+    def plan(self, lengths: Sequence[int] | np.ndarray, epoch: int = 0) -> PackPlan:
+        """The plan of an epoch; all epochs share one unless `repack_each_epoch`."""
+        return plan_packs(
+            lengths,
+            self.packed_sequence_size,
+            strategy=self.strategy,
+            seed=self.seed,
+            epoch=epoch if self.repack_each_epoch else 0,
+            overlong=self.overlong,
+            max_packs=self.max_packs,
+            slot_multiple=self.slot_multiple,
+        )
+
+    def resized(self, packed_sequence_size: int, overlong: str) -> Packer:
+        """The same packing in packs of another size; it must be a multiple of `slot_multiple`."""
+        return Packer(
+            packed_sequence_size,
+            self.strategy,
+            self.max_packs,
+            overlong,
+            balance=self.balance,
+            slot_multiple=self.slot_multiple,
+            seed=self.seed,
+            repack_each_epoch=self.repack_each_epoch,
+            padding_idx=self.padding_idx,
+        )
+
+    def padded_with(self, padding_id: int) -> Packer:
+        """The same packing, which fills packs up with `padding_id` unless the settings name another id."""
+        padded = copy(self)
+        padded.padding_idx = padding_id if self.padding_idx is None else self.padding_idx
+        return padded
+
+    def packs(self, rows: Rows, plan: PackPlan) -> PackedDataset:
+        return PackedDataset(rows, plan, self.padding_idx or 0)
+
+
+def _overlong(overlong: str | None, drop_long_samples: bool | None) -> str:
+    """`drop_long_samples` is the reference's name for two of the four choices."""
+    if overlong is not None and overlong not in OVERLONG:
+        raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")
+    if drop_long_samples is None:
+        return overlong or "drop"
+    named = "drop" if drop_long_samples else "error"
+    if overlong not in (None, named):
+        raise ConfigError(
+            f"packed_sequence.drop_long_samples={drop_long_samples} means overlong={named} and contradicts "
+            f"packed_sequence.overlong={overlong}: set only overlong."
+        )
+    return named
+
 
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
 
@@ -199,130 +297,73 @@ def _alone(
     return {name: row[name] for name in rows.columns} | {"attention_mask": attention_mask}
 
 
-OVERLONG_IN_STREAMS = ("drop", "truncate", "error")
-
-Place = tuple[int, int]  # number of a document in the stream, and of a row of it
-Document = dict[str, np.ndarray]  # input_ids, labels
+PAD_TOKEN_IDS_KEY = "___PAD_TOKEN_IDS___"
+"""Key of a row under which a dataset may name a pad value for each of its fields."""
 
 
-class PackStream(torch.utils.data.IterableDataset):
-    """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
+def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPacks) -> dict[str, Any]:
+    """Packs (or loose rows) -> the batch that `thd.to_thd` and `thd.process_input_for_thd` take.
 
-    read(start): the documents from number `start` on, the same ones at every call; each is a row {"input_ids",
-    "labels"}, or a list of the rows that were made of it (none, where nothing of it is trained on). At most 256 rows
-    wait for a fitting pack. `state_dict` after a pack holds how many documents were read and the places of the rows
-    that wait; `load_state_dict` reads these again and goes on with the next pack. `num_dropped` counts over-long rows,
-    `num_empty` documents without a row. Raises ConfigError for settings that cannot work, DataError for a document
-    that cannot.
+    input_ids, labels, position_ids  int64 [B, S]
+    seq_lens, seq_lens_padded        int64 [B, longest list], filled up with SEQ_LENS_PADDING
+    qkv_format                       "thd"
+    Rows without `seq_lens` become one document each, padded to the longest row of the batch. Raises ValueError for
+    packs of unequal length. StackedPacks, which a DataLoader fetches from PackedDataset, hold the batch already.
     """
-
-    def __init__(
-        self,
-        read: Callable[[int], Iterable[dict[str, Any] | list[dict[str, Any]]]],
-        packed_sequence_size: int,
-        *,
-        overlong: str = "drop",
-        slot_multiple: int = 1,
-        padding_idx: int = 0,
-        lookahead: int = LOOKAHEAD,
-    ):
-        if overlong not in OVERLONG_IN_STREAMS:
-            raise ConfigError(
-                f"packed_sequence.overlong={overlong!r} does not work on a stream: use one of "
-                f"{', '.join(OVERLONG_IN_STREAMS)}."
-            )
-        if packed_sequence_size % slot_multiple:
-            raise ConfigError(
-                f"packed_sequence.packed_sequence_size={packed_sequence_size} must be a multiple of {slot_multiple} "
-                f"(packed_sequence.slot_multiple): use {-(-packed_sequence_size // slot_multiple) * slot_multiple}."
-            )
-        self.read = read
-        self.packed_sequence_size = packed_sequence_size
-        self.overlong = overlong
-        self.slot_multiple = slot_multiple
-        self.padding_idx = padding_idx
-        self.lookahead = lookahead
-        self.num_dropped = self.num_empty = 0
-        self.load_state_dict({"cursor": 0, "piece": 0, "waiting": [], "num_dropped": 0, "num_empty": 0})
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
-        starts, lengths = rows.offsets[:-1], np.diff(rows.offsets)
-        return lay_out(rows, starts, lengths, self.packed_sequence_size, self.slot_multiple, self.padding_idx)
-
-    def state_dict(self) -> dict[str, Any]:
-        """{"cursor": documents read, "piece": rows read of the one behind, "waiting": [document, row] of those that are
-        in no pack yet, "num_dropped", "num_empty"}.
-        """
-        waiting = [list(self._held[number][0]) for number, _ in self._packs.waiting]
-        cursor, piece = self._cursor
-        counts = {"num_dropped": self.num_dropped, "num_empty": self.num_empty}
-        return {"cursor": cursor, "piece": piece, "waiting": waiting, **counts}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._cursor = (state["cursor"], state["piece"])
-        self._held: dict[int, tuple[Place, Document]] = {}  # by arrival: document and row in the stream, tokens
-        self._arrived = 0
-        wanted = {(number, piece) for number, piece in state["waiting"]}
-        if wanted:
-            first, last = min(wanted)[0], max(wanted)[0]
-            for number, rows in enumerate(self.read(first), start=first):
-                for piece, row in enumerate(_rows(rows)):
-                    if (number, piece) in wanted:
-                        self._hold((number, piece), row)
-                if number >= last:
-                    break
-        self.num_empty = state["num_empty"]
-        self.num_dropped = state["num_dropped"]
-        slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
-        self._packs = ExactFiller(
-            self._arriving(*self._cursor),
-            self.packed_sequence_size // self.slot_multiple,
-            lookahead=self.lookahead,
-            first_id=self._arrived,
-            waiting=slots,
+    if not batch:
+        return {}
+    if isinstance(batch, StackedPacks):
+        return batch.columns | {"qkv_format": "thd"}
+    packed = ["seq_lens" in row for row in batch]
+    if any(packed) and not all(packed):
+        raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")
+    rows = batch if all(packed) else _rows_as_documents(batch)
+    dtypes = {name: getattr(torch, COLUMNS[name].batched) for name in COLUMNS if name in rows[0]}
+    collated: dict[str, Any] = {
+        key: _stack_rows(key, [row[key] for row in rows], dtype)
+        for key, dtype in (dtypes | {"position_ids": torch.long}).items()
+    }
+    for key in ("seq_lens", "seq_lens_padded"):
+        collated[key] = torch.nn.utils.rnn.pad_sequence(
+            [torch.as_tensor(row[key], dtype=torch.long) for row in rows],
+            batch_first=True,
+            padding_value=SEQ_LENS_PADDING,
         )
-
-    def _arriving(self, start: int, num_seen: int) -> Iterator[int]:
-        """The slots of the rows from document `start` on, of which `num_seen` rows were read before."""
-        for number, rows in enumerate(self.read(start), start=start):
-            pieces = list(enumerate(_rows(rows)))
-            self.num_empty += not pieces
-            for piece, row in pieces[num_seen:]:
-                self._cursor = (number, piece + 1) if piece + 1 < len(pieces) else (number + 1, 0)
-                if self._hold((number, piece), row):
-                    yield self._slots(self._held[self._arrived - 1][1])
-            self._cursor, num_seen = (number + 1, 0), 0
-
-    def _hold(self, place: Place, row: dict[str, Any]) -> bool:
-        """Keeps the row for a pack; False when it is dropped."""
-        number = place[0]
-        input_ids, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
-        if len(input_ids) != len(labels) or not len(input_ids):
-            raise DataError(
-                f"document {number} has {len(input_ids)} input_ids and {len(labels)} labels: both must be equal, of "
-                "at least 1 token."
-            )
-        if len(input_ids) > self.packed_sequence_size:
-            if self.overlong == "error":
-                raise DataError(
-                    f"document {number} has {len(input_ids)} tokens, over packed_sequence.packed_sequence_size="
-                    f"{self.packed_sequence_size}: raise it, or set packed_sequence.overlong to drop or truncate."
-                )
-            if self.overlong == "drop":
-                self.num_dropped += 1
-                return False
-            input_ids, labels = input_ids[: self.packed_sequence_size], labels[: self.packed_sequence_size]
-        self._held[self._arrived] = (place, {"input_ids": input_ids, "labels": labels})
-        self._arrived += 1
-        return True
-
-    def _slots(self, document: Document) -> int:
-        return -(-len(document["input_ids"]) // self.slot_multiple)
+    return collated | {"qkv_format": "thd"}
 
 
-def _rows(rows: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return rows if isinstance(rows, list) else [rows]
+def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of any lengths -> packs of one document each, as long as the longest."""
+    longest = max(len(row["input_ids"]) for row in batch)
+    packs = []
+    for row in batch:
+        ids = as_list(row["input_ids"])
+        padding = {name: column.padding for name, column in COLUMNS.items()}
+        padding["input_ids"] = row.get(PAD_TOKEN_IDS_KEY, {}).get("input_ids", 0)
+        columns = {name: as_list(row[name]) for name in COLUMNS if name in row}
+        mask = row.get("attention_mask")
+        num_real = len(ids) if mask is None else int(sum(as_list(mask))) or len(ids)
+        packs.append(
+            {
+                **{name: values + [padding[name]] * (longest - len(values)) for name, values in columns.items()},
+                "position_ids": list(range(longest)),
+                "seq_lens": [num_real],
+                "seq_lens_padded": [longest],
+            }
+        )
+    return packs
+
+
+def _stack_rows(key: str, rows: list[Any], dtype: torch.dtype) -> Tensor:
+    """[B, S]."""
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        raise ValueError(f"{key}: packs of a batch must have one length, got {lengths}.")
+    return torch.stack([torch.as_tensor(row, dtype=dtype) for row in rows])
+
+
+def as_list(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+Batch = dict[str, Any]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.packer import deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, plan_packs
-from automodel_lite.flops import CostModel
+from automodel_lite.data.packing.report import deal, imbalance, pack_costs
+from automodel_lite.models.flops import CostModel
 
 LLAMA_3_8B = CostModel.of_decoder(
     num_layers=32,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.strategies import ExactFiller
+from automodel_lite.data.packing.histogram import ExactFiller
 
 streams = st.integers(1, 40).flatmap(lambda c: st.tuples(st.lists(st.integers(1, c), max_size=120), st.just(c)))
 

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.loader import packed_sequence_thd_collater
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import padding_segments, plan_packs
 from automodel_lite.data.token_rows import Rows, TokenRows, flatten, load_rows
 from automodel_lite.errors import DataError

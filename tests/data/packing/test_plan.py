@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.packing.histogram import best_fit, lower_bound
-from automodel_lite.data.packing.plan import OVERLONG, PackPlan, padding_segments, plan_packs
-from automodel_lite.data.packing.strategies import STRATEGIES, ExactFill
+from automodel_lite.data.packing.plan import OVERLONG, STRATEGIES, ExactFill, PackPlan, padding_segments, plan_packs
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.packing.brute_force import fewest_packs
 

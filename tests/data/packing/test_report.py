@@ -7,7 +7,7 @@ import pytest
 
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.report import packing_report
-from automodel_lite.flops import CostModel
+from automodel_lite.models.flops import CostModel
 
 LENGTHS = [6, 2, 4, 4, 9, 30]
 

@@ -1,4 +1,8 @@
-"""`automodel-lite ls`, `cp`, `schema` and `slurm`: what is there, and a copy of it in a folder of the user's own.
+"""What there is to choose: help, completion, and `automodel-lite ls`, `cp`, `schema` and `slurm`.
+
+`--help` prints the template of Hydra's own help, which a `hydra/help` of the user's can replace. Hydra installs the
+completion (`eval "$(automodel-lite -sc install=bash)"`) and asks here for presets, options of flags, groups and
+keys; its own answer takes seconds, because it reads all groups again for each of them.
 
 The JSON schema of the configuration is for editors: keys, types, allowed values, defaults and comments.
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,15 +26,145 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import MISSING
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
 
-from automodel_lite.cli.commands import argument_parser
-from automodel_lite.cli.flags import first_comment
-from automodel_lite.cli.sources import Sources, groups_of, presets_of, read
+from automodel_lite.cli.line import INFO, RECIPES, argument_parser, as_typed, parser
+from automodel_lite.cli.sources import Sources, composed, groups_of, presets_of, read
 from automodel_lite.config import schema as schema_module
+from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import CONF_DIR, IS_INSTALLED, options_of
 from automodel_lite.config.rules import OneOf, Range
+from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
+
+EXAMPLES = (
+    "torchrun recipes/train_ft.py --config-name llama_packed",
+    "torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
+    "torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
+    "torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
+    "automodel-lite train --nproc 4 --config-name llama_packed mesh.cp=2",
+    "torchrun recipes/train_ft.py --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
+)
+ConfigStore.instance().store(group="hydra/help", name="recipe", node={"template": "${recipe_help:}"})
+
+
+def fill_in_help(recipe: str, sources: Sources) -> None:
+    """Fills in Hydra's template for this process."""
+    text = help_of(recipe, sources).replace("$", "$$")
+    OmegaConf.register_new_resolver("recipe_help", lambda: text, replace=True)
+
+
+def help_text(recipe: str = "train_ft", config_dir: str | None = None) -> str:
+    """Presets, groups with their options, and examples."""
+    return help_of(recipe, Sources.of(config_dir))
+
+
+def help_of(recipe: str, sources: Sources) -> str:
+    start = "torchrun" if recipe == "train_ft" else "python"
+    purpose = next(text for module, text in RECIPES.values() if module == recipe)
+    lines = [
+        f"{purpose[0].upper()}{purpose[1:]}.",
+        "",
+        f"usage: {start} recipes/{recipe}.py --config-name PRESET [--config-dir FOLDER] [key=value ...]",
+    ]
+    lines += ["", "presets:", *(f"  {name:16s} {first_comment(name, sources)}" for name in presets_of(sources))]
+    lines += ["", "groups (group=option):"]
+    lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups_of(sources).items()]
+    if recipe == "train_ft":
+        lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
+    lines += ["", "--cfg job prints the whole configuration and stops; --hydra-help lists Hydra's flags."]
+    lines += [
+        "--nproc 8 (or gpu) starts so many processes on this machine; --nnodes 2 --rdzv HOST:PORT joins machines."
+    ]
+    lines += ["dry_run=true checks everything, estimates memory and stops."] if recipe == "train_ft" else []
+    return as_typed("\n".join(lines))
+
+
+def first_comment(preset: str, sources: Sources) -> str:
+    """The first sentence of the comment of a preset or an option, if it begins with one."""
+    path = sources.file(preset)
+    assert path is not None
+    line = next(iter(path.read_text().splitlines()), "")
+    return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""
+
+
+_PROGRAM = re.compile(r"^\s*(?:[\w./-]*python[\d.]*\s+\S+|\S+)\s*")
+_VALUES = {"--info": INFO, "-i": INFO, "--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
+_NAMES = ("--config-name", "-cn")
+_FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
+
+
+def answer_query() -> list[str]:
+    """Completions of the line that the shell gives in COMP_LINE, up to the cursor."""
+    line = os.environ.get("COMP_LINE", "")
+    typed = _PROGRAM.sub("", line, count=1)
+    words = typed.split()
+    word = "" if not typed or typed[-1].isspace() else words.pop()
+    if not _PROGRAM.match(line) or "python" in line.split()[0]:
+        return list(complete(words, word))
+    if not words:
+        return [verb for verb in RECIPES if verb.startswith(word)]
+    return list(complete(words[1:] if words[0] in RECIPES else words, word))
+
+
+def complete(words: list[str], word: str) -> Iterator[str]:
+    """Completions of `word` behind the other words of a recipe's command line."""
+    given = {flag: words[place + 1] for place, flag in enumerate(words[:-1]) if flag.startswith("-")}
+    folder = next((given[flag] for flag in _FOLDERS[:2] if flag in given), None)
+    path = next((given[flag] for flag in _FOLDERS[2:] if flag in given), None)
+    try:
+        sources = Sources.of(folder, path)
+    except ConfigError:
+        sources = Sources()
+    before = words[-1] if words else ""
+    found: Iterator[str] | list[str]
+    if before in _NAMES:
+        found = presets_of(sources)
+    elif before in _VALUES:
+        found = list(_VALUES[before])
+    elif before in _FOLDERS:
+        found = [f"{entry.path}/" for entry in os.scandir(os.path.dirname(word) or ".") if entry.is_dir()]
+        found = [name.removeprefix("./") for name in found]
+    elif word.startswith("-"):
+        found = [option for action in parser()._actions for option in action.option_strings if option[:2] == "--"]
+    else:
+        preset = next((given[flag] for flag in _NAMES if flag in given), None)
+        overrides = [text for text in words if "=" in text and not text.startswith("-")]
+        found = _settings(sources, preset, overrides, word)
+    yield from sorted(name for name in set(found) if name.startswith(word))
+
+
+def _settings(sources: Sources, preset: str | None, overrides: list[str], word: str) -> Iterator[str]:
+    """`group=`, `group=option`, `group.`, `group.key=` and `group.key=value`."""
+    known = groups_of(sources)
+    key, is_set, _ = word.partition("=")
+    if is_set and key in known:
+        yield from (f"{key}={option}" for option in known[key])
+        return
+    yield from (f"{group}=" for group in known)
+    raw: Any
+    try:
+        raw = with_defaults(composed(sources, preset or "base", overrides))
+    except ConfigError:
+        raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
+    folder, _, _ = key.rpartition(".")
+    node = OmegaConf.select(raw, folder, throw_on_missing=False) if folder else raw
+    if isinstance(node, DictConfig):
+        yield from _keys(node, f"{folder}." if folder else "", is_set != "")
+
+
+def _keys(node: DictConfig, prefix: str, with_values: bool) -> Iterator[str]:
+    plain: Any = OmegaConf.to_container(node, resolve=False)
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            yield f"{prefix}{name}."
+        elif with_values:
+            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            yield f"{prefix}{name}={shown.replace(' ', '')}"
+        else:
+            yield f"{prefix}{name}="
+
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 _TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}

@@ -1,0 +1,250 @@
+"""What is typed: the names of the recipes, flags, and overrides as Hydra gets them.
+
+The flags are Hydra's (https://hydra.cc/docs/advanced/hydra-command-line-flags) and the launcher's. In overrides nobody
+needs a `+`: a key that is not a group is set or added, and whether it exists is checked afterwards, for all keys at
+once. Values with letters beyond ASCII, which Hydra's grammar does not know, are quoted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
+
+from automodel_lite.config.components import IS_INSTALLED
+from automodel_lite.errors import ConfigError, did_you_mean
+
+RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
+RECIPES = {
+    "train": ("train_ft", "fine-tune a Hugging Face causal LM on packed sequences"),
+    "prepare": ("prepare_data", "tokenise and pack, and stop"),
+    "inspect": ("inspect_data", "look at documents as tokens, labels and packs"),
+    "verify": ("verify", "prove packing, sharding and the loss on your model and data"),
+    "evaluate": ("evaluate", "loss and answers on held-out files"),
+    "generate": ("generate", "ask a trained model"),
+    "report": ("report", "draw a run, or compare several"),
+    "export": ("export_hf", "write a run's model as a Hugging Face folder, adapters merged"),
+    "average": ("average", "write the mean of a run's checkpoints as a Hugging Face folder"),
+    "estimate": ("estimate", "FLOPs, memory and traffic on paper, for any number of GPUs"),
+}
+
+
+def as_typed(text: str) -> str:
+    """`python recipes/generate.py x` as it is typed here: an installed package has `automodel-lite generate x`.
+
+    >>> torchrun --nproc-per-node 4 recipes/train_ft.py   ->   torchrun --nproc-per-node 4 -m automodel_lite train
+    """
+    if not IS_INSTALLED:
+        return text
+    for verb, (module, _) in RECIPES.items():
+        text = re.sub(rf"(torchrun|python) recipes/{module}\.py", f"automodel-lite {verb}", text)
+        text = text.replace(f"recipes/{module}.py", f"-m automodel_lite {verb}")
+    return text
+
+
+def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
+    """Of a recipe that reads its own command line; its docstring is the head of `--help`."""
+    return argparse.ArgumentParser(
+        description=as_typed(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+_PLAIN_VALUE = re.compile(r"[^\[\]{}()'\"$]*")
+
+
+def split(override: str) -> tuple[str, str | None]:
+    """`+a.b=1` -> `a.b`, `1`; without `=` the value is None."""
+    key, is_set, value = override.partition("=")
+    return key.lstrip("+~").strip(), value if is_set else None
+
+
+def group_of(override: str, known: Mapping[str, Sequence[str]]) -> str | None:
+    """The group whose option the override chooses; None when it sets a value."""
+    name = split(override)[0].partition("@")[0]
+    return name if name in known or "/" in name else None
+
+
+def opened(override: str, known: Mapping[str, Sequence[str]]) -> str:
+    """`a.b=1` -> `++a.b=1`; group choices, deletions and Hydra's own keys stay as they are."""
+    key, value = split(override)
+    is_plain = re.match(r"\+?\+?[A-Za-z_]", override) and value is not None
+    if not is_plain or group_of(override, known) or "@" in key or key.split(".")[0] == "hydra":
+        return override
+    return f"++{key}={_quoted(value or '')}"
+
+
+def check_options(
+    overrides: Sequence[str], known: Mapping[str, Sequence[str]], is_multirun: bool = False
+) -> Iterator[str]:
+    """A sentence for each choice of an option that does not exist, `group=x: no such option ...`, and for several
+    values where there is one run.
+    """
+    for text in overrides:
+        group, value = group_of(text, known), split(text)[1]
+        if value is not None and not split(text)[0]:
+            yield f"{text}: cannot be read as key=value (there is no key)."
+            continue
+        if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):
+            yield f"{text}: several values: add --multirun to sweep over them, or write a list as {_as_list(text)}."
+            continue
+        if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
+            continue
+        if not chosen(text) and not value.strip().startswith(("[", "{")):
+            yield f"{text}: choose an option of the group: {', '.join(known[group])}."
+        for option in chosen(text):
+            if option not in known[group] and "/" not in option and not group.startswith("hydra/"):
+                near = did_you_mean(option, known[group]) or "."
+                yield f"{text}: no such option{near} The options are {', '.join(known[group])}."
+                break
+
+
+def _as_list(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"{key}=[{value}]"
+
+
+def chosen(override: str) -> list[str]:
+    """The options that `group=option` or `group=a,b` names."""
+    value = split(override)[1] or ""
+    options = [option.strip(" '\"").removesuffix(".yaml") for option in value.strip("[]").split(",")]
+    return [option for option in options if option not in ("", "null")]
+
+
+def _quoted(value: str) -> str:
+    if value.isascii() or not _PLAIN_VALUE.fullmatch(value):
+        return value
+    return ",".join(item if item.isascii() else f"'{_escaped(item)}'" for item in value.split(","))
+
+
+def _escaped(text: str) -> str:
+    """A backslash before the closing quote would quote it."""
+    return text + "\\" if text.endswith("\\") else text
+
+
+_SWEEP_FUNCTION = re.compile(r"\s*(range|interval|choice|glob|tag|sort|shuffle)\(")
+
+
+def is_sweep(override: str) -> bool:
+    """Does it name several values? `lr=1,2` and `lr=range(0,3)` do, `logger=[a,b]` does not."""
+    value = split(override)[1] or ""
+    if _SWEEP_FUNCTION.match(value):
+        return True
+    value = re.sub(r"'[^']*'|\"[^\"]*\"", "", value)
+    depth = 0
+    for letter in value:
+        depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and depth == 0:
+            return True
+    return False
+
+
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was typed."""
+
+    preset: str | None
+    config_dir: str | None
+    config_path: str | None
+    overrides: tuple[str, ...]
+    question: tuple[str, ...]  # Hydra's flags for something to show: ("--cfg", "job")
+    is_help: bool
+    is_multirun: bool
+    rerun: str | None
+    launch: dict[str, Any]  # nproc, nnodes, rdzv, rdzv_id, max_restarts, as far as they were given
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the settings, --hydra-help the flags).")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of a recipe that is configured by Hydra."""
+    found = _Parser(add_help=False, allow_abbrev=False)
+    found.add_argument("overrides", nargs="*")
+    found.add_argument("--help", "-h", action="store_true")
+    found.add_argument("--hydra-help", action="store_true")
+    found.add_argument("--version", action="store_true")
+    found.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    found.add_argument("--resolve", action="store_true")
+    found.add_argument("--package", "-p")
+    found.add_argument("--run", "-r", action="store_true")
+    found.add_argument("--multirun", "-m", action="store_true")
+    found.add_argument("--shell-completion", "-sc", action="store_true")
+    found.add_argument("--config-path", "-cp")
+    found.add_argument("--config-name", "-cn")
+    found.add_argument("--config-dir", "-cd")
+    found.add_argument("--experimental-rerun")
+    found.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
+    found.add_argument("--nproc")
+    found.add_argument("--nnodes", type=int)
+    found.add_argument("--rdzv")
+    found.add_argument("--rdzv-id")
+    found.add_argument("--max-restarts", type=int)
+    return found
+
+
+def parsed(argv: Sequence[str]) -> Line:
+    """Raises ConfigError for a flag that does not exist, or two that exclude each other."""
+    given, unknown = parser().parse_known_intermixed_args(list(argv))
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        known = [option.lstrip("-") for action in parser()._actions for option in action.option_strings]
+        near = did_you_mean(flag.lstrip("-"), known).replace("did you mean ", "did you mean --") or "."
+        raise ConfigError(f"{flag}: unknown flag{near}")
+    if given.version:
+        if os.environ.get("RANK", "0") == "0":
+            print(versions())
+        raise SystemExit
+    commands = {
+        "--run": given.run,
+        "--multirun": given.multirun,
+        "--cfg": given.cfg,
+        "--info": given.info,
+        "--shell-completion": given.shell_completion,
+    }
+    typed = [flag for flag, value in commands.items() if value]
+    if len(typed) > 1:
+        raise ConfigError(f"{' and '.join(typed)} exclude each other: give one of them.")
+    for flag, value in (("--package", given.package), ("--resolve", given.resolve)):
+        if value and not given.cfg and not (flag == "--resolve" and given.help):
+            raise ConfigError(f"{flag} belongs to --cfg job|hydra|all.")
+    question = []
+    for flag in ("help", "hydra_help", "shell_completion", "resolve"):
+        question += [f"--{flag.replace('_', '-')}"] if vars(given)[flag] else []
+    for flag in ("cfg", "package", "info"):
+        question += [f"--{flag}", vars(given)[flag]] if vars(given)[flag] else []
+    launch = {key: vars(given)[key] for key in ("nproc", "nnodes", "rdzv", "rdzv_id", "max_restarts")}
+    return Line(
+        preset=given.config_name.removesuffix(".yaml") if given.config_name else None,
+        config_dir=given.config_dir,
+        config_path=given.config_path,
+        overrides=tuple(given.overrides),
+        question=tuple(question),
+        is_help=given.help,
+        is_multirun=given.multirun or "hydra.mode=MULTIRUN" in given.overrides,
+        rerun=given.experimental_rerun,
+        launch={key: value for key, value in launch.items() if value is not None},
+    )
+
+
+def versions() -> str:
+    """`automodel_lite 0.1.0 (hydra 1.3.8, torch 2.13.0, transformers 5.23.0)`."""
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    import automodel_lite
+
+    others = ", ".join(f"{name.removesuffix('-core')} {of(name)}" for name in ("hydra-core", "torch", "transformers"))
+    return f"automodel_lite {automodel_lite.__version__} ({others})"
