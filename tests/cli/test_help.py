@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 import yaml
 
-from automodel_lite.cli import compose_config, folders
+from automodel_lite.cli import compose_config, help
 from automodel_lite.cli.help import json_schema
 from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import known_keys
@@ -16,30 +16,30 @@ from automodel_lite.errors import ConfigError
 
 
 def test_ls_shows_all_a_group_and_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    folders.ls([])
+    help.ls([])
     assert "lr_scheduler/      constant, cosine, linear, wsd" in capsys.readouterr().out
-    folders.ls(["optimizer"])
+    help.ls(["optimizer"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "adamw",
         "adamw_8bit",
         "adamw_bf16",
         "muon",
     ]
-    folders.ls(["optimizer/adamw"])
+    help.ls(["optimizer/adamw"])
     assert "_target_: automodel_lite.training.optimizers.adamw" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"optimizer/adamv: no such preset or option; did you mean optimizer/adamw\?"):
-        folders.ls(["optimizer/adamv"])
+        help.ls(["optimizer/adamv"])
 
 
 def test_a_copied_preset_and_option_compose_from_their_folder(tmp_path: Path) -> None:
-    folders.cp(["smoke", str(tmp_path), "--as", "mine"])
-    folders.cp(["optimizer/adamw", str(tmp_path), "--as", "slow"])
+    help.cp(["smoke", str(tmp_path), "--as", "mine"])
+    help.cp(["optimizer/adamw", str(tmp_path), "--as", "slow"])
     option = tmp_path / "optimizer/slow.yaml"
     option.write_text(option.read_text() + "weight_decay: 0.5\n")
     config = compose_config("mine", ["optimizer=slow"], config_dir=str(tmp_path))
     assert (config.name, config.optimizer.weight_decay) == ("mine", 0.5)
     with pytest.raises(ConfigError, match=r"mine.yaml exists already: choose another name with --as"):
-        folders.cp(["smoke", str(tmp_path), "--as", "mine"])
+        help.cp(["smoke", str(tmp_path), "--as", "mine"])
 
 
 def test_the_json_schema_has_every_key_and_the_rules() -> None:
@@ -75,7 +75,7 @@ def test_a_validator_takes_every_preset_and_finds_every_mistake() -> None:
     ("resources", "gpus"), [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1)", 4), ("gpu:a:2,gpu:b:2,tmp:1", 4)]
 )
 def test_gpus_of_a_node(resources: str, gpus: int) -> None:
-    assert folders._gpus(resources) == gpus
+    assert help._gpus(resources) == gpus
 
 
 def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,12 +83,12 @@ def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest
     sinfo.write_text("#!/bin/bash\necho 'debug|30:00|(null)|4|1'\necho 'main*|3-00:00:00|gpu:h100:8(S:0-1)|96|4'\n")
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    lines = folders._script(2, None, None).splitlines()
+    lines = help._script(2, None, None).splitlines()
     asked = {line for line in lines if line.startswith("#SBATCH")}
     assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8"} < asked
     assert {"#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=12", "#SBATCH --time=24:00:00"} < asked
     assert not [line for line in lines if "recipes/" in line or " launch/" in line]
     with pytest.raises(ConfigError, match="--nodes 5 must be at most 4: the nodes of partition main"):
-        folders._script(5, None, None)
+        help._script(5, None, None)
     with pytest.raises(ConfigError, match=r"--partition man: there is no such partition; did you mean main\?"):
-        folders._script(1, "man", None)
+        help._script(1, "man", None)
