@@ -26,8 +26,7 @@ from automodel_lite.config.rules import looks_local
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.loss import LossModel
-from automodel_lite.models.source import CausalLM
+from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.redact import scrub
 from automodel_lite.run.checkpoint import load_weights
@@ -36,6 +35,7 @@ from automodel_lite.run.export import probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
 from automodel_lite.tools.report import facts_of, packing_of, read_run
 from automodel_lite.training.build import assemble
+from automodel_lite.training.parts import build_parts
 
 
 @dataclass(frozen=True)
