@@ -1,6 +1,6 @@
 """Which model families train here end to end, exactly, and which are refused, and why: docs/models.md.
 
-    python benchmarks/survey_models.py                          print a line a family
+    python benchmarks/survey_models.py                          print one line per family
     python benchmarks/survey_models.py --write docs/models.md   and write the page (some 15 minutes on two cores)
     python benchmarks/survey_models.py --families llama qwen3_5 mistral3
 

@@ -164,7 +164,7 @@ def config_of(folder: str, shape: dict[str, Any], pack: int, steps: int, overrid
 
 
 def rate(device: str, is_tiny: bool = False, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Tokens a second of the recipe as shipped, by its own metrics after the warm-up: beside the bare step, its tax."""
+    """Tokens per second of the recipe as shipped, by its own metrics after the warm-up: beside the bare step, its tax."""
     from recipes import train_ft
 
     shape, pack, steps = (SHAPE_TINY, 256, 8) if is_tiny else (SHAPE_1B, 8192, 48)

@@ -27,7 +27,7 @@ class Variant:
 
     shape: str
     pack: int
-    micro: int = 1  # packs a step
+    micro: int = 1  # packs per step
     attention: str = "packed"  # packed (ours) | padded | sorted (padded) | mask | position_ids (transformers, SDPA)
     documents: str = "chat"
     loss: str = "fused"
@@ -208,7 +208,7 @@ class Work:
 
     tokens: int = 0
     flops: float = 0.0  # of the documents
-    drawing_s: float = 0.0  # random documents were made: no part of a step
+    drawing_s: float = 0.0  # random documents were made: not part of a step
 
 
 class Trainer:
@@ -266,7 +266,7 @@ class Trainer:
 def measure(
     settings: dict[str, Any], device: str, peak_tflops: float | None, ceiling_tflops: float | None
 ) -> dict[str, Any]:
-    """Tokens a second (median of the repeats, and their spread), MFU, peak memory, recompilations after warm-up."""
+    """Tokens per second (median of the repeats, and their spread), MFU, peak memory, recompilations after warm-up."""
     import torch
 
     from automodel_lite.graphs import compiled_graphs
