@@ -12,6 +12,7 @@ import os
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -29,7 +30,7 @@ class Deadline:
 
     A thread looks at the clock twice a second and raises DeadlineExceeded in the block's thread. (A signal would only
     reach the main thread, and documents are rendered in others too.) Blocks of one Deadline run one at a time. The
-    watching thread is started by the first block of a process.
+    watching thread is started by the first block of a process, and ends when its Deadline is gone.
 
         with deadline:
             render()
@@ -48,7 +49,7 @@ class Deadline:
         if self._process_id != os.getpid():  # forked: perhaps while the watcher held the lock
             self._lock, self._process_id, self._watcher = threading.Lock(), os.getpid(), None
         if self._watcher is None or not self._watcher.is_alive():
-            self._watcher = threading.Thread(target=self._watch, daemon=True, name="deadline")
+            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="deadline")
             self._watcher.start()
         with self._lock:
             self._started, self._thread_id, self._is_over = time.monotonic(), threading.get_ident(), False
@@ -62,19 +63,28 @@ class Deadline:
             while True:
                 time.sleep(0.001)
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(CHECK_EVERY_S)
-            with self._lock:
-                late = self._thread_id is not None and time.monotonic() - self._started > self._limit_s
-                if late and not self._is_over:
-                    self._is_over = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(self._thread_id or 0), ctypes.py_object(DeadlineExceeded)
-                    )
+    def check(self) -> None:
+        """Ends the block that runs now if its time is over."""
+        with self._lock:
+            late = self._thread_id is not None and time.monotonic() - self._started > self._limit_s
+            if late and not self._is_over:
+                self._is_over = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id or 0), ctypes.py_object(DeadlineExceeded)
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Deadline, (self._limit_s,)
+
+
+def _watch(reference: weakref.ref[Deadline]) -> None:
+    while True:
+        time.sleep(CHECK_EVERY_S)
+        deadline = reference()
+        if deadline is None:
+            return
+        deadline.check()
+        del deadline  # not held while asleep
 
 
 _SELDOM = (100_000, 20, 100)  # Python's own: (700, 10, 10)

@@ -59,3 +59,15 @@ def test_the_exception_never_leaks_behind_the_block(monkeypatch: pytest.MonkeyPa
             ended += 1
         spin(0.0005)
     assert 0 < ended < 400
+
+
+def test_the_watching_thread_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automodel_lite.interpreter.CHECK_EVERY_S", 0.001)
+    before = set(threading.enumerate())
+    for _ in range(20):
+        with Deadline(10):
+            pass
+    watchers = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in watchers:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in watchers)
