@@ -38,7 +38,11 @@ MISTAKES = [
     ("mesh=4", "mesh=4 is a group of keys: set mesh.dp_replicate=..."),
     ("lr_scheduler=cosin", "lr_scheduler=cosin: no such option; did you mean cosine? The options are constant, cosine, linear, wsd."),
     ("peft=null", "peft=null: choose an option of the group: dora, lora, none, qlora."),
-    ("seed=[1", "seed=[1: cannot be read as key=value (no viable alternative at input '[1')."),
+    ("seed=[1", "seed=[1: cannot be read as key=value: close every bracket and quote, or put a text with brackets into quotes, 'seed=\"...\"'."),
+    ("training.max_steps", "training.max_steps: cannot be read as key=value: there is no `=`."),
+    ("~dataset.seed", "~dataset.seed: no file sets it, so there is nothing to take out: it has its default, 0."),
+    ("~dataset.sead", "~dataset.sead: unknown key; did you mean dataset.seed?"),
+    ("dataset.path=x.jsonl", "dataset.path=x.jsonl is an option of dataset=files or dataset=memmap or dataset=streaming: choose that, or take it out, ~dataset.path."),
     ("optimizer._target_=torch.optim.AdamWW", "optimizer._target_=torch.optim.AdamWW: torch.optim has no AdamWW; did you mean AdamW?"),
 ]  # fmt: skip
 
@@ -48,6 +52,23 @@ def test_a_mistake_is_one_sentence(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(compose_config("smoke", [override]))
     assert str(error.value) == message
+
+
+PATHS = [
+    "~/a.jsonl",
+    "/x/a (1).jsonl",
+    "/x/a#b;c&d!.jsonl",
+    "/x/it's.jsonl",
+    "C:\\x#\\",
+    "/x/[1].jsonl",
+    "ü ö\\'",
+    "a=b",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_needs_no_quotes(path: str) -> None:
+    assert compose_config("finetune", [f"dataset.path={path}"]).dataset.path == path
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

@@ -99,7 +99,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
 def _has_own_help(sources: Sources, line: Line) -> bool:
     """Is there a `hydra/help` of the user's? Hydra shows it, in seconds: it lists every group again for each."""
     path = sources.file(line.preset) if line.preset else None
-    in_preset = path is not None and path.parent != CONF_DIR and "help" in path.read_text()
+    in_preset = path is not None and path.parent != CONF_DIR and "help" in path.read_text(errors="replace")
     return in_preset or any(split(text)[0].startswith(("hydra/help", "hydra.help")) for text in line.overrides)
 
 
@@ -202,6 +202,8 @@ class Job:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             sweep.close()
+            if "--multirun" not in flags:
+                composed(self.sources, preset, self.typed)
             raise ConfigError(sentence_of(error)) from None
         except Exception:
             sweep.close()

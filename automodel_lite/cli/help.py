@@ -85,7 +85,7 @@ def first_comment(preset: str, sources: Sources) -> str:
     """The first sentence of the comment of a preset or an option, if it begins with one."""
     path = sources.file(preset)
     assert path is not None
-    line = next(iter(path.read_text().splitlines()), "")
+    line = next(iter(path.read_text(errors="replace").splitlines()), "")
     return re.split(r"[:;] ", line.lstrip("# "))[0].rstrip(".") if line.startswith("#") else ""
 
 

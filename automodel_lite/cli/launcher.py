@@ -108,6 +108,9 @@ def _processes(text: str) -> int:
         return device_count() or 1
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--nproc {text} must be a number of processes, gpu or auto.")
+    cores = len(os.sched_getaffinity(0))
+    if int(text) > (most := max(16, 4 * cores)):
+        raise ConfigError(f"--nproc {text} must be at most {most}: this machine has {cores} cores.")
     return int(text)
 
 

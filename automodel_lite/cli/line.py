@@ -53,7 +53,11 @@ def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-_PLAIN_VALUE = re.compile(r"[^\[\]{}()'\"$]*")
+_UNQUOTED = re.compile(r"[\w/\\+.$%*@?|: \t-]*", re.ASCII)
+"""What Hydra's grammar takes without quotes. `~`, `#`, `(` and letters beyond ASCII are not in it, and are in paths."""
+_SYNTAX = re.compile(
+    r"""\s*(["'\[{]|\w+\()|.*\$\{""", re.DOTALL
+)  # a text in quotes, list, mapping, call, interpolation
 
 
 def split(override: str) -> tuple[str, str | None]:
@@ -89,14 +93,19 @@ def check_options(
             yield f"{text}: cannot be read as key=value (there is no key)."
             continue
         if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):
-            yield f"{text}: several values: add --multirun to sweep over them, or write a list as {_as_list(text)}."
+            yield (
+                f"{text}: several values: add --multirun to sweep over them, or write a list as {_as_list(text)}, or "
+                f"one text as {_as_text(text)}."
+            )
             continue
         if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
             continue
         if not chosen(text) and not value.strip().startswith(("[", "{")):
             yield f"{text}: choose an option of the group: {', '.join(known[group])}."
         for option in chosen(text):
-            if option not in known[group] and "/" not in option and not group.startswith("hydra/"):
+            folder, _, name = option.rpartition("/")
+            is_known = name in known.get("/".join(filter(None, [group, folder])), ())
+            if not is_known and not group.startswith("hydra/"):
                 near = did_you_mean(option, known[group]) or "."
                 yield f"{text}: no such option{near} The options are {', '.join(known[group])}."
                 break
@@ -107,6 +116,11 @@ def _as_list(override: str) -> str:
     return f"{key}=[{value}]"
 
 
+def _as_text(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"'{key}=\"{value}\"'"
+
+
 def chosen(override: str) -> list[str]:
     """The options that `group=option` or `group=a,b` names."""
     value = split(override)[1] or ""
@@ -115,14 +129,14 @@ def chosen(override: str) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    if value.isascii() or not _PLAIN_VALUE.fullmatch(value):
+    if _SYNTAX.match(value):
         return value
-    return ",".join(item if item.isascii() else f"'{_escaped(item)}'" for item in value.split(","))
+    return ",".join(item if _UNQUOTED.fullmatch(item) else f"'{_escaped(item.strip())}'" for item in value.split(","))
 
 
 def _escaped(text: str) -> str:
-    """A backslash before the closing quote would quote it."""
-    return text + "\\" if text.endswith("\\") else text
+    """A backslash quotes the quote that follows it; others stand for themselves."""
+    return re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text)
 
 
 _SWEEP_FUNCTION = re.compile(r"\s*(range|interval|choice|glob|tag|sort|shuffle)\(")

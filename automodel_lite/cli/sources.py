@@ -28,11 +28,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli.line import check_options, chosen, group_of, opened, split
-from automodel_lite.config.check import check_config
+from automodel_lite.config.check import check_config, with_defaults
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
 
+_KEY = re.compile(r"[+~]*[\w@:/$-]+(\.[\w@:/$-]+)*\s*")
 _NO_OPTION = re.compile(r"Could not find '(.+)/([^/]+)' Available options in '.+?': (.*?) Config search path")
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.
@@ -129,6 +130,12 @@ def check_preset(sources: Sources, preset: str | None) -> str:
     known = presets_of(sources)
     if preset is None:
         raise ConfigError(f"--config-name is missing: choose one of {', '.join(known)}.")
+    if Path(preset).is_absolute() or preset.startswith("."):
+        path = Path(preset)
+        raise ConfigError(
+            f"--config-name {preset} is a path: give the folder and the name, --config-dir {path.parent} "
+            f"--config-name {path.stem}."
+        )
     if sources.file(preset) is None:
         near = did_you_mean(preset, known) or "."
         raise ConfigError(f"--config-name {preset}: no such preset{near} The presets are {', '.join(known)}.")
@@ -143,6 +150,7 @@ def composed(sources: Sources, preset: str, overrides: Sequence[str], with_hydra
     known = groups_of(sources)
     problems = list(check_options(overrides, known))
     readable = [opened(text, known) for text in overrides if not any(p.startswith(f"{text}:") for p in problems)]
+    not_set: list[str] = []
     GlobalHydra.instance().clear()
     sources.activate()
     with initialize_config_dir(str(sources.first), version_base="1.3"):
@@ -154,10 +162,29 @@ def composed(sources: Sources, preset: str, overrides: Sequence[str], with_hydra
                 problems.append(unreadable(error))
                 readable.remove(error.override)
             except (HydraException, OmegaConfBaseException, ValueError) as error:
-                raise ConfigError("\n".join([*problems, sentence_of(error)])) from None
+                found = _NOT_SET.search(str(error))
+                deletions = [text for text in readable if found and text.partition("=")[0] == f"~{found[1]}"]
+                if not found or not deletions:
+                    raise ConfigError("\n".join([*problems, sentence_of(error)])) from None
+                not_set.append(found[1])
+                readable.remove(deletions[0])
+    problems += [_not_set(key, raw) for key in not_set]
     if problems:
-        raise ConfigError("\n".join([*problems, *_mistakes_of(raw)]))
+        unread = {split(line.partition(":")[0])[0] for line in problems}
+        others = [line for line in _mistakes_of(raw) if line.partition(" has no value")[0] not in unread]
+        raise ConfigError("\n".join([*problems, *others]))
     return raw
+
+
+_NOT_SET = re.compile(r"Could not delete from config\. '(.+)' does not exist\.")
+
+
+def _not_set(key: str, raw: DictConfig) -> str:
+    """The sentence for `~key` of a key that no file sets."""
+    keys = dict(_flat(OmegaConf.to_container(with_defaults(raw), resolve=False), ""))
+    if key in keys:
+        return f"~{key}: no file sets it, so there is nothing to take out: it has its default, {_show(keys[key])}."
+    return f"~{key}: unknown key{did_you_mean(key, list(keys)) or '.'}"
 
 
 def sentence_of(error: Exception) -> str:
@@ -167,6 +194,8 @@ def sentence_of(error: Exception) -> str:
         group, option, options = found.groups()
         near = did_you_mean(option, options.split()) or "."
         return f"{group}={option}: no such option{near} The options are {', '.join(options.split())}."
+    if found := _NOT_CHOSEN.search(text):
+        return f"~{found[1]}: that option is not chosen, so there is nothing to take out."
     return text
 
 
@@ -180,8 +209,19 @@ def _mistakes_of(raw: DictConfig) -> list[str]:
 
 
 def unreadable(error: OverrideParseException) -> str:
-    reason = " ".join(error.message.splitlines()[0].split())
-    return f"{error.override.removeprefix('++')}: cannot be read as key=value ({reason})."
+    text = error.override.removeprefix("++")
+    key, is_set, _ = text.partition("=")
+    if not is_set:
+        return f"{text}: cannot be read as key=value: there is no `=`."
+    if not _KEY.fullmatch(key):
+        return f"{text}: cannot be read as key=value: {key!r} is no key such as training.max_steps."
+    return (
+        f"{text}: cannot be read as key=value: close every bracket and quote, or put a text with brackets into quotes, "
+        f"'{key}=\"...\"'."
+    )
+
+
+_NOT_CHOSEN = re.compile(r"Could not delete '(.+)'\. No match in the defaults list")
 
 
 def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
@@ -264,7 +304,7 @@ def read(path: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except Exception as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
 
 

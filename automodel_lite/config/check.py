@@ -15,10 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.config.components import (
+    CONF_DIR,
     CodePath,
     check_origin,
     code_problem,
     locate,
+    options_of,
     own_targets,
     target_problem,
     with_options,
@@ -206,14 +208,29 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
         if name == "_target_" or (takes_any and name not in parameters):
             continue
         if name not in parameters:
-            options = [f"{key}.{p}" for p in parameters]
-            near = did_you_mean(path, options) or f"; if the preset sets it, ~{path} takes it out."
-            yield f"{path}={_show(value)}: unknown key{near}"
+            yield _stray(key, name, value, [f"{key}.{p}" for p in parameters])
         elif _names_code(hints.get(name)) and value is not None:
             if problem := code_problem(path, value, allowed):
                 yield problem
         elif name in hints and not (isinstance(value, dict) and "_target_" in value):
             yield from _value_problems(path, value, hints[name])
+
+
+def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
+    """The sentence for an argument that the chosen option does not take; another one of the group may."""
+    path = f"{key}.{name}"
+    if near := did_you_mean(path, options):
+        return f"{path}={_show(value)}: unknown key{near}"
+    texts = {file.stem: file.read_text() for file in sorted((CONF_DIR / key).glob("*.yaml"))}
+    takers = [
+        f"{key}={option}"
+        for option, text in texts.items()
+        if re.search(rf"^{re.escape(name)}:", text, re.MULTILINE)
+        or any(name in options_of(target) for target in re.findall(r"^_target_:\s*([\w.]+)", text, re.MULTILINE))
+    ]
+    if takers:
+        return f"{path}={_show(value)} is an option of {' or '.join(takers)}: choose that, or take it out, ~{path}."
+    return f"{path}={_show(value)}: unknown key; if the preset sets it, ~{path} takes it out."
 
 
 def _names_code(hint: Any) -> bool:
@@ -311,6 +328,10 @@ def describe(hint: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, args))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    items = {int: "a list of whole numbers", float: "a list of numbers", str: "a list of texts"}
+    if (origin or hint) in LISTS and args:
+        item = args[0]
+        return items.get(typing.get_args(item)[0] if typing.get_origin(item) is Annotated else item, "a list")
     return names.get(hint, "a list" if (origin or hint) in LISTS else "a group of keys")
 
 

@@ -70,13 +70,14 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
     folder = parent / f"{_file_name(name)}-{short_hash(json.dumps(key, sort_keys=True))}"
     if folder.is_dir() and damage_once(folder) is None:
         return CacheEntry(folder, True, "hit")
+    has_folder = False
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        asked = time.time()
+        asked, has_folder = time.time(), True
         with FileLock(f"{folder}.lock"):
             return _build_alone(folder, name, key, build, asked)
     except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
+        if has_folder and error.errno not in _CANNOT_WRITE:
             raise
         raise ConfigError(
             f"cache_dir={cache_dir} cannot be written ({error.strerror}): make room there, or set cache_dir (or "

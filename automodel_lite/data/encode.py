@@ -33,7 +33,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from automodel_lite.data.documents import Document, Message
+from automodel_lite.data.documents import Document, Message, sound_text
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.interpreter import Deadline, DeadlineExceeded
 
@@ -309,10 +309,12 @@ class SampleRenderer:
             DataError: the document cannot be rendered (says why, not where).
         """
         if "messages" in document:
-            return self._need_chat().samples(document["messages"], document.get("tools"))
-        if "completion" in document:
-            return [self._prompt_completion(document)]
-        return [self._text(document["text"])]
+            samples = self._need_chat().samples(document["messages"], document.get("tools"))
+        else:
+            samples = [self._prompt_completion(document) if "completion" in document else self._text(document["text"])]
+        for sample in samples:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
+            sound_text(sample.text, "the text to tokenise")
+        return samples
 
     def _need_chat(self) -> ChatRenderer:
         if self._chat is None:

@@ -22,7 +22,7 @@ import numpy as np
 from automodel_lite.data.documents import MEDIA, Document, Message, maybe_json, read_turn, sound_text
 from automodel_lite.data.readers import RawRow, RawRows
 from automodel_lite.data.token_rows import ID_DTYPE
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, did_you_mean
 from automodel_lite.thd import IGNORE_INDEX
 
 Normalise = Callable[[RawRow], Document]
@@ -228,7 +228,9 @@ def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str
     if format_name is None:
         _check_preferences(columns, renames)
     candidates = FORMATS if format_name is None else [_by_name(format_name)]
+    typed = tuple(renames)
     found, renames = _find(candidates, columns, renames)
+    _check_names(typed, found)
     if format_name is not None:
         return _detected(found, columns, renames)
     verdict = next((name for name in VERDICTS if name in columns), None)
@@ -239,6 +241,18 @@ def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str
         )
     media = tuple(name for name in columns if name in MEDIA) if found.kind != "tokens" else ()
     return _detected(found, columns, renames, media)
+
+
+def _check_names(typed: Sequence[str], found: Format) -> None:
+    """Raises ConfigError for a column that the user named as something that the format does not have."""
+    has = [*dict.fromkeys(name for sign in found.signs for name in sign), *found.optional]
+    for name in typed:
+        if name not in has:
+            near = did_you_mean(name, has) or "."
+            raise ConfigError(
+                f"dataset.columns.{name}: the data are taken for {found.name}, which has no {name}{near} It has "
+                f"{', '.join(has)}."
+            )
 
 
 def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> None:

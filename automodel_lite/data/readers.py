@@ -126,17 +126,37 @@ def parse_json_object(line: bytes, where: str) -> RawRow:
         DataError: names `where` and the column (character) of the fault.
     """
     try:
-        row = json.loads(line.decode("utf-8-sig").rstrip())
+        row = _read_json(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}:{error.start + 1}: byte {line[error.start]:#04x} is not UTF-8.") from error
     except json.JSONDecodeError as error:
         shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
         raise DataError(f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+    except ValueError as error:  # a number of thousands of digits, a key that is there twice
         raise DataError(f"{where}: not JSON that can be read: {error}.") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}.")
     return row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> RawRow:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice in one object: keep one of them")
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _read_json(text: str) -> Any:
+    """As `json.loads`, which takes the last of the values under one key and drops the others in silence."""
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("brackets are nested a thousand deep") from None
 
 
 @dataclass(frozen=True)
@@ -204,10 +224,10 @@ def _rows_in(whole: RawRow) -> list[list[Any]]:
 
 def _json_array(path: Path, name: str) -> list[Any]:
     try:
-        whole = json.loads(path.read_bytes().decode("utf-8-sig"))
+        whole = _read_json(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: byte {error.start + 1} is not UTF-8.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{name}: not JSON: {error}.") from error
     if isinstance(whole, list):
         return whole
@@ -328,7 +348,12 @@ def open_source(
 ) -> Source:
     """Opens files, or a hub dataset when nothing local has that name."""
     paths = [path] if isinstance(path, str) else list(path)
-    files = [file for one in paths for file in _local_files(one, key)]
+    if address := next((one for one in paths if "://" in one), None):
+        raise ConfigError(f"{key}={address} is an address: fetch the file, or give the name of a hub dataset.")
+    found = {one: _local_files(one, key) for one in paths}
+    files = [file for one in paths for file in found[one]]
+    if files and (missing := [one for one in paths if not found[one]]):
+        raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
     if files:
         rows = [_open_file(file, split, delimiter) for file in files]
         shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
@@ -457,8 +482,11 @@ KINDS = {  # file ending -> builder of `datasets` ("": read here)
 def open_arrow(path: Path, name: str, builder: str, split: str) -> RawRows:
     """What `datasets` reads: Parquet, Arrow, text, and folders that it saved."""
     import datasets
+    import pyarrow.parquet
 
     try:
+        if builder == "parquet" and not pyarrow.parquet.read_metadata(path).num_rows:
+            return RowList([], name, [])  # `datasets` fails; writers of many parts leave empty ones
         loaded = (
             datasets.load_from_disk(str(path))
             if path.is_dir()

@@ -131,7 +131,7 @@ class RunFolder:
 
     def next_commands(self, state: str) -> list[str]:
         """What to type next, by how the run ended."""
-        command = str(json.loads(self.facts.read_text()).get("command", "")) if self.facts.is_file() else ""
+        command = str(json_object(self.facts).get("command", ""))
         if state in ("preempted", "interrupted", "failed"):
             return [f"{command}   # goes on from the newest checkpoint"] if command else []
         if state != "finished":
@@ -165,11 +165,7 @@ class RunFolder:
 
     def read_status(self) -> dict[str, Any]:
         """What STATUS.json says; nothing when it is missing or damaged."""
-        try:
-            status = json.loads(self.status.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return status if isinstance(status, dict) else {}
+        return json_object(self.status)
 
     def with_saved_layout(self, config: Config) -> Config:
         """The configuration with the values that the run began with where the layout of ranks would decide: the global
@@ -209,6 +205,15 @@ class RunFolder:
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "
             "or go on with more training.max_steps and checkpoint.accept_changes=true."
         )
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a small file of a run says; nothing when it is missing or damaged: none of them is needed to go on."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def plain(config: Config) -> dict[str, Any]:

@@ -77,8 +77,10 @@ REFUSED = [
     ([*PRESET, "=3"], "=3: cannot be read as key=value (there is no key)."),
     (
         [*PRESET, "seed=0,1"],
-        "seed=0,1: several values: add --multirun to sweep over them, or write a list as seed=[0,1].",
+        "seed=0,1: several values: add --multirun to sweep over them, or write a list as seed=[0,1], "
+        "or one text as 'seed=\"0,1\"'.",
     ),
+    ([*PRESET, "~dataset.seed"], "~dataset.seed: no file sets it, so there is nothing to take out: it has its default, 0."),
     (["--experimental-rerun", "x.pickle"], "--experimental-rerun x.pickle: there is no such file."),
     (
         [*PRESET, "hydra/launcher=basik", "-m", "seed=0,1"],
@@ -87,7 +89,8 @@ REFUSED = [
     (
         [*PRESET, "lr_scheduler=cosin", "seed=[1", "training.max_stepz=3"],
         "lr_scheduler=cosin: no such option; did you mean cosine? The options are constant, cosine, linear, wsd.\n"
-        "seed=[1: cannot be read as key=value (no viable alternative at input '[1').\n"
+        "seed=[1: cannot be read as key=value: close every bracket and quote, or put a text with brackets into "
+        "quotes, 'seed=\"...\"'.\n"
         "training.max_stepz=3: unknown key; did you mean training.max_steps?",
     ),
 ]  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from automodel_lite.data.files import FilesDataset
@@ -49,7 +51,15 @@ BROKEN = {
     ),
     "role null": (changed(messages=[{"role": None, "content": ""}]), r"a.jsonl:2: messages\[0\].role must be a text"),
     "two rows in a line": (LINE[:-1] + LINE, r"a.jsonl:2:\d+: not JSON: Extra data"),
-    "deep nesting": (b"[" * 200_000 + b"\n", r"a.jsonl:2: not JSON that can be read"),
+    "deep nesting": (b"[" * 200_000 + b"\n", r"a.jsonl:2: not JSON that can be read: brackets are nested"),
+    "a key twice": (
+        LINE[:-2] + b', "messages": []}\n',
+        r"a.jsonl:2: not JSON that can be read: the key 'messages' is there twice in one object: keep one of them",
+    ),
+    "half a surrogate in a role": (
+        changed(messages=[{"role": "\ud800", "content": "x"}, ROW["messages"][1]]),
+        r"a.jsonl:2: the text to tokenise holds half of a surrogate pair",
+    ),
     "huge number": (b'{"messages": ' + b"9" * 5000 + b"}\n", r"a.jsonl:2: (not JSON that can be read|column messages)"),
     "tools no list": (changed(tools={"a": 1}), r"a.jsonl:2: column tools must be a list, not dict."),
     "tools broken": (changed(tools="[1,"), r"a.jsonl:2: column tools is a text that is not JSON"),
@@ -80,6 +90,7 @@ def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path: Path, line: byt
         ("a.json", b"[]", "a.json: the file is empty: it holds no row."),
         ("a.json", b'[{"text": "x"', "a.json: not JSON: Expecting"),
         ("a.json", b'{"a": 1}x', "a.json: not JSON: "),
+        ("a.json", b'[{"a": 1, "a": 2}]', "a.json: not JSON: the key 'a' is there twice"),
         ("a.json", b'[{"a": "\xff"}]', "a.json: byte 9 is not UTF-8."),
         ("a.csv", b"", "a.csv: the file is empty: it holds no row."),
         ("a.csv", b"question,answer\n", "a.csv: the file is empty: it holds no row."),
@@ -104,6 +115,35 @@ def test_a_tokenizer_is_trained_on_the_good_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINE + b"broken\n" + LINE)
     assert len(train_bpe_tokenizer(FilesDataset(str(path)), 262)) == 262
+
+
+def test_empty_parts_hold_no_row(tmp_path: Path) -> None:
+    schema = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
+    pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "part-0.parquet")
+    with pytest.raises(DataError, match=r"^part-0.parquet: the file is empty: it holds no row\.$"):
+        prepare(tmp_path)
+    (tmp_path / "part-1.jsonl").write_text('{"question": "x", "answer": "y"}\n')
+    assert prepare(tmp_path).num_rows == 1
+
+
+def test_one_of_several_paths_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINE)
+    with pytest.raises(ConfigError, match=r"^dataset.path: b.jsonl does not exist \(looked in "):
+        FilesDataset([str(tmp_path / "a.jsonl"), "b.jsonl"])
+
+
+def test_an_address_is_no_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^dataset.path=https://x/a.jsonl is an address: fetch the file, or give"):
+        FilesDataset("https://x/a.jsonl")
+
+
+def test_a_tokenizer_is_trained_on_a_word_of_a_million_letters(tmp_path: Path) -> None:
+    """The trainer's time grows with the square of a word: this one took half an hour."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 1_000_000}) + "\n")
+    documents = FilesDataset(str(tmp_path / "a.jsonl"))
+    start = time.monotonic()
+    assert "xx" in train_bpe_tokenizer(documents, 270).get_vocab()
+    assert time.monotonic() - start < 20
 
 
 def test_a_huge_row(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.durable import write_atomically
-from automodel_lite.run.folder import RunFolder, flatten, saved_config
+from automodel_lite.run.folder import RunFolder, flatten, json_object, saved_config
 
 Curve = tuple[list[int], list[float]]  # steps, values
 
@@ -85,10 +85,10 @@ def read_run(path: Path) -> RunRecord:
         name=str(config.get("name", folder.path.name)),
         config=config,
         rows=rows,
-        packing=_json(folder.packing),
-        lengths=_json(folder.lengths),
-        status=_json(folder.status),
-        facts=_json(folder.facts),
+        packing=json_object(folder.packing),
+        lengths=json_object(folder.lengths),
+        status=json_object(folder.status),
+        facts=json_object(folder.facts),
     )
 
 
@@ -111,15 +111,6 @@ def _row(line: str) -> dict[str, Any] | None:
     return {
         key: value for key, value in row.items() if isinstance(value, str if key.startswith("text/") else (int, float))
     }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Empty when there is no such file, or a damaged one: the rest of the run can be drawn."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
