@@ -105,7 +105,7 @@ def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, red
     parts, _ = with_exchange(parts, model_config, _CountedAttention(), torch.device("cpu"), dtype)
     batch = _whole_batch(parts, shape)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    held = _Held(shape, _routed_tokens(batch, model_config, shape))
+    held = _Held(shape, _routed_tokens(batch, model_config, shape), model_config.get_text_config().vocab_size)
     with _fake_world(shape) as mesh:
         of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         with _watching_resizes(held), _host_elsewhere():
@@ -202,9 +202,9 @@ class _CountedAttention(VarlenAttention):
 class _Held(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and those that collectives send."""
 
-    def __init__(self, shape: MeshShape, routed_tokens: int) -> None:
+    def __init__(self, shape: MeshShape, routed_tokens: int, vocab_size: int) -> None:
         super().__init__()
-        self._routed_tokens = routed_tokens
+        self._routed_tokens, self._vocab_size = routed_tokens, vocab_size
         self.phase, self.now = "load", 0
         self.peaks: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -272,7 +272,9 @@ class _Held(TorchDispatchMode):
             return "weights"
         if self.phase == "optimizer":
             return "optimizer states"
-        name = "gathered" if func.overloadpacket._qualified_op_name in _GATHERED else func.overloadpacket.__name__
+        is_gathered = func.overloadpacket._qualified_op_name in _GATHERED
+        is_logits = value.ndim > 1 and value.shape[-1] == self._vocab_size
+        name = "gathered" if is_gathered else "logits" if is_logits else _MADE_IN[self.phase]
         return f"{name} {[*value.shape]} {str(value.dtype).removeprefix('torch.')}"
 
     def _change(self, kind: str, num_bytes: int) -> None:
@@ -311,6 +313,12 @@ class _Held(TorchDispatchMode):
         return self._axes[group_name]
 
 
+_MADE_IN = {  # phase -> what its tensors are
+    "forward": "activations",
+    "backward": "gradients and recomputed activations",
+    "save": "states to save",
+    "export": "weights to export",
+}
 _GATHERED = frozenset({"aten::empty", "aten::new_empty"})  # where collectives put what they gather
 
 

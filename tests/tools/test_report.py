@@ -119,6 +119,26 @@ def test_folders_that_cannot_be_drawn_are_named(tmp_path: Path):
         read_run(empty)
 
 
+DAMAGE = [
+    b"",
+    b"{",
+    b"[1]",
+    b"\xff",
+    b'{"lines": 5, "command": 7, "state": ["x"], "step": {}, "fill_frac": "y"}',
+    b'{"lines": [5]}',
+]
+
+
+@pytest.mark.parametrize("name", ["packing.json", "lengths.json", "STATUS.json", "run.json"])
+@pytest.mark.parametrize("content", DAMAGE, ids=map(str, DAMAGE))
+def test_a_small_file_that_is_damaged_is_left_out(tmp_path: Path, name: str, content: bytes):
+    path = run_folder(tmp_path / "a")
+    (path / name).write_bytes(content)
+    assert "<h1>a</h1>" in page_of([read_run(path)])
+    assert len(RunFolder(path).next_commands("failed")) == (b"command" in content and name == "run.json")
+    assert RunFolder(path).read_status().get("step", 4) in (4, {})
+
+
 def test_a_page_that_cannot_be_drawn_warns_once(tmp_path: Path):
     said: list[tuple[str, str]] = []
     page = LiveReport(tmp_path, True, lambda topic, text: said.append((topic, text)))

@@ -17,7 +17,7 @@ from automodel_lite.training import memory
 from automodel_lite.training.dry_run import dry_run, planned_shape
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 from automodel_lite.training.parts import Parts, build_parts
-from automodel_lite.training.simulation import Simulation, simulate
+from automodel_lite.training.simulation import _MADE_IN, Simulation, simulate
 
 LLAMA = transformers.LlamaConfig(
     hidden_size=256,
@@ -62,6 +62,13 @@ def test_what_a_rank_of_many_holds_and_sends(ranks: int) -> None:
     gathered = 2 * (2 * PARAMETERS - 2 * EMBEDDING)
     assert sum(found.sent.values()) == pytest.approx((gathered + 4 * PARAMETERS) * (ranks - 1) / ranks, rel=1e-3)
     assert sum(found.at_peak.values()) == found.peak
+    assert {kind.partition(" [")[0] for kind in found.at_peak} <= {
+        "weights",
+        "optimizer states",
+        "gathered",
+        "logits",
+        *_MADE_IN.values(),
+    }
 
 
 def test_memory_falls_with_ranks_and_with_recomputation() -> None:

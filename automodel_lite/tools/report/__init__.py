@@ -79,17 +79,31 @@ def read_run(path: Path) -> RunRecord:
     rows = [row for row in map(_row, lines) if row]
     if not rows:
         raise ConfigError(f"{path} has logged no step yet.")
-    config = saved_config(folder.config)
+    config, facts = saved_config(folder.config), json_object(folder.facts)
+    lines = facts.get("lines")
     return RunRecord(
         path=path,
         name=str(config.get("name", folder.path.name)),
         config=config,
         rows=rows,
-        packing=json_object(folder.packing),
+        packing=_leaves(folder.packing),
         lengths=json_object(folder.lengths),
-        status=json_object(folder.status),
-        facts=json_object(folder.facts),
+        status=_leaves(folder.status),
+        facts={**facts, "lines": [line for line in lines if _is_line(line)] if isinstance(lines, list) else []},
     )
+
+
+def _leaves(path: Path) -> dict[str, Any]:
+    """The numbers and texts of a small file; one that is damaged, or another program's, may hold anything."""
+    found = json_object(path).items()
+    return {key: value for key, value in found if isinstance(value, str if key in _TEXTS else (int, float))}
+
+
+_TEXTS = ("state", "reason", "checkpoint", "strategy")
+
+
+def _is_line(line: Any) -> bool:
+    return isinstance(line, list) and len(line) == 2 and all(isinstance(text, str) for text in line)
 
 
 def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
@@ -204,7 +218,7 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
         facts.append(("MFU", f"{mfu:.1%}"))
     if (memory := record.last("memory_gib")) is not None:
         facts.append(("memory", f"{memory:.1f} GiB"))
-    if record.packing:
+    if "fill_frac" in record.packing:
         facts.append(("fill", f"{record.packing['fill_frac']:.1%}"))
     if (eta := record.last("eta_s")) is not None and record.status.get("state") == "running":
         facts.append(("left", _duration(eta)))
