@@ -117,8 +117,8 @@ def target_problem(path: object, allowed: Sequence[str]) -> str | None:
         return f"_target_={path}: not the dotted path of a function or class."
     if path in own_targets() or _is_below(path, (*PREFIXES, *allowed)):
         return None
-    if moved := [target for target in own_targets() if _is_moved(path, target)]:
-        return f"_target_={path} is the name of an older version: write {moved[0]}, or choose the option of its group."
+    if (target := moved_target(path)) != path:
+        return f"_target_={path} is the name of an older version: write {target}, or choose the option of its group."
     near = difflib.get_close_matches(path, own_targets(), n=1, cutoff=0.8)
     return (
         f"_target_={path} is not allowed{f'; did you mean {near[0]}?' if near else '.'} A configuration may only call "
@@ -239,9 +239,11 @@ def with_options(node: Any) -> Any:
     return {key: with_options(value) for key, value in node.items()} | defaults
 
 
-def _is_moved(path: str, target: str) -> bool:
-    """The same class or function of this package in another module."""
-    return path.startswith("automodel_lite.") and path.rpartition(".")[2] == target.rpartition(".")[2]
+def moved_target(path: str) -> str:
+    """The same class or function of this package where it is now, for a path of an older version."""
+    if path in own_targets() or not path.startswith("automodel_lite."):
+        return path
+    return next((target for target in own_targets() if target.rpartition(".")[2] == path.rpartition(".")[2]), path)
 
 
 def _is_below(path: str, prefixes: Sequence[str]) -> bool:

@@ -29,6 +29,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from automodel_lite.config.check import with_defaults
+from automodel_lite.config.components import moved_target
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
@@ -101,13 +103,17 @@ class RunFolder:
             return
         if not self.checkpoints.is_dir() or config.checkpoint.accept_changes:
             return
-        changes = list(changed_settings(saved_config(self.config), plain(config)))
-        if changes:
+        if changes := self._changes(config):
             raise ConfigError(
                 f"{self.path} was begun with other settings:\n"
                 + "\n".join(f"  {key}: was {_show(old)}, now {_show(new)}" for key, old, new in changes)
                 + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
             )
+
+    def _changes(self, config: Config) -> list[tuple[str, Any, Any]]:
+        """Settings that shape the numbers and differ; one that the run's version did not know yet had its default."""
+        saved: Any = OmegaConf.to_container(with_defaults(OmegaConf.create(saved_config(self.config))))
+        return list(changed_settings(saved, plain(config)))
 
     def open(self, config: Config, global_batch_size: int, slot_multiple: int) -> None:
         """Makes the folder and writes config.yaml, with what followed from the layout of ranks."""
@@ -199,7 +205,7 @@ class RunFolder:
         status = self.read_status()
         if status.get("state") != "finished" or not self.config.is_file():
             return None
-        if list(changed_settings(saved_config(self.config), plain(config))):
+        if self._changes(config):
             return None
         return (
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "
@@ -268,7 +274,17 @@ def saved_config(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({reason}): bring it back, for instance from the newest checkpoint's folder, or "
             "start a new run with name=... ."
         )
-    return {str(key): value for key, value in saved.items()}
+    return {str(key): _with_moved_targets(value) for key, value in saved.items()}
+
+
+def _with_moved_targets(node: Any) -> Any:
+    """The parts of a run that an older version began, under the names that they have now."""
+    if isinstance(node, list):
+        return [_with_moved_targets(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    found = {key: _with_moved_targets(value) for key, value in node.items()}
+    return found | ({"_target_": moved_target(found["_target_"])} if isinstance(found.get("_target_"), str) else {})
 
 
 def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -128,7 +128,13 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
             f"{folder.config} runs code of its model's repository: when you trust this run, say so with "
             "--trust-remote-code."
         )
-    return check_config(raw)
+    try:
+        return check_config(raw)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder.config} does not fit this version: take the version that the run was begun with, or mend the "
+            f"file:\n{error}"
+        ) from None
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.errors import ConfigError
-from tests.run.small_run import DROPOUT, losses, train, train_on
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.tools.merge import load_run_config
+from tests.run.small_run import DROPOUT, config_of, losses, train, train_on
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,27 @@ def test_changed_settings_are_refused_with_the_ways_out(tmp_path: Path) -> None:
     assert "checkpoint.accept_changes=true" in text
     assert train(tmp_path, "training.max_steps=4", "checkpoint.accept_changes=true")[0] == 0
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: Path) -> None:
+    """Its parts stood in other modules, and it did not know every setting of today."""
+    folder, config = RunFolder(tmp_path), config_of(tmp_path)
+    folder.open(config, global_batch_size=4, slot_multiple=1)
+    config = folder.with_saved_layout(config)
+    text = folder.config.read_text().replace("automodel_lite.training.schedules.", "automodel_lite.training.schedule.")
+    text = text.replace("  ema_decay: 0.0\n", "").replace("automodel_lite.data.toy_chat", "automodel_lite.datasets.toy")
+    assert text.count("training.schedule.") + text.count("datasets.toy") == 2
+    folder.config.write_text(text)
+    folder.check(config)
+    assert load_run_config(folder).dataset == config.dataset
+
+    folder.config.write_text(f"{text}strategy:\n  _target_: automodel_lite.distributed.FSDP\n")
+    with pytest.raises(
+        ConfigError, match=r"strategy: was .*FSDP.*, now null\nStart a new run with name=..., or continue"
+    ):
+        folder.check(config)
+    with pytest.raises(ConfigError, match=r"config.yaml does not fit this version: take the version that the run was"):
+        load_run_config(folder)
 
 
 def test_changed_data_is_refused(tmp_path: Path) -> None:
