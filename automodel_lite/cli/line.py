@@ -2,7 +2,7 @@
 
 The flags are Hydra's (https://hydra.cc/docs/advanced/hydra-command-line-flags) and the launcher's. In overrides nobody
 needs a `+`: a key that is not a group is set or added, and whether it exists is checked afterwards, for all keys at
-once. Values with letters beyond ASCII, which Hydra's grammar does not know, are quoted.
+once. Values with letters that Hydra's grammar does not know are quoted.
 """
 
 from __future__ import annotations
