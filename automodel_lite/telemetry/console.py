@@ -24,8 +24,8 @@ def quiet_libraries() -> None:
     disable_transformers_bar()
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft 0.21
-    # Under tensor parallelism the embedding answers with a view. torch warns of `x += y` on it: no family with a plan for
-    # tensor parallelism does that, and the gradients of its layouts are compared with those of one process.
+    # Under tensor parallelism the embedding answers with a view. torch warns of `x += y` on it; no family with such a
+    # plan does that, and the gradients of all layouts are compared with those of one process.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone, as meant
 

@@ -9,7 +9,7 @@ import pytest
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.tools.merge import load_run_config
+from automodel_lite.tools.trained import load_run_config
 from tests.run.small_run import DROPOUT, config_of, losses, train, train_on
 
 
