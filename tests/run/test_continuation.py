@@ -143,11 +143,13 @@ def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: 
     folder.open(config, global_batch_size=4, slot_multiple=1)
     config = folder.with_saved_layout(config)
     text = folder.config.read_text().replace("automodel_lite.training.schedules.", "automodel_lite.training.schedule.")
-    text = text.replace("  ema_decay: 0.0\n", "").replace("automodel_lite.data.toy_chat", "automodel_lite.datasets.toy")
-    assert text.count("training.schedule.") + text.count("datasets.toy") == 2
+    text = text.replace("  ema_decay: 0.0\n", "").replace(
+        "automodel_lite.training.optimizers.", "automodel_lite.training.optim."
+    )
+    assert text.count("training.schedule.") + text.count("training.optim.") == 2
     folder.config.write_text(text)
     folder.check(config)
-    assert load_run_config(folder).dataset == config.dataset
+    assert load_run_config(folder).optimizer == config.optimizer
 
     folder.config.write_text(f"{text}strategy:\n  _target_: automodel_lite.distributed.FSDP\n")
     with pytest.raises(

@@ -80,7 +80,7 @@ def read_run(path: Path) -> RunRecord:
     if not rows:
         raise ConfigError(f"{path} has logged no step yet.")
     config, facts = saved_config(folder.config), json_object(folder.facts)
-    lines = facts.get("lines")
+    printed = facts.get("lines")
     return RunRecord(
         path=path,
         name=str(config.get("name", folder.path.name)),
@@ -89,7 +89,7 @@ def read_run(path: Path) -> RunRecord:
         packing=_leaves(folder.packing),
         lengths=json_object(folder.lengths),
         status=_leaves(folder.status),
-        facts={**facts, "lines": [line for line in lines if _is_line(line)] if isinstance(lines, list) else []},
+        facts={**facts, "lines": [line for line in printed if _is_line(line)] if isinstance(printed, list) else []},
     )
 
 
