@@ -28,6 +28,11 @@ class RunStoppedError(RuntimeError):
     """A run that cannot go on, and why, in a sentence that needs no traceback."""
 
 
+def one_line(error: object, limit: int = 300) -> str:
+    """The message of an error that is quoted in a sentence; its type where it has no message."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` or nothing: the closest last part in the same group, then the closest group, then any
     group.

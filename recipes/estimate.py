@@ -25,9 +25,9 @@ ONE_OR_MORE = argument(int, Range(1, 10**8))
 def main(argv: list[str] | None = None) -> None:
     args, overrides = parser().parse_known_args(argv)
     config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
+    from automodel_lite.training.build import build_parts
     from automodel_lite.training.dry_run import try_model
     from automodel_lite.training.memory import Hardware, estimates
-    from automodel_lite.training.parts import build_parts
 
     parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
     try_model(parts.model)

@@ -9,7 +9,7 @@ all of dataset.path where there is none. `evaluation=exact_match` asks their que
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
-from automodel_lite.training.parts import Parts, build_parts
+from automodel_lite.training.build import Parts, build_parts
 
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.evaluate:main")
@@ -26,8 +26,8 @@ from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.prepare import PlannedPacks, check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
+from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, use_threads, world_size
-from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.progress import activity
 from automodel_lite.run.export import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries

@@ -29,15 +29,14 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import Cursor, DeviceFeed, ReadyStep
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
-from automodel_lite.errors import MISTAKE_EXIT, ConfigError, PeerError, RunStoppedError
+from automodel_lite.errors import MISTAKE_EXIT, ConfigError, PeerError, RunStoppedError, one_line
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.generate import load_generator
 from automodel_lite.models.source import runs_remote_code
-from automodel_lite.parallel.checks import check_ranks_read_alike
+from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_shard
 from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
 from automodel_lite.parallel.peers import Peers, flat, open_control, open_peers, together, versions
-from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import check_exportable, export
@@ -63,13 +62,12 @@ from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, su
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.tools.trained import push, write_card
-from automodel_lite.training.build import build_model
+from automodel_lite.training.build import build_model, build_parts
 from automodel_lite.training.dry_run import dry_run, try_settings
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import questions_of, sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients
-from automodel_lite.training.parts import build_parts
 from automodel_lite.training.schedules import move_to
 from automodel_lite.training.start_lines import (
     Line,
@@ -495,7 +493,7 @@ class TrainFinetuneRecipe:
             cure = f"make room in {self.folder.path}, and start the same command again: it goes on from there."
             if self.checkpointer.holds(self.num_steps):
                 cure = f"python recipes/export_hf.py {self.folder.path} exports it, and so does the same command again."
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise RunStoppedError(f"the export failed ({reason}): {self.newest_text()[:-1]}; {cure}") from error
 
     def close(self) -> None:

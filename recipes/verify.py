@@ -29,8 +29,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
+from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size
-from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -46,9 +46,8 @@ from automodel_lite.tools.verify import (
     table,
     take_gradients,
 )
-from automodel_lite.training.build import assemble, check_model, choose_attention, with_exchange
+from automodel_lite.training.build import assemble, build_parts, check_model, choose_attention, with_exchange
 from automodel_lite.training.dry_run import try_settings
-from automodel_lite.training.parts import build_parts
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""

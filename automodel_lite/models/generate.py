@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.interpreter import Deadline
 from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
 
@@ -121,7 +121,7 @@ class Generator:
                     messages, tools=tools, add_generation_prompt=True, return_dict=True
                 )
         except Exception as error:  # whatever a template does wrong
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = one_line(error)
             raise ConfigError(f"the chat template refuses the prompt ({reason}): --raw goes without it.") from error
 
     def _room_tokens(self, ids: Tensor) -> int:
@@ -185,5 +185,5 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
 
 
 def _cannot_load(folder: str, what: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = one_line(error)
     return ConfigError(f"{folder} cannot be loaded as a {what}: {reason}")

@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_lite.attention.documents import WithContext, WithinDocuments
@@ -149,6 +150,11 @@ def output_head(lm: nn.Module) -> Any:
     """
     models = (module for module in lm.modules() if isinstance(module, transformers.PreTrainedModel))
     return next(filter(None, (model.get_output_embeddings() for model in models)))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:

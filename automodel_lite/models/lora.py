@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021) and DoRA (Liu et al., 2024) through peft.
+"""LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) and QLoRA through peft.
 
 peft puts its layers into the Hugging Face model in place, so that the model keeps its class: attention kernels, the
 loss and sharding see the model that they know, with more and mostly frozen parameters.
@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -20,10 +21,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import BitsAndBytesConfig
 
+from automodel_lite.config.components import missing_package
 from automodel_lite.config.rules import Positive, Range
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.adapter import lora_targets
+from automodel_lite.models.layers import local
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import load_whole
 
@@ -78,7 +82,7 @@ class Lora:
             with _with_memory(model):
                 wrapped = peft.get_peft_model(model, config)
         except ValueError as error:
-            raise ConfigError(f"peft.target_modules={self.target_modules}: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"peft.target_modules={self.target_modules}: {one_line(error)}") from None
         self._check_saved_modules(model)
         _leave_casts_to_autocast(model)
         wrapped.peft_config["default"].base_model_name_or_path = _absolute(base)
@@ -100,6 +104,38 @@ class Lora:
         kind = "dora" if self.use_dora else "lora"
         where = ", ".join(sorted(names)) + whole
         return f"{kind} r {self.r}, alpha {self.alpha} on {where}: {trained / 1e6:,.2f} M trained"
+
+
+@dataclass(frozen=True)
+class QLora(Lora):
+    """The config node `peft`: QLoRA (Dettmers et al., 2023), LoRA on frozen weights in 4-bit NF4 through bitsandbytes,
+    which is slow on a CPU.
+    """
+
+    is_quantized: ClassVar[bool] = True
+    double_quant: bool = True  # quantize the scales too: 0.4 bits a weight less
+
+    def __post_init__(self) -> None:
+        if find_spec("bitsandbytes") is None:  # transformers imports it late
+            raise ConfigError(missing_package("peft=qlora", "bitsandbytes"))
+
+    def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
+        """Raises ConfigError under FSDP, which cannot cut 4-bit blocks."""
+        super().check(device, strategy, pretrained)
+        if strategy == "fsdp":
+            raise ConfigError(
+                "peft=qlora keeps the whole 4-bit model on each GPU and cannot be sharded: set mesh.strategy=ddp, or "
+                "use peft=lora."
+            )
+
+    def load_arguments(self, device: torch.device) -> dict[str, Any]:
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=self.double_quant,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        return {"quantization_config": quantization, "device_map": {"": device}}
 
 
 @dataclass(frozen=True)
@@ -168,7 +204,7 @@ def _take_from_base(layer: Any) -> None:
             setattr(copy.get_submodule(module), weight, nn.Parameter(original.detach().clone()))
         return
     for magnitude in layer.lora_magnitude_vector.values():
-        local, weight = (_local(x) for x in (magnitude.weight, layer.get_base_layer().weight))
+        local, weight = (local(x) for x in (magnitude.weight, layer.get_base_layer().weight))
         local.copy_(torch.linalg.norm(weight.float(), dim=1))
 
 
@@ -183,10 +219,6 @@ def _whole(layer: nn.Module) -> Iterator[None]:
         whole: Any = module._parameters[name]
         keep_part(shard, whole.detach())
         module._parameters[name] = shard
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import is_timm_available
@@ -26,8 +25,8 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
-from automodel_lite.errors import ConfigError, did_you_mean
-from automodel_lite.models.layers import freeze_towers
+from automodel_lite.errors import ConfigError, did_you_mean, one_line
+from automodel_lite.models.layers import freeze_towers, local
 
 if TYPE_CHECKING:
     from automodel_lite.models.sharded import Spread
@@ -314,7 +313,7 @@ def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
 def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
     """The sentence for settings that a model's own code refuses."""
     settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
-    text = f"{reason} is not known." if isinstance(reason, KeyError) else " ".join(str(reason).split())[:300]
+    text = f"{reason} is not known." if isinstance(reason, KeyError) else one_line(reason)
     return ConfigError(f"a model of these settings cannot work: {text or type(reason).__name__} ({settings})")
 
 
@@ -353,7 +352,7 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
 
 
 def _not_there(source: str, error: OSError) -> ConfigError:
-    reason = " ".join(str(error).split())[:300]
+    reason = one_line(error)
     return ConfigError(
         f"model.pretrained={source} cannot be loaded: {reason} Give a folder, or fetch the model where there is a "
         f"network: hf download {source}."
@@ -392,7 +391,7 @@ def _load(
             f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): fetch them again."
         ) from None
     except RuntimeError as error:  # shapes that do not fit
-        raise ConfigError(f"model.pretrained={source}: {' '.join(str(error).split())[:500]}") from None
+        raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
     missing = sorted(report["missing_keys"])
@@ -421,10 +420,10 @@ def check_finite(model: transformers.PreTrainedModel, source: str) -> None:
 
 def _is_finite(weight: Tensor) -> bool:
     """Of a sharded weight: this rank's part. Looks at the extremes, which takes no more memory."""
-    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
-    if not local.is_floating_point() or not local.numel():
+    here = local(weight)
+    if not here.is_floating_point() or not here.numel():
         return True
-    return all(bool(value.isfinite()) for value in local.detach().aminmax())
+    return all(bool(value.isfinite()) for value in here.detach().aminmax())
 
 
 def _dequantizing(quantization: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 
@@ -43,7 +43,7 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         if shape.ep > 1:
             apply_expert_parallelism(lm, experts["ep"], dense["tp"], ep_plan)
     except ValueError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}") from None
     if shape.ep > 1:
         _shard_experts(lm, ep_plan, experts[_replicated("efsdp", shape)], axes, policy)

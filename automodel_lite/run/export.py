@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import stream_of, tolerance_std
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
@@ -178,7 +178,7 @@ def check_exportable(lm: transformers.PreTrainedModel, tokenizer: PreTrainedToke
             lm.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         except (ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())[:400]
+            reason = one_line(error, 400)
             raise ConfigError(
                 f"checkpoint.export_hf=true: the export at the end would fail, {reason} Mend generation_config.json or "
                 "config.json of the model, or set checkpoint.export_hf=false."

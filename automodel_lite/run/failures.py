@@ -44,9 +44,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from automodel_lite.errors import ConfigError, DataError, RunStoppedError
+from automodel_lite.errors import ConfigError, DataError, RunStoppedError, one_line
+from automodel_lite.models.layers import local
 from automodel_lite.parallel.peers import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
@@ -61,8 +61,8 @@ def are_finite(parameters: Iterable[Tensor], ranks: Control) -> bool:
     bad = torch.zeros((), dtype=torch.bool)
     for parameter in parameters:
         if parameter.requires_grad:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            bad = bad.to(local.device) | ~torch.isfinite(local).all()
+            here = local(parameter)
+            bad = bad.to(here.device) | ~torch.isfinite(here).all()
     return not ranks.max([int(bad)])[0]
 
 
@@ -244,7 +244,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> str:
     """What was tried, what the memory held, and what to change (`memory`: see memory.out_of_memory_text)."""
-    text = " ".join(str(error).split())[:400]
+    text = one_line(error, 400)
     if cpu := _CPU_MEMORY.search(text):
         text = f"tried to allocate {int(cpu[1]) / 2**30:.2f} GiB."
     lines = [f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}"]
@@ -256,7 +256,7 @@ def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> s
 
 def _lost_worker(error: BaseException, rank: int, doing: str) -> str:
     return (
-        f"a data worker of rank {rank} on {socket.gethostname()} is gone, {doing}: {' '.join(str(error).split())} Most "
+        f"a data worker of rank {rank} on {socket.gethostname()} is gone, {doing}: {one_line(error)} Most "
         "often the host ran out of memory: lower dataloader.num_workers or dataloader.prefetch_factor. The same "
         "command goes on from the newest checkpoint."
     )
@@ -291,7 +291,7 @@ def _cause_of(folder: Path, rank: int, doing: str, error: Exception) -> str:
         time.sleep(0.2)
     return (
         f"{prefix}: another rank ended without a message (killed, out of memory, or its host is down), or did not "
-        f"answer within mesh.timeout_s: {' '.join(str(error).split())[:300]}"
+        f"answer within mesh.timeout_s: {one_line(error)}"
     )
 
 

@@ -33,7 +33,7 @@ from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import moved_target
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import write_atomically
 
@@ -266,7 +266,7 @@ def saved_config(path: Path) -> dict[str, Any]:
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        saved, reason = None, " ".join(str(error).split())[:200]
+        saved, reason = None, one_line(error, 200)
     else:
         reason = "it holds no settings"
     if not isinstance(saved, dict) or "name" not in saved:

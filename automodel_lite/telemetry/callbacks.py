@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from automodel_lite.config.components import build
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.folder import RunFolder, config_yaml_values
 
@@ -197,4 +197,4 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def _one_line(error: Exception) -> str:
-    return scrub(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
+    return scrub(f"{type(error).__name__}: {one_line(error)}")[:200]

@@ -11,6 +11,7 @@ from typing import Any
 import wandb
 
 from automodel_lite.config.rules import Positive
+from automodel_lite.errors import one_line
 from automodel_lite.redact import scrub_tree
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
@@ -100,7 +101,7 @@ def _start(arguments: dict[str, Any], is_online: bool) -> wandb.Run:
         try:
             return wandb.init(**arguments, mode="online")
         except (wandb.Error, OSError, TimeoutError) as error:
-            print(f"WARNING: wandb is offline: {' '.join(str(error).split())[:200]}", flush=True)
+            print(f"WARNING: wandb is offline: {one_line(error, 200)}", flush=True)
             wandb.teardown()
     return wandb.init(**arguments, mode="offline")
 

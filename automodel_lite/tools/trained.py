@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from omegaconf import OmegaConf
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +23,8 @@ from automodel_lite.config.components import build, build_with
 from automodel_lite.config.rules import looks_local
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.data.tokenizer import load_tokenizer
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
 from automodel_lite.redact import scrub
@@ -34,8 +33,7 @@ from automodel_lite.run.checkpoint_folder import broken_files, survey
 from automodel_lite.run.export import probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
 from automodel_lite.tools.report import facts_of, packing_of, read_run
-from automodel_lite.training.build import assemble
-from automodel_lite.training.parts import build_parts
+from automodel_lite.training.build import assemble, build_parts
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def _average(model: LossModel, checkpoints: Sequence[Path], is_adapter: bool) ->
             "or keep an average while training, training.ema_decay=0.999."
         )
     update = get_swa_multi_avg_fn()
-    weights = [_local(parameter.detach()) for parameter in model.parameters()]
+    weights = [local(parameter.detach()) for parameter in model.parameters()]
     means = [weight.clone() for weight in weights]
     for number, checkpoint in enumerate(checkpoints, start=1):
         check_unharmed(checkpoint)
@@ -106,10 +104,6 @@ def _average(model: LossModel, checkpoints: Sequence[Path], is_adapter: bool) ->
         update(means, weights, torch.tensor(number))
     for weight, mean in zip(weights, means):
         weight.copy_(mean)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:
@@ -297,7 +291,7 @@ def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Trained by automodel_lite: {run.name}")
         return str(address)
     except Exception as error:  # the hub's refusals, the network's errors, no token
-        reason = scrub(" ".join(str(error).split()))[:300] or type(error).__name__
+        reason = scrub(one_line(error))
         raise ConfigError(
             f"hub.push={repo}: {folder} is not uploaded ({reason}): log in with `hf auth login` or HF_TOKEN, see "
             f"that the network reaches the hub, then {cure}."

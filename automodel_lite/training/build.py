@@ -6,23 +6,28 @@ Recomputation and compilation of the decoder layers and of the fused loss are tr
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install, stream_of
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
 from automodel_lite.attention.spec import attention_spec, layer_shapes
-from automodel_lite.config.schema import TrainingConfig, launched, world_size
-from automodel_lite.errors import ConfigError
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig, launched, world_size
+from automodel_lite.data.prepare import build_packer
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
-from automodel_lite.models.adapter import Adapter, cast_frozen, cast_trained
+from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, cast_trained
 from automodel_lite.models.flops import StepFlops, model_size, step_flops
 from automodel_lite.models.layers import (
     check_layers,
@@ -32,12 +37,11 @@ from automodel_lite.models.layers import (
     recompute_layers,
     tile_layers,
 )
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, balance_of
-from automodel_lite.models.source import describe, embedding_rows
-from automodel_lite.parallel.checks import check_context_parallel, check_cp_settings
-from automodel_lite.parallel.exchange_costs import MEAN_TOKENS, Load, checkpointing_hint, choose_exchange
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
+from automodel_lite.models.source import CausalLM, describe, embedding_rows
+from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
+from automodel_lite.parallel.exchange import MEAN_TOKENS, Load, checkpointing_hint, choose_exchange
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import (
     ParallelModel,
     choose_precision,
@@ -46,10 +50,47 @@ from automodel_lite.parallel.sharding import (
 )
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.memory import MemoryEstimate, check_weights_fit, gpu_bytes, plan_memory
-from automodel_lite.training.parts import Parts
 
 PLANNED_HOST = 8
 """GPUs of a host in a world that is only planned."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the model is built from, and what its memory depends on.
+
+    attention  None takes the best kernel for the model and the device
+    peft       None trains the model itself
+    optimizer  makes the optimizer of a module
+    """
+
+    model: CausalLM
+    attention: AttentionKernel | None
+    peft: Peft | None
+    loss: Loss
+    optimizer: Callable[[nn.Module], Optimizer]
+    packed_sequence_size: int
+    mesh: MeshConfig
+    training: TrainingConfig
+
+    @property
+    def is_quantized(self) -> bool:
+        """Are the frozen weights held in 4 bits?"""
+        return self.peft is not None and self.peft.is_quantized
+
+
+def build_parts(config: Config) -> Parts:
+    """Raises ConfigError for what a part refuses, and for a package that is missing."""
+    return Parts(
+        model=build(config.model),
+        attention=build(config.attention) if config.attention else None,
+        peft=build(config.peft) if config.peft else None,
+        loss=build(config.loss),
+        optimizer=partial(build, config.optimizer),
+        packed_sequence_size=build_packer(config).packed_sequence_size,
+        mesh=config.mesh,
+        training=config.training,
+    )
 
 
 @dataclass(frozen=True)
@@ -316,7 +357,7 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
         undo()
         model.loss_model.loss = plain_loss
         recompute_layers(layers, *how)
-        return f"off: {' '.join(str(error).split())[:200]}"
+        return f"off: {one_line(error, 200)}"
     return f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
 
 

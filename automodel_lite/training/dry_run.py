@@ -26,17 +26,16 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import prepare_data
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.build import check_axes, choose_attention, with_exchange
+from automodel_lite.training.build import Parts, build_parts, check_axes, choose_attention, with_exchange
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
-from automodel_lite.training.parts import Parts, build_parts
 from automodel_lite.training.start_lines import axes_text, count, data_lines, packing_text, steps_text, warmup_steps
 
 
@@ -226,7 +225,7 @@ def try_optimizer(config: Config) -> None:
     except ConfigError:
         raise
     except Exception as error:  # the user's own class may raise anything
-        raise ConfigError(f"optimizer or lr_scheduler: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"optimizer or lr_scheduler: {one_line(error)}") from error
     if not isinstance(scheduler, LambdaLR):
         raise ConfigError(
             f"lr_scheduler gives a {type(scheduler).__name__}: a torch.optim.lr_scheduler.LambdaLR is needed, with "

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from automodel_lite.models.layers import local
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.training.optimizers import local
 
 NAME = "ema"
 

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,7 +33,9 @@ from automodel_lite.models.flops import ModelSize, chosen_experts, model_size, s
 from automodel_lite.models.layers import chosen_tile
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape
-from automodel_lite.training.parts import Parts
+
+if TYPE_CHECKING:
+    from automodel_lite.training.build import Parts
 
 _FP32 = 4  # bytes
 USABLE_FRAC = 0.9  # of a GPU's memory: the rest is the allocator's and the kernels'
@@ -67,8 +70,8 @@ class MemoryEstimate:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name.replace('_', ' ')} {_size(value)}" for name, value in asdict(self).items() if value)
-        return f"about {_size(self.total)} per rank: {parts}"
+        parts = ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for name, value in asdict(self).items() if value)
+        return f"about {gib(self.total)} per rank: {parts}"
 
 
 def estimate_memory(
@@ -183,8 +186,8 @@ def plan_memory(
     if available is None or summed.total <= USABLE_FRAC * available:
         return summed, ""
     return reduced, (
-        f"gradients are reduced after every micro-batch: with their unsharded sum of {_size(whole)} the run would need "
-        f"{_size(summed.total)} of {_size(available)} (mesh.reduce_every_micro_batch=auto)"
+        f"gradients are reduced after every micro-batch: with their unsharded sum of {gib(whole)} the run would need "
+        f"{gib(summed.total)} of {gib(available)} (mesh.reduce_every_micro_batch=auto)"
     )
 
 
@@ -213,8 +216,8 @@ def check_weights_fit(parts: Parts, shape: MeshShape, strategy: str, size: Model
         need *= launched("LOCAL_WORLD_SIZE", 1)
     if need > have:
         raise ConfigError(
-            f"the model has {size.parameters:,} parameters: its weights alone are {_size(need)} on each {where}, which "
-            f"has {_size(have)}: take a smaller model, or more processes to share it (mesh.dp_shard)."
+            f"the model has {size.parameters:,} parameters: its weights alone are {gib(need)} on each {where}, which "
+            f"has {gib(have)}: take a smaller model, or more processes to share it (mesh.dp_shard)."
         )
 
 
@@ -330,7 +333,8 @@ def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None) -> str:
     return "\n".join([*held, "Try, in this order:", *numbered])
 
 
-def _size(num_bytes: float) -> str:
+def gib(num_bytes: float) -> str:
+    """`11.2 GiB`, or `4.0 MiB` below half a GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
 
 

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zeropower_via_newtonschulz
 
 from automodel_lite.config.rules import Range
+from automodel_lite.models.layers import local
 from automodel_lite.models.sharded import keep_part
-from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, defaults, local, param_groups
+from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, defaults, param_groups
 
 
 def muon(

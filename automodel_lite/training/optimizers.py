@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from automodel_lite.config.rules import Length, OneOf, Positive, Range
 from automodel_lite.graphs import strict_graphs
+from automodel_lite.models.layers import local
 
 Rate = Annotated[float, Range(0)]
 Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], Length(2)]
@@ -95,11 +96,6 @@ class LocalAdamW(torch.optim.AdamW):
         for tensors in lists:
             tensors[:] = map(local, tensors)
         return has_complex
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def param_groups(model: nn.Module, weight_decay: float, left_out: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:

@@ -33,18 +33,25 @@ from automodel_lite.config.schema import global_batch_size_of, mesh_shape
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models import layers
 from automodel_lite.models.flops import chosen_experts
-from automodel_lite.models.layers import chosen_tile, decoder_layers, freeze_towers, recompute_layers, tile_layers
+from automodel_lite.models.layers import (
+    chosen_tile,
+    decoder_layers,
+    freeze_towers,
+    local,
+    recompute_layers,
+    tile_layers,
+)
 from automodel_lite.models.sharded import Spread, described_shards
 from automodel_lite.models.source import CausalLM, model_class
+from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
-from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, to_thd
-from automodel_lite.training.build import assemble, check_axes, with_exchange
+from automodel_lite.training.build import Parts, assemble, check_axes, with_exchange
+from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
-from automodel_lite.training.parts import Parts
 
 SIMULATED_HOST = torch.device("meta")
 DOCUMENT_TOKENS = 2048  # of each simulated document; boundaries do not change what is held
@@ -74,14 +81,14 @@ class Simulation:
         return next((size for size in GPUS_GB if self.peak + SLACK <= size * 10**9), None)
 
     def __str__(self) -> str:
-        peaks = ", ".join(f"{phase} {_size(value)}" for phase, value in self.peaks.items())
-        held = ", ".join(f"{kind} {_size(value)}" for kind, value in [*self.at_peak.items()][: 2 + _LARGEST])
-        axes = ", ".join(f"{axis} {_size(value)}" for axis, value in self.sent.items())
+        peaks = ", ".join(f"{phase} {gib(value)}" for phase, value in self.peaks.items())
+        held = ", ".join(f"{kind} {gib(value)}" for kind, value in [*self.at_peak.items()][: 2 + _LARGEST])
+        axes = ", ".join(f"{axis} {gib(value)}" for axis, value in self.sent.items())
         sent = f"over {axes}" if axes else "nothing"
         fits = f"GPUs of {self.smallest_gpu_gb} GB and more" if self.smallest_gpu_gb else "no GPU of today"
         return (
-            f"at most {_size(self.peak)} ({peaks}): weights {_size(self.weights)}, gradients {_size(self.gradients)}, "
-            f"optimizer {_size(self.optimizer)}\nmost is held by {held}\nsends {sent}\nfits {fits}"
+            f"at most {gib(self.peak)} ({peaks}): weights {gib(self.weights)}, gradients {gib(self.gradients)}, "
+            f"optimizer {gib(self.optimizer)}\nmost is held by {held}\nsends {sent}\nfits {fits}"
         )
 
 
@@ -399,9 +406,4 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _local_bytes(value: Tensor) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.numel() * local.element_size()
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+    return local(value).nbytes

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.context_parallel import attention_plan, cp_shard
 from automodel_lite.parallel.exchange import AllGatherKV, SelectRows, TransformerEngine, Ulysses
 from automodel_lite.parallel.ring import Ring
-from automodel_lite.parallel.shard import attention_plan, cp_shard
 from automodel_lite.parallel.zigzag import shard_indices
 from automodel_lite.thd import AttentionOptions
 from tests.attention.families import documents, stream

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.parallel.shard import cp_shard
+from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.zigzag import shard_indices
 from automodel_lite.thd import IGNORE_INDEX
 from tests.attention.families import DOCUMENT_LENGTHS, FAMILIES, build, documents, gradients, stream

@@ -15,12 +15,12 @@ from automodel_lite.attention.kernel import ReferenceAttention, require_blocks
 from automodel_lite.attention.spec import LayerShape, attention_spec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.checks import (
+from automodel_lite.parallel.context_parallel import (
     check_context_parallel,
     check_cp_settings,
     check_ranks_read_alike,
 )
-from automodel_lite.parallel.exchange_costs import Load, checkpointing_hint, choose_exchange
+from automodel_lite.parallel.exchange import Load, checkpointing_hint, choose_exchange
 from tests.attention.families import BASE, build, documents, stream
 from tests.ranks import run_ranks
 

@@ -14,9 +14,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel import exchange as exchanges
-from automodel_lite.parallel.exchange import check_heads_divide
-from automodel_lite.parallel.exchange_costs import Load, sent_bytes
-from automodel_lite.parallel.shard import attention_plan
+from automodel_lite.parallel.context_parallel import attention_plan
+from automodel_lite.parallel.exchange import Load, check_heads_divide, sent_bytes
 from automodel_lite.parallel.zigzag import shard_indices
 from automodel_lite.thd import AttentionOptions
 from tests.attention.families import documents, stream

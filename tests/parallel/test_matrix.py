@@ -21,9 +21,9 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.models.layers import decoder_layers, recompute_layers, tile_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
-from automodel_lite.parallel import shard as context_parallel
+from automodel_lite.parallel import context_parallel
+from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape
-from automodel_lite.parallel.shard import cp_shard
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
 from tests.attention.families import FAMILIES, build, documents, stream

@@ -15,8 +15,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
 from automodel_lite.run.export import export
 from automodel_lite.seed import seed_all
-from automodel_lite.training.build import assemble, build_model
-from automodel_lite.training.parts import build_parts
+from automodel_lite.training.build import assemble, build_model, build_parts
 from tests.attention.families import FAMILIES, VOCAB
 from tests.ranks import run_ranks
 from tests.recipes.runs import config_of

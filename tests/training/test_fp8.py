@@ -40,6 +40,6 @@ def test_sizes_that_fp8_cannot_multiply(
 def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))  # only its presence is asked for
     config = config_of(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
-    config.peft = {"_target_": "automodel_lite.models.qlora.QLora"}
+    config.peft = {"_target_": "automodel_lite.models.lora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
         check_sizes(config, 1)

@@ -17,6 +17,7 @@ from automodel_lite.models.flops import model_size
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.run.failures import recorded
 from automodel_lite.run.folder import RunFolder
+from automodel_lite.training.build import build_parts
 from automodel_lite.training.memory import (
     check_weights_fit,
     estimate_memory,
@@ -25,7 +26,6 @@ from automodel_lite.training.memory import (
     plan_memory,
     remedies,
 )
-from automodel_lite.training.parts import build_parts
 from recipes.train_ft import main
 from tests.recipes.runs import config_of
 

@@ -14,9 +14,9 @@ from automodel_lite.models.flops import model_size
 from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training import memory
+from automodel_lite.training.build import Parts, build_parts
 from automodel_lite.training.dry_run import dry_run, planned_shape
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
-from automodel_lite.training.parts import Parts, build_parts
 from automodel_lite.training.simulation import _MADE_IN, Simulation, simulate
 
 LLAMA = transformers.LlamaConfig(
