@@ -30,9 +30,9 @@ def test_options_are_what_the_signature_says(target: str) -> None:
         parameters = inspect.signature(locate(target)).parameters
     except ConfigError:
         pytest.skip("an optional package is missing")
-    assert {key: option.default for key, option in options_of(target).items()} == {
-        key: parameters[key].default for key in options_of(target)
-    }
+    for key, option in options_of(target).items():
+        default = parameters[key].default
+        assert option.default == (list(default) if isinstance(default, tuple) else default)  # YAML has lists alone
 
 
 def test_no_default_stands_twice() -> None:
