@@ -12,6 +12,7 @@ import pytest
 from automodel_lite.data import prepare
 from automodel_lite.data.prepare import check_sizes
 from automodel_lite.errors import ConfigError
+from automodel_lite.models import lora
 from tests.run.small_run import config_of
 
 
@@ -38,8 +39,18 @@ def test_sizes_that_fp8_cannot_multiply(
 
 
 def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))  # only its presence is asked for
+    package = ModuleType("bitsandbytes")  # only its presence is asked for
+    package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
     config = config_of(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
     config.peft = {"_target_": "automodel_lite.models.lora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
         check_sizes(config, 1)
+
+
+def test_qlora_without_its_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"peft=qlora needs the package bitsandbytes: pip install 'automodel-lite\[qlora\]'"
+    ):
+        lora.QLora()
