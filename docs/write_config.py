@@ -82,10 +82,12 @@ def _option(group: str, option: str) -> str:
 
 def _left_out(body: str) -> Iterator[str]:
     """`name: null   # configuration of a hub dataset`: options that stand in the signature alone."""
-    target = re.search(r"^_target_:\s*(\S+)", body, flags=re.MULTILINE)
-    for name, item in options_of(target[1] if target else "").items():
-        if not re.search(rf"^{name}:", body, flags=re.MULTILINE):
-            yield f"{f'{name}: {_yaml(item.default)}':<26} # {item.comment}"
+    target = re.search(r"^( *)_target_:\s*(\S+)", body, flags=re.MULTILINE)
+    if target is None:
+        return
+    for name, item in options_of(target[2]).items():
+        if not re.search(rf"^ *{name}:", body, flags=re.MULTILINE):
+            yield f"{f'{target[1]}{name}: {_yaml(item.default)}':<26} # {item.comment}"
 
 
 def _comment_and_body(path: Path) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -44,7 +44,6 @@ class Mixture:
             repeat of 2 takes every document twice, 0.5 takes half of them, drawn by `seed`.
         stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
             nothing is repeated), or until every one has (`all_exhausted`, small ones are repeated).
-        seed: draws the documents of partly taken datasets, and mixes the order.
 
     Every dataset has its own validation sets and its own counts. Documents that are not all taken are drawn anew in
     every epoch, from (seed, epoch) alone.
@@ -53,9 +52,14 @@ class Mixture:
         ConfigError: weights for some datasets only, or a number that cannot be.
     """
 
-    def __init__(self, parts: Mapping[str, Mapping[str, Any]], stop: Stop = "first_exhausted", seed: Seed = 0):
-        if stop not in ("first_exhausted", "all_exhausted"):
-            raise ConfigError(f"dataset.stop={stop} must be first_exhausted or all_exhausted.")
+    def __init__(
+        self,
+        parts: Mapping[str, Mapping[str, Any]],
+        stop: Stop = "first_exhausted",  # first_exhausted | all_exhausted: which set, taken whole, ends an epoch
+        seed: Seed = 0,  # draws the documents of partly taken datasets, and mixes the order
+    ):
+        if stop not in get_args(Stop):
+            raise ConfigError(f"dataset.stop={stop} must be {' or '.join(get_args(Stop))}.")
         self.parts = {name: _part(name, part) for name, part in parts.items()}
         if not self.parts:
             raise ConfigError("dataset.parts={} must name at least one dataset.")

@@ -78,18 +78,14 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """The config node `callbacks.early_stopping`: ends the run when a number has stopped falling.
-
-    metric     a key of metrics.jsonl; val_loss = the mean over the validation sets
-    patience   so many values in a row that are not below the best one by `min_delta` end the run
-    """
+    """The config node `callbacks.early_stopping`: ends the run when a number has stopped falling."""
 
     def __init__(
         self,
         run: RunInfo,
-        metric: str = "val_loss",
-        patience: Positive = 3,
-        min_delta: Annotated[float, Range(0)] = 0.0,
+        metric: str = "val_loss",  # a key of metrics.jsonl; val_loss = the mean over the validation sets
+        patience: Positive = 3,  # values in a row that are not below the best one
+        min_delta: Annotated[float, Range(0)] = 0.0,  # by how much a value must be lower to count
     ) -> None:
         self.run, self.metric, self.patience, self.min_delta = run, metric, patience, min_delta
         self.best, self.best_step, self.num_worse = math.inf, 0, 0

@@ -18,18 +18,14 @@ _MAX_PARAM_CHARS = 500  # of older servers
 
 
 class MlflowTracker(Callback):
-    """The config node `logger.mlflow`; the run id goes into the checkpoint and is resumed.
-
-    tracking_uri   a server's address or a folder; null = MLFLOW_TRACKING_URI, else a folder mlruns beside the run's
-    artifact       the exported model is logged too
-    """
+    """The config node `logger.mlflow`; the run id goes into the checkpoint and is resumed."""
 
     def __init__(
         self,
         run: RunInfo,
-        experiment: str = "automodel_lite",
-        tracking_uri: str | None = None,
-        artifact: bool = False,
+        experiment: str = "automodel_lite",  # made where there is none
+        tracking_uri: str | None = None,  # a server or a folder; null = MLFLOW_TRACKING_URI, else mlruns beside the run
+        artifact: bool = False,  # log the exported model too
     ) -> None:
         beside = f"file:{run.folder.parent / 'mlruns'}"
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", beside)

@@ -12,7 +12,11 @@ from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 class TensorboardTracker(Callback):
     """The config node `logger.tensorboard`. Steps that a continued run repeats replace the old ones."""
 
-    def __init__(self, run: RunInfo, flush_s: Positive = 30) -> None:
+    def __init__(
+        self,
+        run: RunInfo,
+        flush_s: Positive = 30,  # seconds between writes
+    ) -> None:
         purge_step = run.first_step + 1 if run.first_step else None
         self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=flush_s)
 

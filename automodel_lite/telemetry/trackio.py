@@ -13,12 +13,14 @@ from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 
 class TrackioTracker(Callback):
-    """The config node `logger.trackio`; a restart goes on in the run of the same name.
+    """The config node `logger.trackio`; a restart goes on in the run of the same name."""
 
-    space_id   a Hugging Face Space to write to; null = this machine
-    """
-
-    def __init__(self, run: RunInfo, project: str = "automodel_lite", space_id: str | None = None) -> None:
+    def __init__(
+        self,
+        run: RunInfo,
+        project: str = "automodel_lite",  # made where there is none
+        space_id: str | None = None,  # a Hugging Face Space to write to; null = this machine
+    ) -> None:
         resume = "allow" if run.state else "never"
         name = run.state.get("name", run.name)
         with redirect_stdout(StringIO()):  # eight lines of advice

@@ -24,21 +24,18 @@ class WandbTracker(Callback):
     The run id goes into the checkpoint and is resumed. Our step is an ordinary metric, and the axis of the others: a
     continued run logs steps again, which wandb's own step would drop. Code, git and command lines are not uploaded:
     the configuration is there, without its secrets.
-
-    artifact   upload the exported model as an artifact of the run
-    mode   online | offline | auto (online with a key in WANDB_API_KEY or ~/.netrc, and offline when that fails)
     """
 
     def __init__(
         self,
         run: RunInfo,
-        project: str = "automodel_lite",
-        entity: str | None = None,
-        group: str | None = None,
-        tags: list[str] | None = None,
-        mode: str = "auto",
-        timeout_s: Positive = 30,
-        artifact: bool = False,
+        project: str = "automodel_lite",  # made where there is none
+        entity: str | None = None,  # a user or a team; null = the account's default
+        group: str | None = None,  # runs of a group are shown together
+        tags: list[str] | None = None,  # labels of the run
+        mode: str = "auto",  # online | offline | auto (online with a key, offline when that fails)
+        timeout_s: Positive = 30,  # seconds for its start, and for its end
+        artifact: bool = False,  # upload the exported model as an artifact of the run
     ) -> None:
         mode = os.environ.get("WANDB_MODE", mode)
         is_online = mode == "online" or (mode == "auto" and _has_key())

@@ -137,10 +137,10 @@ class ExactMatch:
     metrics   name -> a further score of each answer, such as `F1`; the mean is logged as score/<name>
     """
 
-    num_questions: Count = 24
-    max_new_tokens: Positive = 64
-    num_shown: Count = 3
-    batch_size: Positive = 8
+    num_questions: Count = 24  # asked, the first ones
+    max_new_tokens: Positive = 64  # of an answer
+    num_shown: Count = 3  # answers printed
+    batch_size: Positive = 8  # questions answered at a time
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     def ask(self, generator: Generator, held_out: Iterable[Question]) -> Answers:
