@@ -15,15 +15,13 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
     run_recipe("recipes.evaluate:main")
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import PackSource
-from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.prepare import PlannedPacks, check_positions, check_sizes, prepare_data
+from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
 from automodel_lite.parallel.context_parallel import cp_shard
@@ -60,7 +58,7 @@ def main(config: Config) -> int:
 
 def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -> None:
     """The mean loss over the label tokens of each set; every rank calls it."""
-    sets = sets_of(data)
+    sets = data.held_out
     check_positions(data.longest, parts.model.config(data.tokenizer))
     with activity("loading the model"):
         built = build_model(parts, data.tokenizer, mesh)
@@ -73,15 +71,6 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
         perplexity = math.exp(min(loss, 700.0))
         documents = packs.plan.counts.packed_documents
         console.say("loss", f"{name}: {loss:.4f}, perplexity {perplexity:,.2f}, of {documents:,} documents")
-
-
-def sets_of(data: PackSource) -> Mapping[str, PackedDataset]:
-    """The validation sets, or all documents where there is none."""
-    if data.val_packs:
-        return data.val_packs
-    if isinstance(data, PlannedPacks):
-        return {"all": data.packs_of(0)}
-    raise ConfigError("a stream has no end to evaluate: set dataset.val_path, or dataset=files.")
 
 
 def of_folder(config: Config) -> Config:

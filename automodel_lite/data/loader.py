@@ -132,6 +132,10 @@ class PackSource(Protocol):
     def val_packs(self) -> Mapping[str, PackedDataset]: ...
 
     @property
+    def held_out(self) -> Mapping[str, PackedDataset]:
+        """The validation sets, or all documents where there is none; raises ConfigError for a stream without one."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What tokenizing did, a line per set."""
 

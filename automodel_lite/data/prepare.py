@@ -110,6 +110,10 @@ class PlannedPacks:
     seed: int  # of the order of packs
 
     @property
+    def held_out(self) -> dict[str, PackedDataset]:
+        return self.val_packs or {"all": self.packs_of(0)}
+
+    @property
     def notes(self) -> tuple[str, ...]:
         return self.tokens.notes
 

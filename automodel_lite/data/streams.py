@@ -277,6 +277,12 @@ class StreamedPacks:
         return self.tokens.job.tokenizer
 
     @property
+    def held_out(self) -> dict[str, PackedDataset]:
+        if not self.val_packs:
+            raise ConfigError("a stream has no end to evaluate: set dataset.val_path, or dataset=files.")
+        return self.val_packs
+
+    @property
     def _num_shards(self) -> int:
         return self.tokens.dataset.num_shards
 

@@ -60,7 +60,7 @@ def neat_pack_dataset(
     if max_packs is not None and max_packs < 1:
         raise ConfigError(f"max_packs={max_packs} must be at least 1: use None for all packs.")
     rows = flat_samples(split_of(dataset, split))
-    lengths = np.diff(rows.offsets)
+    lengths = rows.lengths
     long = lengths > pack_size
     if long.any() and not drop_long_samples:
         too_long = f"Sample is too long ({int(lengths[long][0])} > {pack_size})."
@@ -71,18 +71,8 @@ def neat_pack_dataset(
     if not len(kept):
         raise DataError("No samples remaining after filtering.")
     packs = greedy_knapsack(lengths[kept], pack_size)[:max_packs]
-    parts = [
-        _build_packed_sample(
-            [_sample(rows.input_ids, rows.labels, rows.offsets, kept[i]) for i in pack], pack_size, padding_idx
-        )
-        for pack in packs
-    ]
-    return datasets.Dataset.from_dict({name: [part[name].numpy() for part in parts] for name in parts[0]})
-
-
-def _sample(input_ids: np.ndarray, labels: np.ndarray, offsets: np.ndarray, i: int) -> dict[str, np.ndarray]:
-    tokens = slice(int(offsets[i]), int(offsets[i + 1]))
-    return {"input_ids": input_ids[tokens], "labels": labels[tokens]}
+    packed = [_build_packed_sample([rows[kept[i]] for i in pack], pack_size, padding_idx) for pack in packs]
+    return datasets.Dataset.from_dict({name: [row[name].numpy() for row in packed] for name in packed[0]})
 
 
 def _build_packed_sample(

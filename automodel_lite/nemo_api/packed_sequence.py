@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 from datasets.fingerprint import Hasher
 
-from automodel_lite.data.packing.packs import spread
+from automodel_lite.data.packing.packs import fill_slots
 from automodel_lite.data.packing.plan import next_fit
 from automodel_lite.data.token_rows import TokenRows, flatten
 from automodel_lite.errors import ConfigError, DataError
@@ -229,32 +229,22 @@ def _materialise_block(
 ) -> pa.Table:
     """The packs between the first and the last of `offsets`."""
     num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))
-    starts, lengths, slots = rows.offsets[:-1][documents], np.diff(rows.offsets)[documents], slots[documents]
+    starts, lengths, slots = rows.offsets[:-1][documents], rows.lengths[documents], slots[documents]
     offsets = offsets - offsets[0]
-    pack = np.repeat(np.arange(num_packs), np.diff(offsets))
-    ends = np.cumsum(slots)
-    used = np.concatenate([[0], ends])[offsets]
-    begins = ends - slots - used[pack] + pack * size
-    padded = slots.copy()
-    padded[offsets[1:] - 1] += size - np.diff(used)
+    used = np.diff(np.concatenate([[0], np.cumsum(slots)])[offsets])
+    slots = slots.copy()
+    slots[offsets[1:] - 1] += size - used  # all padding of a pack belongs to its last document
     tokens = slice(int(starts[0]), int(starts[0] + lengths.sum()))
-    position_ids = np.arange(num_packs * size, dtype=np.int32)
-    position_ids -= begins.astype(np.int32).repeat(padded)
-    real = position_ids < lengths.astype(np.int32).repeat(padded)
-    input_ids = spread(rows.input_ids[tokens], real, padding_idx, np.int32)
-    labels = spread(rows.labels[tokens], real, CROSS_ENTROPY_IGNORE_IDX, np.int32)
-    np.minimum(position_ids, size - 1, out=position_ids)
+    filled = fill_slots({name: rows.columns[name][tokens] for name in rows.columns}, lengths, slots, padding_idx)
+    filled["position_ids"] = np.minimum(filled["position_ids"], size - 1)
     by_pack = np.arange(num_packs + 1) * size
-    columns = {
-        "input_ids": (by_pack, input_ids),
-        "labels": (by_pack, labels),
-        "position_ids": (by_pack, position_ids),
-        "seq_lens": (offsets, lengths),
-        "seq_lens_padded": (offsets, padded),
-    }
-    return pa.table(
-        {name: pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values) for name, (ends, values) in columns.items()}
-    )
+    columns = {name: _lists(by_pack, values.astype(np.int32)) for name, values in filled.items()}
+    columns |= {"seq_lens": _lists(offsets, lengths), "seq_lens_padded": _lists(offsets, slots)}
+    return pa.table(columns)
+
+
+def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
 
 
 _held: MapStyle  # the dataset of a worker process

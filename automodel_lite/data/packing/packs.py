@@ -242,26 +242,34 @@ def lay_out_packs(
     spans = list(zip(starts.tolist(), (starts + lengths).tolist()))
     tokens = {name: _joined_spans(rows.columns[name], spans).astype(COLUMNS[name].batched) for name in rows.columns}
     num_packs = len(num_documents)
-    slots, num_segments, full = lengths, num_documents, len(tokens["input_ids"]) == num_packs * size
+    slots, num_segments = lengths, num_documents
     # Segments: each document in its slot, and where a pack is not full, padding at its tail.
-    if not full:
+    if len(tokens["input_ids"]) != num_packs * size:
         lengths, slots, num_segments = _padded(lengths, num_documents, size, slot_multiple)
-    # Positions count from the start of their slot, so a position is real when it is under the segment's length.
-    position_ids = np.arange(num_packs * size)
-    position_ids -= (slots.cumsum() - slots).repeat(slots)
-    if not full:
-        real = position_ids < lengths.repeat(slots)
-        padding = {name: column.padding for name, column in COLUMNS.items()} | {"input_ids": padding_idx}
-        tokens = {name: spread(values, real, padding[name], values.dtype) for name, values in tokens.items()}
+    columns = {name: x.reshape(num_packs, size) for name, x in fill_slots(tokens, lengths, slots, padding_idx).items()}
     # One row of segments per pack, filled up to the longest.
     segments = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
-    columns = {
-        **{name: values.reshape(num_packs, size) for name, values in tokens.items()},
-        "position_ids": position_ids.reshape(num_packs, size),
-        "seq_lens": spread(lengths, segments, SEQ_LENS_PADDING),
-        "seq_lens_padded": spread(slots, segments, SEQ_LENS_PADDING),
-    }
+    columns["seq_lens"] = _spread(lengths, segments, SEQ_LENS_PADDING, np.int64)
+    columns["seq_lens_padded"] = _spread(slots, segments, SEQ_LENS_PADDING, np.int64)
     return StackedPacks({name: torch.from_numpy(x) for name, x in columns.items()}, num_segments.tolist())
+
+
+def fill_slots(
+    tokens: Mapping[str, np.ndarray], lengths: np.ndarray, slots: np.ndarray, padding_idx: int
+) -> dict[str, np.ndarray]:
+    """Documents end to end, each padded to its slot: the columns of `tokens` and `position_ids`, [sum(slots)] each.
+
+    tokens   columns of the real tokens, [sum(lengths)] each; they keep their dtypes
+    lengths, slots  int64 [segments]; the very same array when every slot is full
+    """
+    # Positions count from the start of their slot, so a position is real when it is under the segment's length.
+    position_ids = np.arange(slots.sum())
+    position_ids -= (slots.cumsum() - slots).repeat(slots)
+    if lengths is not slots:
+        real = position_ids < lengths.repeat(slots)
+        padding = {name: column.padding for name, column in COLUMNS.items()} | {"input_ids": padding_idx}
+        tokens = {name: _spread(values, real, padding[name], values.dtype) for name, values in tokens.items()}
+    return {**tokens, "position_ids": position_ids}
 
 
 def _padded(
@@ -278,7 +286,7 @@ def _padded(
     return np.insert(lengths, behind, 0), np.insert(slots, behind, widths), num_documents + num_tails
 
 
-def spread(values: np.ndarray, places: np.ndarray, filler: float, dtype: Any = np.int64) -> np.ndarray:
+def _spread(values: np.ndarray, places: np.ndarray, filler: float, dtype: Any) -> np.ndarray:
     """The values, in order, where `places` is True; an array of its shape."""
     out = np.full(places.shape, filler, dtype)
     out[places] = values
