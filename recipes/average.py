@@ -44,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         paths = (survey(folder.checkpoints)[0] if folder.checkpoints.is_dir() else [])[: args.last]
     if len(paths) < (args.last or 2):
         raise ConfigError(
-            f"{args.run} has {len(paths)} checkpoints to average: train with checkpoint.keep_last=5, or keep an "
-            "average while training, training.ema_decay=0.999."
+            f"{args.run} has {len(paths)} complete checkpoints to average: train with checkpoint.keep_last=5, or keep "
+            "an average while training, training.ema_decay=0.999."
         )
     own = {"allow_targets": args.allow_targets, "trust_remote_code": args.trust_remote_code}
     trained = load_trained(args.run, paths[0].name, averaged_with=paths[1:], **own)

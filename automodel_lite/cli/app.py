@@ -92,7 +92,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
             print("autoload -Uz bashcompinit; bashcompinit")
         return job.start(["--shell-completion"])
     if not (line.is_help and line.preset is None):
-        check_preset(sources, line.preset)
+        check_preset(sources, line.preset, line.overrides)
     return job.start([*line.question, *(["--multirun"] if line.is_multirun else [])])
 
 

@@ -48,9 +48,18 @@ def as_typed(text: str) -> str:
 
 def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
     """Of a recipe that reads its own command line; its docstring is the head of `--help`."""
-    return argparse.ArgumentParser(
-        description=as_typed(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return _Parser(description=as_typed(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake is a sentence, without the usage."""
+
+    lists = "the arguments"  # what --help does
+
+    def error(self, message: str) -> NoReturn:
+        flag = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        near = did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
+        raise ConfigError(f"{message}{near.rstrip('?')} (--help lists {self.lists}).")
 
 
 _UNQUOTED = re.compile(r"[\w/\\+.$%*@?|: \t-]*", re.ASCII)
@@ -174,14 +183,10 @@ class Line:
     launch: dict[str, Any]  # nproc, nnodes, rdzv, rdzv_id, max_restarts, as far as they were given
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the settings, --hydra-help the flags).")
-
-
 def parser() -> argparse.ArgumentParser:
     """Of a recipe that is configured by Hydra."""
     found = _Parser(add_help=False, allow_abbrev=False)
+    found.lists = "the settings, --hydra-help the flags"
     found.add_argument("overrides", nargs="*")
     found.add_argument("--help", "-h", action="store_true")
     found.add_argument("--hydra-help", action="store_true")

@@ -125,11 +125,12 @@ def groups_of(sources: Sources) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in sorted(found.items())}
 
 
-def check_preset(sources: Sources, preset: str | None) -> str:
+def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] = ()) -> str:
     """Raises ConfigError: no preset named, or one that is nowhere."""
     known = presets_of(sources)
     if preset is None:
-        raise ConfigError(f"--config-name is missing: choose one of {', '.join(known)}.")
+        stray = [f"{text}: cannot be read as key=value: there is no `=`." for text in overrides if "=" not in text]
+        raise ConfigError("\n".join([*stray, f"--config-name is missing: choose one of {', '.join(known)}."]))
     if Path(preset).is_absolute() or preset.startswith("."):
         path = Path(preset)
         raise ConfigError(
@@ -211,6 +212,8 @@ def _mistakes_of(raw: DictConfig) -> list[str]:
 def unreadable(error: OverrideParseException) -> str:
     text = error.override.removeprefix("++")
     key, is_set, _ = text.partition("=")
+    if text.startswith("-"):
+        return f"{text}: unknown flag."
     if not is_set:
         return f"{text}: cannot be read as key=value: there is no `=`."
     if not _KEY.fullmatch(key):

@@ -133,9 +133,9 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
     """A complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on."""
-    found = survey(folder.checkpoints)[0] if folder.checkpoints.is_dir() else []
+    found, skipped = survey(folder.checkpoints) if folder.checkpoints.is_dir() else ([], [])
     if not found:
-        raise ConfigError(f"{folder.path} has no complete checkpoint.")
+        raise ConfigError("\n".join([f"{folder.path} has no complete checkpoint.", *skipped]))
     if name is None:
         return found[0]
     by_name = {path.name: path for path in found}

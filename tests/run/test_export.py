@@ -278,5 +278,5 @@ def test_checkpoints_are_averaged(tmp_path: Path):
             torch.testing.assert_close(weight, torch.stack([part[name] for part in parts]).mean(0), msg=name)
     with pytest.raises(ConfigError, match="averaged exists already"):
         average.main([str(run)])
-    with pytest.raises(ConfigError, match="has 3 checkpoints to average"):
+    with pytest.raises(ConfigError, match="has 3 complete checkpoints to average"):
         average.main([str(run), "--last", "4", "--to", str(tmp_path / "four")])
