@@ -2,7 +2,8 @@
 
     python recipes/prepare_data.py --config-name llama_packed packed_sequence.packed_sequence_size=512
 
-Takes the arguments of train_ft.py. Training does the same by itself where it is missing.
+Takes the arguments of train_ft.py. Training does the same by itself where it is missing. Many tasks, on any nodes,
+share the tokenising with tokenize.num_parts=16 and tokenize.part=0, 1, ... (launch/slurm_prepare.sbatch).
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.prepare_data:main")
 
+from dataclasses import replace
+
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import batch_shape
-from automodel_lite.data.prepare import prepare_data
+from automodel_lite.data.prepare import prepare_data, prepare_part
 
 
 def main(config: Config) -> int:
-    """Fills the cache and prints what is in it."""
+    """Fills the cache and prints what is in it; of many tasks, the last one to finish joins their parts."""
+    tokenize = config.tokenize
+    if tokenize.part is not None:
+        notes, missing = prepare_part(config)
+        print(f"part {tokenize.part} of {tokenize.num_parts}", *notes, sep="\n  ")
+        if missing:
+            print(f"still missing: part {', '.join(map(str, missing))}; the last task joins them")
+            return 0
+        config = replace(config, tokenize=replace(tokenize, part=None))
     data = prepare_data(config, batch_shape(config.training, dp_size=1))
     print(data.documents.description)
     for note in data.notes:

@@ -53,6 +53,12 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("AUTOMODEL_LITE_CACHE") or Path(base) / "automodel_lite")
 
 
+def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:
+    """Where `build_once` puts the entry."""
+    parts = {part: scrub(value) for part, value in key.items()}
+    return Path(cache_dir) / kind / f"{_file_name(scrub(name))}-{short_hash(json.dumps(parts, sort_keys=True))}"
+
+
 def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[[Path], None]) -> CacheEntry:
     """Returns the folder that `key` names; when it is missing or damaged, `build(temporary folder)` makes it.
 
@@ -65,14 +71,13 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
         DataError, ConfigError: what `build` raised, here or in the process that was waited for; a cache that cannot be
             written, or a damaged entry that cannot be replaced (names the folder to remove).
     """
-    parent = Path(cache_dir) / kind
+    folder = entry_folder(cache_dir, kind, name, key)
     name, key = scrub(name), {part: scrub(value) for part, value in key.items()}
-    folder = parent / f"{_file_name(name)}-{short_hash(json.dumps(key, sort_keys=True))}"
     if folder.is_dir() and damage_once(folder) is None:
         return CacheEntry(folder, True, "hit")
     has_folder = False
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         asked, has_folder = time.time(), True
         with FileLock(f"{folder}.lock"):
             return _build_alone(folder, name, key, build, asked)

@@ -22,6 +22,7 @@ from automodel_lite.config.rules import Count, OneOf, PathStr
 from automodel_lite.data.documents import Question
 from automodel_lite.data.token_rows import ID_DTYPE, Rows, WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.seed import BLOCK
 from automodel_lite.thd import IGNORE_INDEX
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -48,11 +49,15 @@ class MemmapRows(Rows):
         self.tokens = _map_tokens(path, dtype)
         _check_offsets(offsets, len(self.tokens), path.name)
         self._offsets = offsets
-        self._lengths = np.diff(offsets)
-        if bos_id is not None:
-            self._lengths = self._lengths + self._lacks(bos_id, offsets[:-1])
-        if eos_id is not None:
-            self._lengths = self._lengths + self._lacks(eos_id, offsets[1:] - 1)
+        self._lengths = np.empty(len(offsets) - 1, np.int32)
+        for start in range(0, len(self._lengths), BLOCK):
+            of_block = offsets[start : start + BLOCK + 1].astype(np.int64, copy=False)
+            lengths = np.diff(of_block)
+            if bos_id is not None:
+                lengths = lengths + self._lacks(bos_id, of_block, of_block[:-1])
+            if eos_id is not None:
+                lengths = lengths + self._lacks(eos_id, of_block, of_block[1:] - 1)
+            self._lengths[start : start + BLOCK] = lengths
 
     @property
     def lengths(self) -> np.ndarray:
@@ -75,9 +80,9 @@ class MemmapRows(Rows):
     def __reduce__(self) -> tuple:
         return MemmapRows, self._arguments
 
-    def _lacks(self, token: int, places: np.ndarray) -> np.ndarray:
+    def _lacks(self, token: int, offsets: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Which documents, empty ones left out, have another token at their place; looks into every document."""
-        filled = np.diff(self._offsets) > 0
+        filled = np.diff(offsets) > 0
         lacks = np.zeros(len(places), bool)
         lacks[filled] = self.tokens[places[filled]] != token
         return lacks
@@ -226,7 +231,7 @@ def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple
     offsets = path.with_suffix(".offsets.npy")
     if offsets.is_file():
         try:
-            return dtype, np.asarray(np.load(offsets))
+            return dtype, np.asarray(np.load(offsets, mmap_mode="r"))
         except Exception as error:  # NumPy's reader of a damaged header raises what its parser does
             raise DataError(f"{offsets.name}: is damaged ({error}): write it again.") from error
     if separator_id is None:
@@ -239,7 +244,8 @@ def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple
 def _check_offsets(offsets: np.ndarray, num_tokens: int, name: str) -> None:
     """Raises DataError unless documents lie one behind the other inside the file."""
     is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
-    if not is_flat or offsets[0] < 0 or offsets[-1] > num_tokens or (np.diff(offsets.astype(np.int64)) < 0).any():
+    blocks = (offsets[start : start + BLOCK + 1].astype(np.int64) for start in range(0, len(offsets), BLOCK))
+    if not is_flat or offsets[0] < 0 or offsets[-1] > num_tokens or any((np.diff(block) < 0).any() for block in blocks):
         raise DataError(f"{name}: its index is of another file: documents lie outside the {num_tokens:,} tokens.")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -36,7 +36,13 @@ from automodel_lite.data.loader import (
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport, deal, pack_costs, packing_report
 from automodel_lite.data.streams import StreamedPacks, TokenStream
-from automodel_lite.data.tokenize import Job, TokenizedData, tokenize_documents, tokenize_validation
+from automodel_lite.data.tokenize import (
+    Job,
+    TokenizedData,
+    tokenize_documents,
+    tokenize_part,
+    tokenize_validation,
+)
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import is_quantized
@@ -222,6 +228,21 @@ def prepare_data(config: Config, batches: BatchShape) -> PackSource:
     return _planned(config, documents, tokenizer, packer, batches)
 
 
+def prepare_part(config: Config) -> tuple[tuple[str, ...], list[int]]:
+    """Tokenizes one part of the documents, for `prepare_data` to join: notes, and the parts that are still missing."""
+    part, num_parts = config.tokenize.part, config.tokenize.num_parts
+    if part is None or part >= num_parts:
+        raise ConfigError(
+            f"tokenize.part={part} must be under tokenize.num_parts={num_parts}: tasks count from 0 (sbatch "
+            "--array=0-15 for 16)."
+        )
+    documents = build(config.dataset)
+    if isinstance(documents, StreamingDataset):
+        raise ConfigError(f"tokenize.part={config.tokenize.part}: a stream is tokenised while it is trained on.")
+    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
+    return tokenize_part(documents, Job(tokenizer, **asdict(config.tokenize)), config.cache_dir)
+
+
 def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
     """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
     batches = batch_shape(config.training, dp_size=1)
@@ -257,7 +278,7 @@ def _planned(
 def _stream(
     config: Config, stream: StreamingDataset, tokenizer: PreTrainedTokenizerFast, packer: Packer, batches: BatchShape
 ) -> StreamedPacks:
-    job = Job(tokenizer, **asdict(config.tokenize))
+    job = replace(Job(tokenizer, **asdict(config.tokenize)), num_parts=1)
     val, notes = tokenize_validation(stream, job, config.cache_dir)
     val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
     return StreamedPacks(TokenStream(stream, job), packer, val_packs, notes, batches, config.dataloader)

@@ -3,6 +3,7 @@
 input_ids   a b c d │ e f g │ …        int32 [total]
 labels      b c d _ │ f g _ │ …        int32 [total], the target of each position; _ = -100, no loss
 offsets     0         4       7 …      int64 [N + 1]
+lengths     4         3         …      int32 [N]
 
 What is wrong with a set is found before it is written: counted row by row, judged at its end.
 """
@@ -10,6 +11,7 @@ What is wrong with a set is found before it is written: counted row by row, judg
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from array import array
@@ -28,6 +30,7 @@ from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
+BLOCK_DOCUMENTS = 4096
 
 
 class Rows(ABC):
@@ -36,11 +39,11 @@ class Rows(ABC):
     @property
     @abstractmethod
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [N]."""
+        """Tokens of each document, int32 or int64 [N]."""
 
     @property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.lengths.sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -67,6 +70,7 @@ class TokenRows(Rows):
     offsets: np.ndarray
     folder: Path | None = None
     files: Sequence[WholeFile] = field(default=(), compare=False, repr=False)  # of what is mapped
+    mapped_lengths: np.ndarray | None = field(default=None, compare=False, repr=False)  # int32 [N], from the folder
 
     def __post_init__(self) -> None:
         sizes = {name: len(values) for name, values in self.columns.items()}
@@ -87,7 +91,7 @@ class TokenRows(Rows):
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
+        return np.diff(self.offsets) if self.mapped_lengths is None else self.mapped_lengths
 
     @property
     def num_tokens(self) -> int:
@@ -116,10 +120,10 @@ class TokenRows(Rows):
 
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
-    paths = {name: folder / f"{name}.npy" for name in (*COLUMNS, "offsets")}
+    paths = {name: folder / f"{name}.npy" for name in _stored()}
     arrays = {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
-    offsets = arrays.pop("offsets")
-    return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()])
+    offsets, lengths = arrays.pop("offsets"), arrays.pop("lengths")
+    return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths)
 
 
 class WholeFile(FileIO):
@@ -209,36 +213,54 @@ def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, offsets: np.nd
     return labels
 
 
+def _stored() -> dict[str, str]:
+    """The arrays of a folder and their dtypes."""
+    return {name: column.stored for name, column in COLUMNS.items()} | {"lengths": "int32", "offsets": "int64"}
+
+
 class RowsWriter:
-    """Appends chunks of documents to the arrays of a folder; `close` makes them whole."""
+    """Appends chunks of documents to the arrays of a folder; `close` makes them whole. Nothing is kept in memory."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._files = {name: _open_array(folder / f"{name}.npy", column.stored) for name, column in COLUMNS.items()}
-        self._lengths: list[np.ndarray] = []
+        self._dtypes = _stored()
+        self._files = {name: _open_array(folder / f"{name}.npy", dtype) for name, dtype in self._dtypes.items()}
         self._hashes = {name: hashlib.sha256() for name in self._files}
+        self._num_items = dict.fromkeys(self._dtypes, 0)
+        self._num_tokens = 0
+        self._write("offsets", np.zeros(1, np.int64))
 
     def append(self, columns: Mapping[str, np.ndarray], lengths: np.ndarray) -> None:
         """Adds documents that lie end to end in each of `columns` [sum(lengths)]."""
-        num_tokens = int(lengths.sum())
-        for name, file in self._files.items():
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        for name in COLUMNS:
             values = columns[name] if name in columns else _filled(name, num_tokens)
             assert len(values) == num_tokens
-            data = np.ascontiguousarray(values, COLUMNS[name].stored).data
-            file.write(data)
-            self._hashes[name].update(data)
-        self._lengths.append(np.asarray(lengths, np.int64))
+            self._write(name, values)
+        self._write("lengths", lengths)
+        self._write("offsets", self._num_tokens + np.cumsum(lengths, dtype=np.int64))
+        self._num_tokens += num_tokens
+
+    def append_rows(self, rows: TokenRows) -> None:
+        """Adds all documents of other rows, some at a time."""
+        for start in range(0, len(rows), BLOCK_DOCUMENTS):
+            stop = min(start + BLOCK_DOCUMENTS, len(rows))
+            part = slice(int(rows.offsets[start]), int(rows.offsets[stop]))
+            self.append({name: x[part] for name, x in rows.columns.items()}, rows.lengths[start:stop])
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        data = np.ascontiguousarray(values, self._dtypes[name]).data
+        self._files[name].write(data)
+        self._hashes[name].update(data)
+        self._num_items[name] += len(values)
 
     def close(self) -> None:
-        lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         for name, file in self._files.items():
-            _finish_array(file, int(offsets[-1]), COLUMNS[name].stored)
-        np.save(self._folder / "offsets.npy", offsets)
-        whole = hashlib.sha256(offsets.tobytes())
-        for digest in self._hashes.values():
-            whole.update(digest.digest())
+            _finish_array(file, self._num_items[name], self._dtypes[name])
+        whole = self._hashes["offsets"]
+        for name in COLUMNS:
+            whole.update(self._hashes[name].digest())
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 
 
@@ -264,6 +286,7 @@ def _finish_array(file: BufferedWriter, num_items: int, dtype: str) -> None:
 
 MAX_UNSTOPPED_FRAC = 0.01
 SHOWN_TOKENS = 300
+FINDINGS = "findings.json"
 
 
 @dataclass(frozen=True)
@@ -297,19 +320,50 @@ class RowCounts:
         return ", ".join(parts)
 
 
+Example = tuple[list[int], list[int]]
+"""input_ids and labels of the beginning of a row."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found in some documents: counts, and the first example of each fault. The sum is that of all of them."""
+
+    counts: RowCounts = RowCounts()
+    num_fully_trained: int = 0
+    num_unstopped: int = 0
+    first_row: Example | None = None
+    fully_masked: Example | None = None
+    unstopped: Example | None = None
+    first_error: str = ""
+
+    def __add__(self, other: Findings) -> Findings:
+        return Findings(
+            self.counts + other.counts,
+            self.num_fully_trained + other.num_fully_trained,
+            self.num_unstopped + other.num_unstopped,
+            self.first_row or other.first_row,
+            self.fully_masked or other.fully_masked,
+            self.unstopped or other.unstopped,
+            self.first_error or other.first_error,
+        )
+
+    def save(self, folder: Path) -> None:
+        (folder / FINDINGS).write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(folder: Path) -> Findings:
+        stored = json.loads((folder / FINDINGS).read_text())
+        return Findings(**stored | {"counts": RowCounts(**stored["counts"])})
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of some documents, end to end, those that train nothing left out; counts, and one example a fault."""
+    """Rows of some documents, end to end, those that train nothing left out."""
 
     input_ids: np.ndarray  # int32 [total]
     labels: np.ndarray  # int32 [total]
     lengths: np.ndarray  # int64 [N]
-    counts: RowCounts
-    num_fully_trained: int
-    num_unstopped: int
-    fully_masked: tuple[np.ndarray, np.ndarray] | None  # input_ids, labels
-    unstopped: tuple[np.ndarray, np.ndarray] | None
-    first_error: str
+    found: Findings
 
 
 def check_rows(
@@ -341,24 +395,23 @@ def check_rows(
         num_fully_masked=int((~kept & (lengths > 0)).sum()),
     )
 
-    def first(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    def first(rows: np.ndarray) -> Example | None:
         if not rows.any():
             return None
         row = int(np.flatnonzero(rows)[0])
         part = slice(offsets[row], min(offsets[row + 1], offsets[row] + SHOWN_TOKENS))
-        return input_ids[part].copy(), labels[part].copy()
+        return input_ids[part].tolist(), labels[part].tolist()
 
-    return Chunk(
-        input_ids=input_ids[kept_tokens],
-        labels=labels[kept_tokens],
-        lengths=lengths[kept],
+    found = Findings(
         counts=counts,
         num_fully_trained=int((kept & (num_labels == lengths - 1)).sum()),
         num_unstopped=int(unstopped.sum()),
+        first_row=first(kept),
         fully_masked=first(~kept & (lengths > 0)),
         unstopped=first(unstopped),
         first_error=first_error,
     )
+    return Chunk(input_ids[kept_tokens], labels[kept_tokens], lengths[kept], found)
 
 
 def _last_labels(labels: np.ndarray, has_label: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -369,79 +422,62 @@ def _last_labels(labels: np.ndarray, has_label: np.ndarray, offsets: np.ndarray)
     return labels[last_label_at[offsets[1:] - 1]]
 
 
-class Tally:
-    """Counts the chunks of a set and stops when too much of it cannot be trained on.
+@dataclass(frozen=True)
+class SetCheck:
+    """Stops when too much of a set cannot be trained on.
 
-    Args:
-        kind: of the documents, see `Documents`; text is meant to be trained on whole, and what ends given token ids
-            is their maker's choice.
-        max_bad_frac: of the documents may be bad, empty or fully masked.
+    kind          of the documents, see `Documents`; text is meant to be trained on whole, and what ends given token ids
+                  is their maker's choice
+    max_bad_frac  of the documents may be bad, empty or fully masked
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str, train_on: str, max_bad_frac: float):
-        self.counts = RowCounts()
-        self._tokenizer = tokenizer
-        self._kind = kind
-        self._train_on = train_on
-        self._max_bad_frac = max_bad_frac
-        self._num_fully_trained = self._num_unstopped = 0
-        self._fully_masked: tuple[np.ndarray, np.ndarray] | None = None
-        self._unstopped: tuple[np.ndarray, np.ndarray] | None = None
-        self._row: tuple[np.ndarray, np.ndarray] | None = None
-        self._first_error = ""
+    tokenizer: PreTrainedTokenizerBase
+    kind: str
+    train_on: str
+    max_bad_frac: float
 
-    def add(self, chunk: Chunk) -> None:
-        self.counts += chunk.counts
-        self._num_fully_trained += chunk.num_fully_trained
-        self._num_unstopped += chunk.num_unstopped
-        self._fully_masked = self._fully_masked or chunk.fully_masked
-        self._unstopped = self._unstopped or chunk.unstopped
-        self._first_error = self._first_error or chunk.first_error
-        if self._row is None and len(chunk.lengths):
-            shown = slice(0, min(int(chunk.lengths[0]), SHOWN_TOKENS))
-            self._row = chunk.input_ids[shown].copy(), chunk.labels[shown].copy()
-
-    def finish(self, name: str) -> None:
+    def check(self, name: str, found: Findings) -> None:
         """Judges the whole set `name`.
 
         Raises:
             DataError: too many unusable documents, no row, everything trained on, or no trained stop token.
         """
-        counts = self.counts
+        counts = found.counts
         if not counts.num_documents:
             raise DataError(f"{name}: there is no document in it.")
         unusable = counts.num_bad + counts.num_empty + counts.num_fully_masked
-        if counts.num_rows == 0 or unusable > self._max_bad_frac * counts.num_documents:
-            raise DataError(f"{name}: {self._unusable()}")
-        if self._num_fully_trained == counts.num_rows and self._kind != "text" and self._train_on != "all":
+        if counts.num_rows == 0 or unusable > self.max_bad_frac * counts.num_documents:
+            raise DataError(f"{name}: {self._unusable(found)}")
+        if found.num_fully_trained == counts.num_rows and self.kind != "text" and self.train_on != "all":
             raise DataError(
                 f"{name}: every token of all {counts.num_rows:,} rows is trained on, the questions too; "
-                f"train_on=all asks for that, train_on={self._train_on} does not. {self._shown(self._row)}"
+                f"train_on=all asks for that, train_on={self.train_on} does not. {self._shown(found.first_row)}"
             )
-        if self._kind != "tokens" and self._num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
+        if self.kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
             raise DataError(
-                f"{name}: {self._num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained stop token, so "
-                f"the model would not learn to stop: mend the chat template. {self._shown(self._unstopped)}"
+                f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained stop token, so "
+                f"the model would not learn to stop: mend the chat template. {self._shown(found.unstopped)}"
             )
 
-    def _unusable(self) -> str:
-        counts = self.counts
+    def _unusable(self, found: Findings) -> str:
+        counts = found.counts
         text = (
             f"{counts.num_documents:,} documents: {counts.num_bad:,} bad, {counts.num_empty:,} empty, "
-            f"{counts.num_fully_masked:,} with nothing trained on (train_on={self._train_on}); "
+            f"{counts.num_fully_masked:,} with nothing trained on (train_on={self.train_on}); "
         )
         text += (
-            f"max_bad_frac={self._max_bad_frac} allows {int(self._max_bad_frac * counts.num_documents):,}."
+            f"max_bad_frac={self.max_bad_frac} allows {int(self.max_bad_frac * counts.num_documents):,}."
             if counts.num_rows
             else "nothing is left to train on."
         )
-        if self._first_error:
-            text += f" First bad row: {self._first_error}"
-        return f"{text} {self._shown(self._fully_masked)}" if self._fully_masked else text
+        if found.first_error:
+            text += f" First bad row: {found.first_error}"
+        return f"{text} {self._shown(found.fully_masked)}" if found.fully_masked else text
 
-    def _shown(self, row: tuple[np.ndarray, np.ndarray] | None) -> str:
+    def _shown(self, row: Example | None) -> str:
         assert row is not None
-        return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(self._tokenizer, *row)!r}"
+        input_ids, labels = map(np.array, row)
+        return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(self.tokenizer, input_ids, labels)!r}"
 
 
 def mark_trained(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -21,7 +22,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.data.cache import CacheEntry, Key, build_once, default_cache_dir, short_hash
+from automodel_lite.data.cache import (
+    CacheEntry,
+    Key,
+    build_once,
+    default_cache_dir,
+    entry_folder,
+    find_damage,
+    short_hash,
+)
 from automodel_lite.data.documents import Document, DocumentRows, Documents
 from automodel_lite.data.encode import Encoder, Sample, SampleRenderer, TrainOn
 from automodel_lite.data.files import StreamingDataset
@@ -30,10 +39,11 @@ from automodel_lite.data.mixture import Mixture, prefixed
 from automodel_lite.data.token_rows import (
     CONTENT_HASH,
     Chunk,
+    Findings,
     RowCounts,
     Rows,
     RowsWriter,
-    Tally,
+    SetCheck,
     TokenRows,
     check_rows,
     load_rows,
@@ -57,6 +67,14 @@ class Job:
     on_bad_row: OnBadRow = "error"
     max_bad_frac: float = 0.05
     num_proc: int | None = None  # None: all cores for large sets
+    num_parts: int = 1  # tasks that share the work, each with one part of the documents of each set
+    part: int | None = None
+
+    def documents(self, rows: DocumentRows) -> range:
+        """Those of the part, or all."""
+        if self.part is None:
+            return range(len(rows))
+        return range(len(rows) * self.part // self.num_parts, len(rows) * (self.part + 1) // self.num_parts)
 
 
 def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
@@ -65,8 +83,9 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
     Small sets are tokenised here, where the tokenizer's own threads use all cores; large ones in processes of one
     thread each, which render chat templates (Python) on all cores too.
     """
-    ranges = [range(start, min(start + CHUNK_DOCUMENTS, len(rows))) for start in range(0, len(rows), CHUNK_DOCUMENTS)]
-    num_proc = job.num_proc or min(num_cores(), len(rows) // MIN_DOCUMENTS_PER_PROCESS)
+    all_wanted = job.documents(rows)
+    ranges = [all_wanted[start : start + CHUNK_DOCUMENTS] for start in range(0, len(all_wanted), CHUNK_DOCUMENTS)]
+    num_proc = job.num_proc or min(num_cores(), len(all_wanted) // MIN_DOCUMENTS_PER_PROCESS)
     if num_proc <= 1:
         yield from _chunks_in_threads(ChunkTokenizer(rows, job), ranges)
         return
@@ -208,7 +227,7 @@ def _chunk_in_process(wanted: range) -> Chunk:
     return _worker.chunk(wanted)
 
 
-RULES_VERSION = "3"  # of rendering and masking; raised when the same input gives other rows
+RULES_VERSION = "4"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
 @dataclass(frozen=True)
@@ -237,6 +256,8 @@ def tokenize_documents(
     on_bad_row: OnBadRow = "error",
     max_bad_frac: float = 0.05,
     num_proc: int | None = None,
+    num_parts: int = 1,
+    part: int | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedData:
     """Tokenises a dataset, or takes it from the cache; any number of processes may call it at once.
@@ -250,26 +271,47 @@ def tokenize_documents(
         on_bad_row: `skip` counts rows that cannot be read or rendered; `error` stops at the first.
         max_bad_frac: of the documents of a set may be bad, empty or without a trained token; 0..1.
         num_proc: processes; default all cores for large sets, and none for small ones.
+        num_parts: the parts that `tokenize_part` left are put together.
         cache_dir: default `$AUTOMODEL_LITE_CACHE`, else `~/.cache/automodel_lite`.
 
     Raises:
         DataError: a bad row (names file, line and column), or a set in which nothing, or everything, is trained on, or
             whose answers do not end on a trained stop token (shows one sample).
+        ConfigError: a part is missing (names its number).
     """
+    if part is not None:
+        raise ConfigError(f"tokenize.part={part} is for recipes/prepare_data.py alone: leave it out.")
     for name, value, kind in (("train_on", train_on, TrainOn), ("on_bad_row", on_bad_row, OnBadRow)):
         if value not in get_args(kind):
             raise ConfigError(f"{name}={value} must be one of {', '.join(get_args(kind))}.")
-    job = Job(tokenizer, train_on, dict(template_kwargs or {}), on_bad_row, max_bad_frac, num_proc)
+    job = Job(tokenizer, train_on, dict(template_kwargs or {}), on_bad_row, max_bad_frac, num_proc, num_parts)
     return _tokenize(documents, job, Path(cache_dir) if cache_dir is not None else default_cache_dir())
+
+
+def tokenize_part(
+    documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: str | Path | None = None
+) -> tuple[tuple[str, ...], list[int]]:
+    """Tokenises `job.part` of every set into the cache: notes to print, and the parts that are still missing.
+
+    Any number of tasks on any hosts may do so at once, and again: what is there is not made a second time.
+    """
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    sets = list(_sets_of(documents, job, root))
+    entries = {
+        f"{one.identity.partition('(')[0]} {one.name}": one.tokenized(job.part)
+        for one in sets
+        if not one.folder().is_dir()
+    }
+    missing = {part for one in sets for part in range(job.num_parts) if not one.folder(part).is_dir()}  # all are done
+    done = all(one.folder().is_dir() for one in sets)  # asked last: parts go when they are joined
+    return _notes(entries), [] if done else sorted(missing)
 
 
 def tokenize_in_memory(rows: DocumentRows, job: Job) -> TokenRows:
     """Token rows of a set that need no cache; checked as those of a file are."""
     chunks = list(tokenize_chunks(rows, job))
-    tally = Tally(job.tokenizer, "messages", job.train_on, job.max_bad_frac)
-    for chunk in chunks:
-        tally.add(chunk)
-    tally.finish("train")
+    check = SetCheck(job.tokenizer, "messages", job.train_on, job.max_bad_frac)
+    check.check("train", sum((chunk.found for chunk in chunks), Findings()))
     input_ids, labels, lengths = (
         np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("input_ids", "labels", "lengths")
     )
@@ -281,7 +323,10 @@ def tokenize_validation(
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     """The validation sets of a stream, which are tokenised beforehand as any others, and notes to print."""
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    entries = _tokenize_sets(f"{stream.identity} val", stream.kind, stream.val, job, root)
+    sets = {
+        name: _Set(name, f"{stream.identity} val", stream.kind, rows, job, root) for name, rows in stream.val.items()
+    }
+    entries = {name: one.tokenized() for name, one in sets.items()}
     return {name: load_rows(entry.folder) for name, entry in entries.items()}, _notes(entries)
 
 
@@ -291,8 +336,7 @@ def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir
         return _mixed(documents, parts)
     if isinstance(documents, MemmapCorpus):
         return _mapped(documents, len(job.tokenizer))
-    sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
-    entries = _tokenize_sets(documents.identity, documents.kind, sets, job, cache_dir)
+    entries = {one.name: one.tokenized() for one in _sets_of(documents, job, cache_dir)}
     return TokenizedData(
         train=load_rows(entries["train"].folder),
         val={name.removeprefix("val/"): load_rows(e.folder) for name, e in entries.items() if name != "train"},
@@ -302,19 +346,81 @@ def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir
     )
 
 
-def _tokenize_sets(
-    identity: str, kind: str, sets: Mapping[str, DocumentRows], job: Job, cache_dir: Path
-) -> dict[str, CacheEntry]:
-    return {
-        name: build_once(
-            cache_dir,
-            "tokens",
-            f"{identity.split('(')[0]}-{name}",
-            _key(identity, job) | {"set": name},
-            partial(_build, name=name, kind=kind, rows=rows, job=job),
-        )
-        for name, rows in sets.items()
-    }
+def _sets_of(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: Path) -> Iterator[_Set]:
+    """What is to be tokenised: the training documents and every validation set, of each dataset of a mixture."""
+    if isinstance(documents, Mixture):
+        for part in documents.parts.values():
+            yield from _sets_of(part.dataset, job, cache_dir)
+    elif not isinstance(documents, MemmapCorpus):
+        sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
+        for name, rows in sets.items():
+            yield _Set(name, documents.identity, documents.kind, rows, job, cache_dir)
+
+
+@dataclass(frozen=True)
+class _Set:
+    """One set of documents, tokenised whole or in parts: every part is an entry of the cache until all are joined."""
+
+    name: str
+    identity: str
+    kind: str
+    rows: DocumentRows
+    job: Job
+    cache_dir: Path
+
+    def folder(self, part: int | None = None) -> Path:
+        """Where the set, or a part of it, is or will be."""
+        return entry_folder(self.cache_dir, *self._entry(part))
+
+    def _entry(self, part: int | None) -> tuple[str, str, Key]:
+        name, key = f"{self.identity.split('(')[0]}-{self.name}", _key(self.identity, self.job) | {"set": self.name}
+        if part is None:
+            return "tokens", name, key
+        return "tokens", f"{name}-part", key | {"part": f"{part} of {self.job.num_parts}"}
+
+    def tokenized(self, part: int | None = None) -> CacheEntry:
+        """The entry of the set, or of a part of it; tokenises, or joins, what is not there."""
+        if part is not None or self.job.num_parts == 1:
+            return build_once(self.cache_dir, *self._entry(part), self._tokenize)
+        entry = build_once(self.cache_dir, *self._entry(None), self._join)
+        for joined in map(self.folder, range(self.job.num_parts)):
+            shutil.rmtree(joined, ignore_errors=True)
+        return entry
+
+    def _tokenize(self, folder: Path) -> None:
+        """Writes rows and findings; a part is judged where it is joined."""
+        writer, found = RowsWriter(folder), Findings()
+        with Progress(f"tokenizing {self.name}", len(self.job.documents(self.rows)), "documents") as progress:
+            for chunk in tokenize_chunks(self.rows, self.job):
+                progress.add(chunk.found.counts.num_documents)
+                writer.append({"input_ids": chunk.input_ids, "labels": chunk.labels}, chunk.lengths)
+                found += chunk.found
+        writer.close()
+        if self.job.part is None:
+            self._check(found)
+        found.save(folder)
+
+    def _join(self, folder: Path) -> None:
+        parts = list(map(self.folder, range(self.job.num_parts)))
+        missing = [str(number) for number, part in enumerate(parts) if find_damage(part) is not None]
+        if missing:
+            tasks = ",".join(missing)
+            raise ConfigError(
+                f"tokenize.num_parts={self.job.num_parts}: {self.name} lacks part {tasks} in cache_dir="
+                f"{self.cache_dir}: run this task of the array again (sbatch --array={tasks}), or "
+                f"recipes/prepare_data.py with tokenize.part={missing[0]}."
+            )
+        writer = RowsWriter(folder)
+        for part in parts:
+            writer.append_rows(load_rows(part))
+        writer.close()
+        found = sum(map(Findings.load, parts), Findings())
+        self._check(found)
+        found.save(folder)
+
+    def _check(self, found: Findings) -> None:
+        job = self.job
+        SetCheck(job.tokenizer, self.kind, job.train_on, job.max_bad_frac).check(self.name, found)
 
 
 def _notes(entries: Mapping[str, CacheEntry]) -> tuple[str, ...]:
@@ -369,18 +475,4 @@ def _key(identity: str, job: Job) -> Key:
 
 
 def _read_counts(entry: CacheEntry) -> RowCounts:
-    return RowCounts(**json.loads((entry.folder / "counts.json").read_text()))
-
-
-def _build(folder: Path, name: str, kind: str, rows: DocumentRows, job: Job) -> None:
-    """Writes the rows and counts of one set into `folder`."""
-    writer = RowsWriter(folder)
-    tally = Tally(job.tokenizer, kind, job.train_on, job.max_bad_frac)
-    with Progress(f"tokenizing {name}", len(rows), "documents") as progress:
-        for chunk in tokenize_chunks(rows, job):
-            progress.add(chunk.counts.num_documents)
-            writer.append({"input_ids": chunk.input_ids, "labels": chunk.labels}, chunk.lengths)
-            tally.add(chunk)
-    writer.close()
-    tally.finish(name)
-    (folder / "counts.json").write_text(json.dumps(asdict(tally.counts)))
+    return Findings.load(entry.folder).counts

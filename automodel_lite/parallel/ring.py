@@ -213,11 +213,15 @@ def _passed_around(rows: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int
 
 
 def _merge(out: Tensor, lse_TH: Tensor, rows: Tensor | None, of_visit: Tensor, lse_of_visit: Tensor) -> None:
-    """Adds a visit's share to `out` and `lse_TH`, in place."""
+    """Adds a visit's share to `out` and `lse_TH`, in place.
+
+    The two shares are x and 1 - x: taken from the rounded log-sum-exp of both, their sum is off by its rounding, which
+    adds up over the visits.
+    """
     old, old_lse = (out, lse_TH) if rows is None else (_rows(out, rows), _rows(lse_TH, rows))
+    share = (lse_of_visit - old_lse).sigmoid()[..., None]
+    old.mul_(1 - share).addcmul_(of_visit, share)
     new_lse = torch.logaddexp(old_lse, lse_of_visit)
-    old.mul_((old_lse - new_lse).exp()[..., None])
-    old.addcmul_(of_visit, (lse_of_visit - new_lse).exp()[..., None])
     if rows is None:
         lse_TH.copy_(new_lse)
     else:

@@ -128,8 +128,37 @@ def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     cluster.call("scancel", job)
 
 
+@pytest.mark.slow
+def test_an_array_tokenises_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
+    """Task 1 is lost at first: the others leave their parts, its second start joins all."""
+    arguments = ["--config-name", "smoke", "tokenize.num_parts=3", f"cache_dir={tmp_path}/parts"]
+    command = ["sbatch", "--parsable", f"--output={tmp_path}/job.log", "--time=10"]
+
+    def run(tasks: str) -> None:
+        done = subprocess.run(
+            [*command, f"--array={tasks}", "launch/slurm_prepare.sbatch", *arguments],
+            cwd=ROOT,
+            env=cluster.environment | {"PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        for task in tasks.split(","):
+            wait_for_state(cluster, f"{done.stdout.strip()}_{task}", tmp_path, "COMPLETED")
+
+    run("0,2")
+    assert "still missing: part 1" in (tmp_path / "job.log").read_text()
+    run("1")
+    whole = [sys.executable, "recipes/prepare_data.py", "--config-name", "smoke", f"cache_dir={tmp_path}/one"]
+    assert subprocess.run(whole, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    for name in ("parts", "one"):
+        assert len(list((tmp_path / name / "tokens").glob("*/key.json"))) == 2  # training and validation
+    for path in (tmp_path / "one" / "tokens").glob("*/*"):
+        assert (tmp_path / "parts" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes()
+
+
 def test_dry_run_prints_the_command_and_keeps_arguments_as_they_are() -> None:
-    for script in ("slurm.sbatch", "slurm_torchrun.sbatch", "local.sh"):
+    for script in ("slurm.sbatch", "slurm_torchrun.sbatch", "slurm_prepare.sbatch", "local.sh"):
         told = subprocess.run(
             ["bash", f"launch/{script}", "--config-name", "smoke", "dataset.path='a b'", "name=x$y"],
             cwd=ROOT,

@@ -28,7 +28,7 @@ from itertools import islice
 
 import numpy as np
 
-from automodel_lite.seed import longest_first, seeded_order
+from automodel_lite.seed import BLOCK, longest_first, seeded_order
 
 LOOKAHEAD = 256
 
@@ -146,7 +146,6 @@ class ExactFiller:
             del ids[at], lengths[at]
 
 
-ASSIGN_BLOCK = 1 << 20
 SEARCHED_DOCUMENTS = 40_000  # by subset-sum: 0.05 s, 0.9 s where exact fits are rare
 
 
@@ -173,6 +172,14 @@ class Placements:
 
     def filled(self) -> np.ndarray:
         return self.per_bin(self.length * self.copies)
+
+
+def histogram_of(slots: np.ndarray, size: int) -> np.ndarray:
+    """int64 [size + 1], slots of each length; in blocks, as bincount makes int64 of what it counts."""
+    counts = np.zeros(size + 1, np.int64)
+    for start in range(0, len(slots), BLOCK):
+        counts += np.bincount(slots[start : start + BLOCK], minlength=size + 1)
+    return counts
 
 
 def lower_bound(histogram: np.ndarray, size: int) -> int:
@@ -330,7 +337,7 @@ def _assign_small(
     start = 0
     while start < len(small):
         before = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + ASSIGN_BLOCK, side="right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK, side="right")))
         part = small[start:stop]
         which = np.repeat(part, amount[part])
         nth = np.arange(len(which)) - np.repeat(np.cumsum(amount[part]) - amount[part], amount[part])

@@ -14,14 +14,15 @@ wrapped      ceil(tokens / size), documents cut     the seeded epoch order
 none         one document per row                   the order of the dataset
 
 Strategies see slots: the lengths of documents rounded up to slot_multiple. Each is a pure function of
-(slots int64 [P] in 1..size, size, seed, epoch); its fields are its options.
+(slots int32 or int64 [P] in 1..size, size, seed, epoch); its fields are its options.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -29,9 +30,17 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from automodel_lite.config.rules import Positive
-from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller, assign, best_fit, fewest_bins, lower_bound
+from automodel_lite.data.packing.histogram import (
+    LOOKAHEAD,
+    ExactFiller,
+    assign,
+    best_fit,
+    fewest_bins,
+    histogram_of,
+    lower_bound,
+)
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.seed import seeded_order
+from automodel_lite.seed import BLOCK, seeded_order
 
 WORSE_THAN_BEST_FIT = 1.002  # above it exact_fill gives way to best_fit
 TRIAL_PACKS = 1024  # exact_fill is judged early, once it has made so many packs
@@ -41,7 +50,7 @@ MANY_DOCUMENTS = 100_000  # of which a long search takes longer than packing the
 
 @dataclass(frozen=True)
 class Packed:
-    """order: positions of the slots in pack order, int64 [P]; offsets int64 [packs + 1]; a note for the report."""
+    """order: positions of the slots in pack order, integers [P]; offsets int64 [packs + 1]; a note for the report."""
 
     order: np.ndarray
     offsets: np.ndarray
@@ -91,11 +100,11 @@ class ExactFill(_WholeDocuments):
             raise ConfigError(f"packed_sequence.strategy.lookahead={self.lookahead} must be at least 1.")
 
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        limit = int(best_fit(np.bincount(slots, minlength=size + 1), size).num_bins * WORSE_THAN_BEST_FIT)
+        limit = int(best_fit(histogram_of(slots, size), size).num_bins * WORSE_THAN_BEST_FIT)
         order = seeded_order(len(slots), seed, epoch)
         filled = self._fill(slots, order, size, limit)
         if filled.is_whole and filled.num_packs <= limit:
-            return Packed(order[filled.places], filled.offsets)
+            return Packed(filled.order, filled.offsets)
         packed = BestFit().pack(slots, size, seed, epoch)
         num_packs = len(packed.offsets) - 1
         why = "" if num_packs < filled.num_packs else "exact fits are rare and take long to find: "
@@ -114,8 +123,9 @@ class ExactFill(_WholeDocuments):
         )
         may_be_long = len(slots) >= MANY_DOCUMENTS
         total, filled = int(slots.sum()), 0
-        places: list[np.ndarray] = []
-        ends = [0]
+        id_dtype = np.int32 if len(slots) < 2**31 else np.int64
+        packed: list[np.ndarray] = []
+        ends = array("q", [0])
         recent: list[int] = []
         check = TRIAL_PACKS
         for pack in filler:
@@ -123,24 +133,24 @@ class ExactFill(_WholeDocuments):
             ends.append(ends[-1] + len(pack))
             if len(ends) <= check and len(recent) < block:
                 continue
-            places.append(np.array(recent, np.int64))
-            filled += int(slots[order[places[-1]]].sum())
+            packed.append(order[recent].astype(id_dtype))
+            filled += int(slots[packed[-1]].sum())
             recent = []
             if len(ends) > check:
                 projected = round(total / filled * (len(ends) - 1))
                 is_long = may_be_long and check > TRIAL_PACKS and filler.num_searched > LONG_SEARCH * ends[-1]
                 if projected > limit or is_long:
-                    return _Filled(np.concatenate(places), np.array(ends), projected, is_whole=False)
+                    return _Filled(np.concatenate(packed), np.array(ends), projected, is_whole=False)
                 check *= 2
-        places.append(np.array(recent, np.int64))
-        return _Filled(np.concatenate(places), np.array(ends), len(ends) - 1, is_whole=True)
+        packed.append(order[recent].astype(id_dtype))
+        return _Filled(np.concatenate(packed), np.array(ends), len(ends) - 1, is_whole=True)
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """Places in the epoch's order, pack by pack, and their offsets; unless whole, num_packs is a projection."""
+    """Documents pack by pack and their offsets; unless whole, num_packs is a projection."""
 
-    places: np.ndarray
+    order: np.ndarray
     offsets: np.ndarray
     num_packs: int
     is_whole: bool
@@ -156,7 +166,7 @@ class BestFit(_WholeDocuments):
     name = "best_fit"
 
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        placements = fewest_bins(np.bincount(slots, minlength=size + 1), size, seed)
+        placements = fewest_bins(histogram_of(slots, size), size, seed)
         return Packed(*assign(placements, slots, size, seed, epoch))
 
 
@@ -174,11 +184,13 @@ def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     """Offsets of packs in the order given, int64 [packs + 1]."""
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
-    # the document after the last one that fits a pack that begins with document i
-    following = (np.searchsorted(ends, ends[:-1] + size, side="right") - 1).tolist()
-    offsets = [0]
-    while offsets[-1] < len(following):
-        offsets.append(following[offsets[-1]])
+    offsets = array("q", [0])
+    for start in range(0, len(lengths), BLOCK):
+        block = ends[start : min(start + BLOCK, len(lengths))]
+        # the document after the last one that fits a pack that begins with document start + i
+        following = (np.searchsorted(ends, block + size, side="right") - 1).tolist()
+        while offsets[-1] < start + len(block):
+            offsets.append(following[offsets[-1] - start])
     return np.array(offsets, np.int64)
 
 
@@ -230,6 +242,7 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
 
 
 OVERLONG = ("drop", "truncate", "split", "error")
+Part = slice | np.ndarray
 PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
 
 
@@ -283,18 +296,21 @@ class PackPlan:
     def documents_per_pack(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def piece_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Real tokens of every entry of doc_ids, int64 [P]."""
-        if self.starts is None or self.stops is None:
-            return np.asarray(lengths)[self.doc_ids]
-        return self.stops - self.starts
+    def piece_lengths(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
+        """Real tokens of the entries of doc_ids, all or a part of them, int64."""
+        return _Pieces(self.doc_ids, self.starts, self.stops).lengths(lengths, part)
+
+    def slots(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
+        """The same, rounded up to slot_multiple."""
+        return -(-self.piece_lengths(lengths, part) // self.slot_multiple) * self.slot_multiple
 
     def fingerprint(self) -> str:
         """16 hex digits that are equal for equal plans: ranks compare it, a resumed run compares it."""
         digest = hashlib.sha256(f"{self.packed_sequence_size} {self.slot_multiple} {self.strategy}".encode())
-        for array in (self.doc_ids, self.offsets, self.starts, self.stops):
-            if array is not None:
-                digest.update(np.ascontiguousarray(array, "<i8").tobytes())
+        everything = (self.doc_ids, self.offsets, self.starts, self.stops)
+        for values in [x for x in everything if x is not None]:
+            for start in range(0, len(values), BLOCK):
+                digest.update(np.ascontiguousarray(values[start : start + BLOCK], "<i8").data)
         return digest.hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None:
@@ -337,7 +353,8 @@ def plan_packs(
 ) -> PackPlan:
     """Distributes documents over packs of at most `packed_sequence_size` tokens.
 
-    lengths: positive integers [N], tokens of each document. slot_multiple: every document takes a slot that is a
+    lengths: positive integers [N], tokens of each document; mapped ones of int32 are read where they are, and 12 bytes
+    per document are needed beside them. slot_multiple: every document takes a slot that is a
     multiple of it (2 * cp under context parallelism). overlong: what becomes of documents over the size, where the
     strategy does not cut documents anyway. max_packs: a random sample of the
     packs, each document with the same chance.
@@ -348,27 +365,29 @@ def plan_packs(
     strategy = strategy_of(strategy)
     lengths = _checked_lengths(lengths)
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
-    pool = (
-        _all_documents(lengths) if strategy.cuts_documents else _fit_overlong(lengths, packed_sequence_size, overlong)
-    )
-    slots = -(-pool.lengths // slot_multiple) if slot_multiple > 1 else pool.lengths
+    kept = "" if strategy.cuts_documents else overlong
+    pool, pool_lengths = _fit_overlong(lengths, packed_sequence_size, kept)
+    slots = -(-pool_lengths // slot_multiple) if slot_multiple > 1 else pool_lengths
     size = packed_sequence_size // slot_multiple
     packed = strategy.pack(slots, size, seed, epoch)
     if strategy.cuts_documents:
         pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
         bound = len(offsets) - 1
     else:
-        pieces, offsets = pool.taken(packed.order), packed.offsets
-        bound = len(offsets) - 1 if strategy.is_ragged else lower_bound(np.bincount(slots, minlength=size + 1), size)
+        pieces, offsets = pool.taken(packed.order) if pool else _Pieces(packed.order), packed.offsets
+        bound = len(offsets) - 1 if strategy.is_ragged else lower_bound(histogram_of(slots, size), size)
     num_packs_made = len(offsets) - 1
     if max_packs is not None and max_packs < num_packs_made:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
+    tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
+    for packs, part, begins in pack_blocks(offsets):
+        tokens_per_pack[packs] = np.add.reduceat(pieces.lengths(lengths, part), begins)
     return PackPlan(
-        doc_ids=pieces.doc_ids.astype(np.int32 if len(lengths) < 2**31 else np.int64, copy=False),
+        doc_ids=pieces.doc_ids.astype(_id_dtype(lengths), copy=False),
         offsets=offsets,
-        tokens_per_pack=np.add.reduceat(pieces.lengths, offsets[:-1], dtype=np.int64),
+        tokens_per_pack=tokens_per_pack,
         starts=pieces.starts,
-        stops=None if pieces.starts is None else pieces.starts + pieces.lengths,
+        stops=pieces.stops,
         packed_sequence_size=packed_sequence_size,
         slot_multiple=slot_multiple,
         strategy=strategy.name,
@@ -377,7 +396,7 @@ def plan_packs(
         epoch=epoch,
         num_packs_made=num_packs_made,
         lower_bound=bound,
-        counts=_count(lengths, pieces, packed_sequence_size, "" if strategy.cuts_documents else overlong),
+        counts=_count(lengths, pieces, int(tokens_per_pack.sum()), packed_sequence_size, kept),
         note=packed.note,
     )
 
@@ -389,21 +408,38 @@ def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
     return [widest] * whole + [rest] * (rest > 0)
 
 
+def pack_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]]:
+    """Neighbouring packs of about a million entries of doc_ids: these packs, these entries, where among them each pack
+    begins.
+    """
+    first = 0
+    while first < len(offsets) - 1:
+        last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + BLOCK, side="right")) - 1)
+        yield slice(first, last), slice(int(offsets[first]), int(offsets[last])), offsets[first:last] - offsets[first]
+        first = last
+
+
+def _id_dtype(lengths: np.ndarray) -> type[np.integer]:
+    return np.int32 if len(lengths) < 2**31 else np.int64
+
+
 @dataclass(frozen=True)
 class _Pieces:
-    """Documents or parts of them: doc_ids [P], lengths [P], starts [P] (None: all whole)."""
+    """Documents or parts of them: doc_ids [P], starts and stops [P] (None: all whole)."""
 
     doc_ids: np.ndarray
-    lengths: np.ndarray
-    starts: np.ndarray | None
+    starts: np.ndarray | None = None
+    stops: np.ndarray | None = None
+
+    def lengths(self, of_documents: np.ndarray, part: Part = slice(None)) -> np.ndarray:
+        """int64, of all or of a part."""
+        if self.starts is None or self.stops is None:
+            return np.asarray(of_documents)[self.doc_ids[part]].astype(np.int64, copy=False)
+        return self.stops[part] - self.starts[part]
 
     def taken(self, order: np.ndarray) -> _Pieces:
-        starts = None if self.starts is None else self.starts[order]
-        return _Pieces(self.doc_ids[order], self.lengths[order], starts)
-
-
-def _all_documents(lengths: np.ndarray) -> _Pieces:
-    return _Pieces(np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64), lengths, None)
+        whole = self.starts is None or self.stops is None
+        return _Pieces(self.doc_ids[order]) if whole else _Pieces(*(x[order] for x in vars(self).values()))
 
 
 def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int) -> tuple[_Pieces, np.ndarray]:
@@ -419,16 +455,15 @@ def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multipl
     # The last slot of a document may not be full.
     piece_lengths = np.minimum((stops - starts) * slot_multiple, lengths[doc_ids] - piece_starts)
     offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
-    return _Pieces(doc_ids, piece_lengths, piece_starts), offsets
+    return _Pieces(doc_ids, piece_starts, piece_starts + piece_lengths), offsets
 
 
-def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> _Pieces:
-    """The documents, or what `overlong` leaves of them, none over `size` tokens."""
+def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> tuple[_Pieces | None, np.ndarray]:
+    """What `overlong` leaves of the documents, none over `size` tokens, and the lengths of it; None: all of them."""
+    if not overlong or lengths.max() <= size:
+        return None, lengths
     long = lengths > size
-    pool = _all_documents(lengths)
-    everything = pool.doc_ids
-    if not long.any():
-        return pool
+    everything = np.arange(len(lengths), dtype=_id_dtype(lengths))
     if overlong == "error":
         worst = int(lengths.argmax())
         raise DataError(
@@ -437,20 +472,22 @@ def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> _Pieces:
             "truncate or split."
         )
     if overlong == "truncate":
-        return _Pieces(everything, np.minimum(lengths, size), np.zeros(len(lengths), np.int64))
+        stops = np.minimum(lengths, size, dtype=np.int64)
+        return _Pieces(everything, np.zeros(len(lengths), np.int64), stops), stops
     if overlong == "split":
         num_pieces = -(-lengths // size)
         doc_ids = np.repeat(everything, num_pieces)
         nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
         starts = nth * size
-        return _Pieces(doc_ids, np.minimum(lengths[doc_ids] - starts, size), starts)
+        pieces = _Pieces(doc_ids, starts, np.minimum(starts + size, lengths[doc_ids]))
+        return pieces, pieces.lengths(lengths)
     if long.all():
         raise DataError(
             f"all {len(lengths)} documents are over packed_sequence.packed_sequence_size={size} (the shortest has "
             f"{int(lengths.min())} tokens) and would be dropped: raise it, or set packed_sequence.overlong to truncate "
             "or split."
         )
-    return _Pieces(everything[~long], lengths[~long], None)
+    return _Pieces(everything[~long]), lengths[~long]
 
 
 def _sample(pieces: _Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[_Pieces, np.ndarray]:
@@ -462,14 +499,12 @@ def _sample(pieces: _Pieces, offsets: np.ndarray, max_packs: int, seed: int, epo
     return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
 
 
-def _count(lengths: np.ndarray, pieces: _Pieces, size: int, overlong: str) -> PlanCounts:
-    long = lengths > size
+def _count(lengths: np.ndarray, pieces: _Pieces, packed_tokens: int, size: int, overlong: str) -> PlanCounts:
+    long = lengths[lengths > size]
     tokens = int(lengths.sum())
-    dropped = long if overlong == "drop" else np.zeros_like(long)
-    truncated = long if overlong == "truncate" else np.zeros_like(long)
-    cut_tokens = int((lengths[truncated] - size).sum())
-    num_dropped, dropped_tokens = int(dropped.sum()), int(lengths[dropped].sum())
-    packed_tokens = int(pieces.lengths.sum())
+    dropped, truncated = (long if overlong == name else long[:0] for name in ("drop", "truncate"))
+    cut_tokens = int((truncated - size).sum())
+    num_dropped, dropped_tokens = len(dropped), int(dropped.sum())
     if pieces.starts is None:
         packed_documents, split = len(pieces.doc_ids), 0
     else:
@@ -482,7 +517,7 @@ def _count(lengths: np.ndarray, pieces: _Pieces, size: int, overlong: str) -> Pl
         packed_tokens=packed_tokens,
         dropped_documents=num_dropped,
         dropped_tokens=dropped_tokens,
-        truncated_documents=int(truncated.sum()),
+        truncated_documents=len(truncated),
         cut_tokens=cut_tokens,
         split_documents=split,
         pieces=len(pieces.doc_ids),
@@ -519,4 +554,4 @@ def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         raise DataError(
             f"lengths[{shortest}]={int(array[shortest])} must be at least 1 token: leave empty documents out."
         )
-    return array.astype(np.int64, copy=False)
+    return array if array.dtype == np.int32 else array.astype(np.int64, copy=False)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_lite.data.packing.plan import PackPlan, padding_segments
+from automodel_lite.data.packing.plan import PackPlan, pack_blocks, padding_segments
 from automodel_lite.models.flops import CostModel
-from automodel_lite.seed import seeded_order
+from automodel_lite.seed import BLOCK, seeded_order
 
 BALANCES = ("none", "step", "window")
 WINDOW_STEPS = 32
@@ -31,9 +31,11 @@ WINDOW_STEPS = 32
 def pack_costs(plan: PackPlan, lengths: np.ndarray, model: CostModel) -> np.ndarray:
     """Work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot."""
     multiple = plan.slot_multiple
-    slots = -(-plan.piece_lengths(np.asarray(lengths)) // multiple) * multiple
-    attention = np.add.reduceat(model.pairs(slots), plan.offsets[:-1])
-    used = np.add.reduceat(slots, plan.offsets[:-1])
+    attention, used = np.empty(len(plan), np.float64), np.empty(len(plan), np.int64)
+    for packs, part, begins in pack_blocks(plan.offsets):
+        slots = plan.slots(lengths, part)
+        attention[packs] = np.add.reduceat(model.pairs(slots), begins)
+        used[packs] = np.add.reduceat(slots, begins)
     if plan.ragged:
         return model.per_token * used + model.per_pair * attention
     tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
@@ -258,10 +260,10 @@ def packing_report(
 ) -> PackingReport:
     """The report of a plan made from `lengths`; with a cost model and several ranks also its balance in one epoch."""
     lengths = np.asarray(lengths)
-    slots = -(-plan.piece_lengths(lengths) // plan.slot_multiple) * plan.slot_multiple
     counts = plan.counts
-    batch = micro_batch_size if plan.ragged else max(1, round(len(slots) / len(plan)))
-    padded = _padded_positions(plan, slots, batch)
+    slot_tokens = sum(int(plan.slots(lengths, part).sum()) for _, part, _ in pack_blocks(plan.offsets))
+    batch = micro_batch_size if plan.ragged else max(1, round(counts.pieces / len(plan)))
+    padded = _padded_positions(plan, lengths, batch)
     positions = padded if plan.ragged else len(plan) * plan.packed_sequence_size
     before, after = None, None
     if cost_model is not None and ranks > 1:
@@ -283,8 +285,8 @@ def packing_report(
         packs_before_max_packs=plan.num_packs_made,
         lower_bound_packs=plan.lower_bound,
         fill_frac=counts.packed_tokens / positions,
-        slot_padding_tokens=int(slots.sum()) - counts.packed_tokens,
-        tail_padding_tokens=positions - int(slots.sum()),
+        slot_padding_tokens=slot_tokens - counts.packed_tokens,
+        tail_padding_tokens=positions - slot_tokens,
         padded_fill_frac=counts.packed_tokens / padded,
         speedup_over_padding=padded / positions,
         documents_per_pack_mean=counts.pieces / len(plan),
@@ -307,12 +309,15 @@ def packing_report(
     )
 
 
-def _padded_positions(plan: PackPlan, slots: np.ndarray, batch: int) -> int:
+def _padded_positions(plan: PackPlan, lengths: np.ndarray, batch: int) -> int:
     """Positions of the plan's documents in a seeded order, `batch` at a time padded to the longest."""
-    slots = slots[seeded_order(len(slots), plan.seed, plan.epoch)]
-    starts = np.arange(0, len(slots), batch)
-    sizes = np.diff(np.append(starts, len(slots)))
-    return int((np.maximum.reduceat(slots, starts) * sizes).sum())
+    order = seeded_order(len(plan.doc_ids), plan.seed, plan.epoch)
+    block, positions = -(-BLOCK // batch) * batch, 0
+    for first in range(0, len(order), block):
+        slots = plan.slots(lengths, order[first : first + block])
+        starts = np.arange(0, len(slots), batch)
+        positions += int((np.maximum.reduceat(slots, starts) * np.diff(starts, append=len(slots))).sum())
+    return positions
 
 
 def _percent(frac: float) -> str:

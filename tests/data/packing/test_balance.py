@@ -71,7 +71,7 @@ def test_steps_and_windows_keep_their_packs(costs, ranks, micro_steps, micro_bat
     order = deal(costs, balance, **layout, seed=3)
     assert sorted(order.tolist()) == list(range(len(costs)))
     step = ranks * micro_steps * micro_batch_size
-    kept = {"none": 1, "step": step, "window": 16 * step}[balance]
+    kept = {"none": 1, "step": step, "window": 32 * step}[balance]
     for start in range(0, len(costs) // kept * kept, kept):
         assert sorted(order[start : start + kept].tolist()) == list(range(start, start + kept))
     whole = len(costs) // step * step

@@ -184,7 +184,7 @@ def test_every_token_is_in_one_pack_with_its_label(strategy: str, rows, seed: in
 
 def test_reads_memory_maps_and_indexes_like_a_list(tmp_path) -> None:
     flat = flatten(TWO)
-    for name in ("input_ids", "labels", "offsets"):
+    for name in ("input_ids", "labels", "lengths", "offsets"):
         np.save(tmp_path / f"{name}.npy", getattr(flat, name).astype(np.int32 if name != "offsets" else np.int64))
     mapped = load_rows(tmp_path)
     packs = PackedDataset(mapped, plan_packs([3, 5], 8))
