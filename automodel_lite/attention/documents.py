@@ -3,13 +3,13 @@
 `ThdBatch.model_inputs` gives them to the model's forward as keyword arguments, and every family passes those on to its
 decoder layers, Mamba excepted. Some layers drop them (Nemotron, StableLM), some mixers hand them to kernels that take
 other names. So the model holds them while it runs, and so does each decoder layer, once more when it is recomputed, and
-in whichever thread that happens. A compiled layer is compiled without them: a graph that saw the boundaries of one pack
-would be made again for the next.
+in whichever thread that happens. A compiled layer does not see them: a graph that contained the boundaries of one pack
+would be compiled again for the next.
 
 Any other causal mixer (state spaces, delta rules, convolutions) gets the documents of the stream as right-padded rows
-(thd.py): exact by construction, on any device, with no line for any family. Which modules are mixers follows from
+(thd.py): exact by construction, on any device, without code for single families. Which modules are mixers follows from
 transformers' conventions: a token mixer takes a cache or a mask, and attention asks transformers' registry for its
-function. What the conventions miss, the isolation probe finds.
+function. The isolation probe finds what the conventions miss.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class WithContext:
 
 
 def hold_documents(model: transformers.PreTrainedModel) -> None:
-    """Makes `model` and its layers hold their documents. Changes the model in place; a second time changes nothing."""
+    """Makes `model` and its layers hold their documents, in place; idempotent."""
     outer = (model, model.base_model)
     for module in (*outer, *layers_of(model)):
         if not isinstance(module.forward, WithinDocuments):
@@ -152,16 +152,14 @@ FEW_TOKENS = 8
 
 
 def install_mixers(model: nn.Module) -> None:
-    """Makes all mixers of `model` keep documents apart. Changes the model in place; a second time changes nothing."""
+    """Makes all mixers of `model` keep documents apart, in place; idempotent."""
     for mixer in mixers_of(model):
         if not isinstance(mixer.forward, PackedMixer):
             mixer.forward = PackedMixer(mixer)  # type: ignore[method-assign]
 
 
 def install_rows(model: transformers.PreTrainedModel) -> None:
-    """Makes the decoder of `model`, which holds its documents, run on each of them by itself; a second time changes
-    nothing.
-    """
+    """Makes the decoder of `model`, which holds its documents, run on each of them separately; idempotent."""
     held = model.base_model.forward
     assert isinstance(held, WithinDocuments)
     if not isinstance(held.forward, DecoderByRows):

@@ -85,8 +85,8 @@ class FlexAttention:
         with torch.enable_grad():
             of_block = self.block(q, k, v, segments, options, causal)
         share = (of_block[1].detach() - lse_TH).exp()[..., None]
-        moved = (grad_THD * (of_block[0].detach() - out_THD)).float().sum(-1, keepdim=True)
-        grads = ((grad_THD * share).to(of_block[0].dtype), (share * moved).squeeze(-1))
+        change = (grad_THD * (of_block[0].detach() - out_THD)).float().sum(-1, keepdim=True)
+        grads = ((grad_THD * share).to(of_block[0].dtype), (share * change).squeeze(-1))
         dq, dk, dv = torch.autograd.grad(of_block, leaves, grads)
         return dq, dk, dv
 

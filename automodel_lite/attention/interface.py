@@ -3,7 +3,7 @@
 A registered attention name without a registered mask function makes transformers build no mask at all. Documents
 reach the layers as keyword arguments of the model's forward, and attention from there (attention/documents.py).
 
-`attention: auto` takes the kernel for this device and this model, or one for each kind of layer, and says why.
+`attention=auto` picks the kernel for this device and this model, or one for each kind of layer, and reports why.
 
 At start-up the isolation probe checks that the documents of a pack do not see each other. A list of known families
 cannot keep up with transformers. One forward of 96 tokens finds what no list does: layers that mix tokens besides
@@ -30,11 +30,11 @@ from automodel_lite.thd import AttentionOptions, AttentionPlan, MixerPlan, Segme
 
 
 def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
-    """The first kernel that can serve the model, and one sentence that says why: print it.
+    """The first kernel that supports the model, and one sentence with the reason, to be printed.
 
     Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks, wide heads), else the reference. Layers of
-    several kinds get the first kernel that can serve each. Raises ConfigError for mesh.cp_exchange=te: whoever asks for
-    it has Transformer Engine, and says attention=te.
+    several kinds get the first kernel that supports each. Raises ConfigError for mesh.cp_exchange=te, which needs
+    attention=te.
     """
     if not spec.num_heads:
         return ReferenceAttention(), "none: the model has no attention layers"
@@ -58,7 +58,7 @@ def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
 
 
 def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple[AttentionKernel, str]:
-    """The first of `kernels` that can serve `spec`, and why not the ones before; the last one can serve everything."""
+    """The first of `kernels` that supports `spec`, and why those before it do not; the last one supports everything."""
     refused: list[str] = []
     for kernel in kernels[:-1]:
         try:
@@ -72,7 +72,7 @@ def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple
 
 
 class KernelByKind:
-    """One kernel for each kind of layer, told apart by what arrives: head dims, window, softcap, sinks."""
+    """One kernel for each kind of layer, distinguished by its inputs: head dims, window, softcap, sinks."""
 
     name = "thd_by_kind"
 
@@ -82,7 +82,7 @@ class KernelByKind:
         self._chosen: dict[AttentionSpec, AttentionKernel] = {}
 
     def check(self, spec: AttentionSpec) -> None:
-        """Does not raise: the last of the kernels can serve everything."""
+        """Does not raise: the last of the kernels supports everything."""
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
@@ -128,8 +128,9 @@ class KernelByKind:
 
 
 def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> None:
-    """Makes all attention layers of `model` run on `kernel`, and its other mixers document by document; a family that
-    does not go through AttentionInterface (transformers itself only warns) as a whole, see `runs_by_rows`.
+    """Makes all attention layers of `model` run on `kernel`, and its other mixers document by document. A family that
+    does not use AttentionInterface (transformers itself only warns) runs document by document as a whole, see
+    `runs_by_rows`.
     """
     hold_documents(model)
     if has_attention(model.config.get_text_config()):
@@ -182,9 +183,9 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
 
 
 def _in_compute_dtype(x: Tensor) -> Tensor:
-    """Under autocast, rotary embeddings leave queries and keys in fp32 and values in bf16: all take autocast's dtype.
+    """Casts to autocast's dtype: rotary embeddings leave queries and keys in fp32, and values in bf16.
 
-    Kernels want one dtype (and FlashAttention no fp32), and context parallelism sends half the bytes.
+    Kernels need one dtype (FlashAttention not fp32), and context parallelism sends half the bytes.
     """
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -226,8 +227,8 @@ def _masks_the_window(module: nn.Module) -> bool:
 
 DOCUMENT_TOKENS = 16
 _TOLERANCE_STD, _ROUNDED_TOLERANCE_STD = 1e-2, 0.2
-"""In standard deviations of the logits, in fp32 and below it. Documents that see each other move them by 1 to 7; in
-bf16, an exact mixture of experts moves them by 0.1, where other documents give its experts groups of another size.
+"""In standard deviations of the logits, in fp32 and below it. Documents that see each other change them by 1 to 7; in
+bf16, an exact mixture of experts changes them by 0.1, where other documents give its experts groups of another size.
 """
 
 
@@ -238,11 +239,11 @@ Logits = Callable[[ThdBatch], Tensor]
 @torch.no_grad()
 def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu", logits: Logits | None = None) -> None:
     """One forward of `second | first | second | changed | second | second with another end`: neither what stands before
-    it nor its place may move the logits of `second`, nor its last token those before. Where the former move, a second
-    forward tells which of the two it is.
+    it nor its place may change the logits of `second`, nor may its last token change those before. Where the former
+    change, a second forward tells which of the two it is.
 
     logits   how a model that is spread over ranks is called (by all of them); None = directly
-    Raises ConfigError when logits move by more than `tolerance_std`.
+    Raises ConfigError when logits change by more than `tolerance_std`.
     """
     vocab = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
@@ -291,7 +292,7 @@ def _why_not_finite(model: nn.Module) -> str:
 
 
 def tolerance_std(dtype: torch.dtype) -> float:
-    """How far logits of this dtype may move where nothing should move them."""
+    """How much logits of this dtype may differ where they should be equal."""
     return _TOLERANCE_STD if dtype == torch.float32 else _ROUNDED_TOLERANCE_STD
 
 

@@ -33,7 +33,7 @@ class AttentionKernel(Protocol):
     """As transformers knows it; must not contain sdpa, flash or flex_attention, which get checks of their own there."""
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError when this kernel cannot do what the model asks for."""
+        """Raises ConfigError when this kernel does not support what the model needs."""
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
@@ -46,10 +46,10 @@ class AttentionKernel(Protocol):
 
 @runtime_checkable
 class BlockKernel(Protocol):
-    """A kernel that attends to one part of the keys at a time, as ring exchange needs it.
+    """A kernel that attends to one block of the keys at a time, as ring exchange needs it.
 
     Segment i of the queries sees all of segment i of the keys, or, `causal`, what lies at or before each query; the two
-    have the same length then. The softmax of all parts together is that of their log-sum-exps. Of the options only
+    have the same length then. The outputs of several blocks are merged by their log-sum-exps. Of the options only
     scale and softcap apply.
     """
 
@@ -74,7 +74,7 @@ class BlockKernel(Protocol):
 
 
 def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
-    """The error for a model that asks `kernel` for something that it cannot do."""
+    """The error for a model that needs something that `kernel` does not support."""
     return ConfigError(f"attention={kernel.name.removeprefix('thd_')} cannot do {asked}: {cure}.")
 
 

@@ -3,7 +3,7 @@
 Every such mixer of transformers goes through a handful of module-level functions, each of which is a package's kernel
 where the package is installed (causal-conv1d, mamba-ssm, flash-linear-attention), else PyTorch. Between `call_within`
 and its end these functions split at documents: kernels that take the boundaries get them; the others get the documents
-as rows. Under context parallelism they see all tokens of some heads.
+as rows. Under context parallelism they get all tokens of some heads.
 
 Legend: T tokens, H heads or channels, n rows of L tokens.
 """
@@ -81,7 +81,7 @@ _RUN: ContextVar[Callable[[Call], Any] | None] = ContextVar("mixer_functions", d
 
 
 def patch_functions(mixer: nn.Module) -> None:
-    """Makes the functions that `mixer` calls listen to `running`; they are as before outside it."""
+    """Routes the functions that `mixer` calls through `running`; outside it they are unchanged."""
     names = inspect.unwrap(type(mixer).forward).__globals__
     for name in (*FUNCTIONS, *FUSED):
         if name in names and not isinstance(names[name], _Patched):
@@ -220,7 +220,7 @@ def _heads_third(x: Tensor, time: int, heads: int | None) -> Tensor:
 
 
 def _laid_out(x: Tensor, time: int, heads: int | None) -> Tensor:
-    """[n, L, H, ...] -> as the function wants it."""
+    """[n, L, H, ...] -> the layout of the function."""
     if heads is None:
         return x.squeeze(2).movedim(1, time)
     return x.movedim((1, 2), (time, heads))

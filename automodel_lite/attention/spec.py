@@ -1,4 +1,4 @@
-"""What a model asks of its attention kernel, from its Hugging Face config.
+"""What a model needs from its attention kernel, read from its Hugging Face config.
 
 Configs have no common schema: a family that lacks a key lacks the feature, so keys are looked up with a default here,
 and nowhere else.
@@ -22,7 +22,7 @@ from automodel_lite.errors import ConfigError
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What the attention layers of a model ask of a kernel.
+    """What the attention layers of a model need from a kernel.
 
     model_type     transformers' name of the family
     device, dtype  where and in what the queries arrive
@@ -32,7 +32,7 @@ class AttentionSpec:
     sinks          True when each head has a learned extra logit
     own_exchange   True when the kernel itself must exchange between context-parallel ranks (mesh.cp_exchange=te)
     num_layers     layers of this kind
-    others         what layers with other heads ask (Gemma 4: head dim 512 in one of six)
+    others         what layers with other heads need (Gemma 4: head dim 512 in one of six)
     """
 
     model_type: str
@@ -174,7 +174,7 @@ def has_attention(config: PretrainedConfig) -> bool:
 def attention_spec(
     model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype, own_exchange: bool = False
 ) -> AttentionSpec:
-    """What a model of this config will ask of its attention kernel: in most layers, and within it in the others.
+    """What a model of this config needs from its attention kernel: most of its layers, and inside it the others.
 
     own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
     Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.

@@ -1,7 +1,7 @@
 """Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16); latent attention's head dims included.
 
 It may exchange between context-parallel ranks by itself (mesh.cp_exchange=te): its layout is the one that
-`parallel.zigzag` cuts, and it wants the padded boundaries of the whole stream on every rank.
+`parallel.zigzag` cuts, and it needs the padded boundaries of the whole stream on every rank.
 """
 
 from __future__ import annotations

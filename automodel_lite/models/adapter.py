@@ -1,8 +1,8 @@
 """What the rest of the program knows of parameter-efficient training; peft itself lives in `models/lora.py` alone.
 
-Adapters go beside attention, dense MLPs and shared experts; beside routed experts when asked; never a router. Only the
-language model's layers are looked at: towers of a composite and the output head have linear layers, too. Which of a
-mixture's linear layers is the router follows from its shape: beside the experts, one output for each of them (or a
+Adapters go beside attention, dense MLPs and shared experts, beside routed experts on request, never beside a router.
+Only the language model's layers are adapted: towers of a composite and the output head have linear layers, too. A
+mixture's router is recognized by its shape: beside the experts, a linear layer with one output for each of them (or a
 single one, which gates the shared expert).
 """
 

@@ -74,7 +74,7 @@ class Generator:
 
     @cached_property
     def takes_padding(self) -> bool:
-        """Does a prompt that is padded on its left go on as it does by itself? Some recurrent layers run over it."""
+        """Does left padding leave a prompt's continuation unchanged? Some recurrent layers run over the padding."""
         ids = torch.arange(_PROBE_TOKENS) % embedding_rows(self.model)
 
         def logits(prompts: list[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
 """Finds the decoder layers of a model, and what is done to each: recomputation, compilation, tiles.
 
 A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints and exports, and
-FSDP's hooks stay outside. The order is checkpoint(compile(layer)): the other way round, dynamo meets the graph break
-of attention inside a checkpoint, gives up on the frame and runs it eager in silence.
+FSDP's hooks stay outside. The order is checkpoint(compile(layer)): in the reverse order dynamo meets the graph break
+of attention inside a checkpoint, gives up on the frame and silently runs it eagerly.
 
 MLPs and norms work on each token alone, so a long stream may pass them a tile of tokens at a time. At 131,072 tokens
 per rank the activations of one MLP are larger than all that is kept between layers. A tile is computed again in the
@@ -266,7 +266,7 @@ def chosen_tile(training: TrainingConfig, num_tokens: int) -> int:
 
 
 def tokenwise_modules(layer: nn.Module) -> Iterator[nn.Module]:
-    """MLPs and norms, told by their structure: one argument, and linear layers or vectors of weights alone."""
+    """MLPs and norms, recognized by their structure: one argument, and only linear layers or vectors of weights."""
     for child in layer.children():
         if _is_tokenwise(child):
             yield child

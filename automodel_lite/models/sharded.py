@@ -104,7 +104,7 @@ def described_shards(
 
 
 class _Postponed(TorchDispatchMode):
-    """Random numbers that a constructor asks for on the meta device: drawn later, and thrown away as a constructor's
+    """Random numbers that a constructor draws on the meta device: drawn later, and thrown away as a constructor's
     always are, so that those that follow are the same.
     """
 

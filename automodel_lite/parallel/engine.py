@@ -1,6 +1,6 @@
 """Tensor and expert parallelism by transformers' own engine and its plan of each family, beside our FSDP.
 
-Imported only when mesh.tp or mesh.ep asks for it: the engine has both since transformers 5.21.
+Imported only with mesh.tp or mesh.ep over 1: the engine has both since transformers 5.21.
 """
 
 from __future__ import annotations

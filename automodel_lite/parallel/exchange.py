@@ -181,7 +181,7 @@ class Ulysses:
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """Hands the group to the `te` kernel, which wants the padded boundaries of the whole stream on every rank."""
+    """Passes the group to the `te` kernel, which needs the padded boundaries of the whole stream on every rank."""
 
     group: dist.ProcessGroup
 

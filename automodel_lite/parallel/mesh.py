@@ -104,7 +104,7 @@ class Rendezvous:
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
 
     def agree(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-        """The end of a job: closes what it left open, waits for all ranks; what each says of how it ended."""
+        """The end of a job: closes what it left open, waits for all ranks, and returns the outcome of each."""
         if dist.is_initialized():
             dist.destroy_process_group()  # ranks that wait for this one in a collective of gloo leave it
         if self._of_job is None:

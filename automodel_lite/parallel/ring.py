@@ -6,7 +6,7 @@ works. With the zig-zag layout every visit but the own one is half of the pairs,
     from an earlier rank   all queries of a document see its early chunk
     from a later rank      the queries of the late chunk see both chunks
 
-The softmax over all visits is put together by their log-sum-exps. Layers that do not see whole documents (windows,
+The outputs of all visits are merged by their log-sum-exps. Layers that do not see whole documents (windows,
 chunks) gather their keys as `AllGatherKV` does. (Ring attention: arXiv:2310.01889.)
 
 Legend: T tokens of the whole stream, H heads (Hq queries, Hkv keys and values), D head dim, F features of

@@ -116,7 +116,7 @@ class Checkpointer:
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: JsonState, *, wait: bool = False
     ) -> bool:
         """Starts a checkpoint of this step. In `mode=sync`, or with `wait`, it is done on return: True when it is on
-        disk. A failure is said, never raised.
+        disk. A failure is reported, never raised.
         """
         began = time.monotonic()
         self.finish()
@@ -125,7 +125,9 @@ class Checkpointer:
             return True
         tensors, scalars = flat_state(model, optimizer)
         tensors = as_boxes(tensors)
-        state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy that nobody changes
+        state = json.loads(
+            json.dumps({**state, "optimizer_scalars": scalars})
+        )  # a copy, so later changes do not reach it
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_pending = current, False
         if self.config.mode == "sync" or wait:
@@ -147,7 +149,7 @@ class Checkpointer:
         return self._current is not None and not self._current.is_done
 
     def finish(self) -> None:
-        """Waits for the save under way, if there is one, and says how it went. Ranks call it at the same step."""
+        """Waits for a pending save and reports its outcome. Ranks call it at the same step."""
         current, self._current = self._current, None
         if current is None:
             return
@@ -245,7 +247,7 @@ class Checkpointer:
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
         """Restores the newest checkpoint that is complete and loads, and returns its JSON state; None without any.
 
-        Says which it skipped and why. Raises ConfigError when there are some and none loads.
+        Reports which it skipped and why. Raises ConfigError when there are some and none loads.
         """
         found: dict[str, list[str]] = self.control.on_first(self._survey)
         for sentence in found["skipped"]:

@@ -311,7 +311,7 @@ def _write_settings(
 
 @contextmanager
 def _written(folder: Path, step: int) -> Iterator[Path]:
-    """A temporary folder that takes the name `folder` when all went well, and is gone when not."""
+    """A temporary folder that is renamed to `folder` on success and removed on failure."""
     temporary = fresh(folder)
     try:
         yield temporary

@@ -165,7 +165,7 @@ _WAIT_FOR_CAUSE_S = 5.0
 _LOST_PEER = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|DistBackend", re.IGNORECASE
 )
-_LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # torch says it in the middle of whatever the rank does
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # raised in the middle of whatever the rank is doing
 _CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
 
@@ -194,7 +194,7 @@ def recorded(
 ) -> Iterator[None]:
     """Leaves the error that passes in the run's logs and STATUS.json, if the folder is still this run's (`holds`);
     replaces a consequence by its cause, as RunStoppedError. Nothing is left in a folder that another job has taken over
-    (`is_taken`): it would take the record for one of its own ranks', and leave without a save when it is told to stop.
+    (`is_taken`): that job would mistake the record for one of its own ranks', and exit without a save on a stop signal.
     """
     folder = run.logs
     record = folder / f"failure_rank_{rank:05d}.json"
@@ -280,7 +280,7 @@ def _leave_record(folder: Path, path: Path, rank: int, error: Exception, is_cons
 
 
 def _cause_of(folder: Path, rank: int, doing: str, error: Exception) -> str:
-    """The sentence that a rank says whose error is a consequence."""
+    """The message of a rank whose error is a consequence."""
     prefix = f"rank {rank} stopped, {doing}"
     end = time.monotonic() + _WAIT_FOR_CAUSE_S
     while time.monotonic() < end:
@@ -303,7 +303,7 @@ def _records(folder: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-_SIGNAL = signal.SIGRTMAX - 3  # that nobody else uses: USR1 is the scheduler's, USR2 submitit's
+_SIGNAL = signal.SIGRTMAX - 3  # unused elsewhere: USR1 is the scheduler's, USR2 submitit's
 _END_S = 2.0
 
 
@@ -360,7 +360,7 @@ class Watchdog:
         return self.doing.startswith("in step")
 
     def stop(self) -> None:
-        """Nothing is watched any more: the rank ends as it should, or has said why not."""
+        """Stops watching: the rank ends normally, or has recorded why not."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -381,7 +381,7 @@ class Watchdog:
             os.write(guard.stdin.fileno(), json.dumps(said).encode() + b"\n")
 
     def _answer(self) -> None:
-        """Writes the stacks whenever the guard asks for them."""
+        """Writes the stacks whenever the guard requests them."""
         guard = self._guard
         assert guard
         assert guard.stdout

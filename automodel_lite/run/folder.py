@@ -125,7 +125,7 @@ class RunFolder:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, config_yaml(config))
-            self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
+            self.checkpoints.mkdir(exist_ok=True)  # last: it marks a run that has begun
         except OSError as error:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 
@@ -161,9 +161,7 @@ class RunFolder:
         write_atomically(self.status, json.dumps(facts) + "\n")
 
     def end(self, state: str, reason: str, step: int | None = None, checkpoint: str | None = None) -> None:
-        """The same for a run that ends, whichever rank says it: the first cause stays, and a disk that is full must not
-        hide why.
-        """
+        """The same for a run that ends, from any rank: the first cause is kept, and a full disk must not hide it."""
         now = self.read_status()
         if now.get("state") == "running":
             with suppress(OSError):
@@ -200,7 +198,7 @@ class RunFolder:
             )
 
     def finished_message(self, config: Config) -> str | None:
-        """What to tell someone who starts a run again that has reached its end; None when there is work to do."""
+        """The message for a finished run that is started again; None when there is work to do."""
         self.check(config)
         status = self.read_status()
         if status.get("state") != "finished" or not self.config.is_file():
@@ -256,7 +254,7 @@ def config_yaml(config: Config) -> str:
 
 
 def config_yaml_values(config: Config) -> dict[str, Any]:
-    """What `config_yaml` says, as nested dicts."""
+    """The values of `config_yaml` as nested dicts."""
     values: Any = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
     return dict(values)
 

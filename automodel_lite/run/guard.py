@@ -1,4 +1,4 @@
-"""A small process beside a rank: asks for stacks when the rank makes no progress, and records that it was killed.
+"""A small process beside a rank: requests stacks when the rank makes no progress, and records that it was killed.
 
 A script that needs nothing but the standard library, 10 MB and no processor time. It lives in a session of its own, so
 that neither Ctrl-C nor a signal to the rank's group ends it; it ends with its rank.
@@ -80,7 +80,7 @@ class Guard:
         return time.monotonic() + self.stuck_after_s if self.stuck_after_s else None
 
     def _read(self) -> bool:
-        """True when the rank has said that it ends."""
+        """True when the rank has announced its end."""
         new = os.read(0, 1 << 16)
         self.is_open = bool(new)
         *lines, self.text = (self.text + new).split(b"\n")

@@ -95,7 +95,7 @@ class RunLock:
         return self.token
 
     def is_held(self) -> bool:
-        """Is the lock still this run's? Any rank may ask, once it knows the token."""
+        """Is the lock still this run's? Any rank that knows the token may call it."""
         holder = self._holder()
         return holder is not None and holder.token == self.token
 
@@ -127,7 +127,7 @@ class RunLock:
             return
         self._is_holder = False
         claim = self._claim(self._mine)
-        self._mine = replace(self._mine, token=uuid.uuid4().hex)  # we succeed ourselves, so that nobody else does
+        self._mine = replace(self._mine, token=uuid.uuid4().hex)  # we succeed ourselves, so that no other job does
         try:
             if self._create(claim):
                 current = _read(self.path)

@@ -57,7 +57,7 @@ class BrokenCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank tells the coordinator of its file."""
+    """What a rank reports of its file to the coordinator."""
 
     file: str
     crc32: str | None
@@ -133,7 +133,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads the parts of the chunks that this rank asks for, whatever ranks wrote them."""
+    """Reads the parts of the chunks that this rank needs, whichever ranks wrote them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -246,7 +246,7 @@ def _chunk_key(name: str, offset: torch.Size | None) -> str:
 
 
 def _own_storage(tensor: Any) -> Tensor:
-    """Contiguous on the CPU with nothing else in its storage, as safetensors wants it."""
+    """Contiguous on the CPU with nothing else in its storage, as safetensors requires."""
     here = tensor.detach().cpu().contiguous()
     return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 

@@ -1,8 +1,8 @@
 """Leaving before the last step: because of a signal, or because the job's time is nearly over.
 
 TERM and USR1 are what schedulers send, INT is Ctrl-C. Before the first step there is nothing to save: the process
-leaves at once. From then on a signal is a wish; the ranks agree on it at a step boundary, save, and leave with code
-75, after Ctrl-C with 130. A second Ctrl-C leaves at once, without a save.
+leaves at once. From then on a signal is a request; the ranks agree on it at a step boundary, save, and exit with code
+75, after Ctrl-C with 130. A second Ctrl-C exits at once, without a save.
 
 A rank whose peers are gone never reaches that boundary: it waits in a collective, where no Python handler runs. A
 thread notices, and ends it.
@@ -31,8 +31,10 @@ _STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
 _UNTIL_KILLED_S = 300.0
 _GIVE_UP_S = 10.0
 _LOOK_EVERY_S = 0.5
-_SECOND_AFTER_S = 1.0  # torchrun hands Ctrl-C on to ranks that the terminal has told already: that is not a second one
-_TIME_IS_UP = 1  # number of a signal that nobody sends us
+_SECOND_AFTER_S = (
+    1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is not a second one
+)
+_TIME_IS_UP = 1  # not a signal that is ever sent
 
 
 class StoppedEarly(BaseException):
@@ -44,11 +46,11 @@ class StoppedEarly(BaseException):
 
 
 class StopSignals:
-    """What this process has been told. One object a process, as there is one handler a signal."""
+    """Stop signals of this process: one object per process, as there is one handler per signal."""
 
     def __init__(self) -> None:
         self.received = 0  # the number of the last signal
-        self.edge_reached = threading.Event()  # the ranks have agreed on the last signal
+        self.boundary_reached = threading.Event()  # the ranks have agreed on the last signal
         self._is_deferred = False
         self._watching: int | None = None  # where the thread of `watch` reads signals
 
@@ -61,7 +63,7 @@ class StopSignals:
         """For the next job of a sweep in this process. The answer puts a job that was told to stop back into its queue,
         where its launcher (submitit) offers that.
         """
-        self.edge_reached.clear()
+        self.boundary_reached.clear()
         self._is_deferred = False
         self._stop_watching()
         if self.received:
@@ -79,7 +81,7 @@ class StopSignals:
         return put_back
 
     def defer(self) -> None:
-        """Signals no longer end the process: somebody looks at `received` at every step boundary."""
+        """From now on signals do not end the process: `received` is checked at every step boundary."""
         self._is_deferred = True
         if self.received:
             raise StoppedEarly(self.received)
@@ -91,8 +93,8 @@ class StopSignals:
         step_s: Callable[[], float],
         last_words: Callable[[str, str], None],
     ) -> None:
-        """Starts the thread that ends this process, wherever it is, at a second Ctrl-C; and when it was told to stop
-        and hangs: at once when another rank has failed, else when its step (`in_step`) goes on for 10 s or three of
+        """Starts the thread that ends this process, wherever it is, at a second Ctrl-C; and when it hangs after a stop
+        signal: at once when another rank has failed, else when its step (`in_step`) goes on for 10 s or three of
         the longest steps (`step_s`) more.
 
         last_words   is called with the state and the reason before the process ends
@@ -109,18 +111,18 @@ class StopSignals:
             os._exit(code)
 
         def wait() -> None:
-            told, interrupted_at, waited_s = False, None, 0.0
+            is_requested, interrupted_at, waited_s = False, None, 0.0
             signalled = select.poll()  # select() takes no descriptor over 1,023
             signalled.register(ours, select.POLLIN)
             while True:
-                is_waiting = told and not self.edge_reached.is_set()
+                is_waiting = is_requested and not self.boundary_reached.is_set()
                 ready = signalled.poll(1000 * _LOOK_EVERY_S if is_waiting else None)
                 numbers = os.read(ours, 64) if ready else b""
                 if ready and not numbers:  # the job is over
                     os.close(ours)
                     return
                 for number in numbers:
-                    told |= number in _STOPPING
+                    is_requested |= number in _STOPPING
                     if number == signal.SIGINT:
                         interrupted_at = interrupted_at or time.monotonic()
                         if time.monotonic() - interrupted_at > _SECOND_AFTER_S:
@@ -200,7 +202,7 @@ class Saves(Protocol):
 class StepBoundary:
     """The one message that the ranks exchange in every step, and in every batch of validation.
 
-    Has anybody been told to stop? Is somebody still writing?
+    Has any rank received a stop signal? Is any still writing?
     """
 
     ranks: Ranks
@@ -227,11 +229,11 @@ class StepBoundary:
             self.fence()
         if number and self.stop_reason is None:
             self.stop_reason = reason_of(number)
-            self.signals.edge_reached.set()
+            self.signals.boundary_reached.set()
         if not any_busy:
             self.saves.finish()
 
     def must_stop(self) -> bool:
-        """`agree` between steps: has any rank been told to stop?"""
+        """`agree` between steps: has any rank received a stop signal?"""
         self.agree()
         return self.stop_reason is not None

@@ -131,7 +131,7 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what says nothing of the model."""
+    """Without the keys that do not describe the model."""
     kept = {key: value for key, value in config.items() if key not in _NO_SETTINGS}
     return {key: _settings(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
@@ -264,7 +264,7 @@ def gathered_weights(
 
 
 def _in_turn(files: list[WeightFile]) -> Iterator[tuple[WeightFile, Group]]:
-    """The first group of each file, then the second of each: while one rank writes, the others go on."""
+    """The first group of each file, then the second of each: while one rank writes, the others continue."""
     for groups in zip_longest(*(file.groups for file in files)):
         for file, group in zip(files, groups):
             if group is not None:
@@ -326,7 +326,7 @@ class _Writer:
 
     def write(self, weight: Tensor) -> None:
         if self.error:
-            return  # the other ranks go on, and are told at the end
+            return  # the other ranks continue, and learn of it at the end
         data: Any = weight.contiguous().flatten().view(torch.uint8).numpy()
         self.checksum = zlib.crc32(data, self.checksum)
         try:

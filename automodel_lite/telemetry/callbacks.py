@@ -1,7 +1,7 @@
 """metrics.jsonl: one object per line, written at once, so that a killed run keeps what it has logged.
 
 Callbacks beside it: started on rank 0 alone, fed the same rows. Trackers are callbacks, and so is early stopping. One
-that fails is switched off with a warning; one that asks for it ends the run early, as if the last step were done.
+that fails is switched off with a warning; one may end the run early, as if the last step were done.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class MetricsLog:
     def __init__(self, jsonl: JsonlLogger, say: Callable[[str], None]) -> None:
         self.jsonl, self.say = jsonl, say
         self.callbacks: dict[str, Callback] = {}
-        self.end_reason: str | None = None  # of the first callback that asked for it
+        self.end_reason: str | None = None  # of the first callback that ended the run
 
     def log(self, row: Row) -> None:
         row = scrub_tree(row)

@@ -29,7 +29,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "validation", "checkpoint"
 
 
 class PhaseClock:
-    """Laps: `lap("forward")` says that the time since the last lap went into the forward pass.
+    """Laps: `lap("forward")` attributes the time since the last lap to the forward pass.
 
     On a GPU the laps are events in its stream, which are read by `seconds()`: no lap waits for the device, and the
     time that the device stood idle for data counts as data.

@@ -13,7 +13,7 @@ from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 
 class TrackioTracker(Callback):
-    """The config node `logger.trackio`; a restart goes on in the run of the same name."""
+    """The config node `logger.trackio`; a restart continues the run of the same name."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ def build_parts(config: Config) -> Parts:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A parallel model and what is said of it at the start."""
+    """A parallel model and what the start block reports of it."""
 
     model: ParallelModel
     num_parameters: int
@@ -170,7 +170,7 @@ def check_axes(parts: Parts, strategy: str) -> None:
 
 
 def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
-    """Raises ConfigError where a kernel, or compiled layers, were asked for."""
+    """Why the model runs by rows; raises ConfigError where a kernel, or compiled layers, were configured."""
     if parts.attention is not None and not isinstance(parts.attention, ReferenceAttention):
         raise ConfigError(f"attention: {type(lm).__name__} mixes tokens in code of its own: set attention=auto.")
     if parts.training.compile is True:
@@ -207,7 +207,7 @@ def check_offload(parts: Parts, strategy: str) -> None:
 def assemble(
     parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, strategy: str, dtype: torch.dtype
 ) -> tuple[ParallelModel, Adapter | None]:
-    """The parallel model with its weights, and the adapter inside it when `peft` asks for one.
+    """The parallel model with its weights, and the adapter inside it, if there is one.
 
     What changes the modules happens before FSDP, which remembers each parameter's module.
     """
@@ -276,7 +276,7 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
 def choose_attention(
     parts: Parts, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttentionKernel, str]:
-    """The configured kernel, checked against what the model asks of it; without one (`attention=auto`) the best."""
+    """The configured kernel, checked against what the model needs; without one (`attention=auto`) the best."""
     exchanges_by_itself = parts.mesh.cp > 1 and parts.mesh.cp_exchange == "te"
     spec = attention_spec(model_config, device, dtype, exchanges_by_itself)
     kernel = parts.attention

@@ -1,4 +1,4 @@
-"""`dry_run=true`: everything that can be said of a run without training it, and then an end.
+"""`dry_run=true`: reports everything that is known of a run without training it.
 
 The data is read and tokenised (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
 parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No weights are loaded,
@@ -78,8 +78,8 @@ def dry_run(config: Config) -> int:
 def _memory(
     parts: Parts, model_config: PretrainedConfig, shape: MeshShape, by_arithmetic: str, reduces_every: bool
 ) -> str:
-    """What rank 0 of the asked world would hold and send on GPUs, counted by running it under fake tensors, which GPU
-    it fits, and what to change when it fits none.
+    """What rank 0 of the requested world would hold and send on GPUs, counted by running it under fake tensors, which
+    GPU it fits, and what to change when it fits none.
     """
     if rank() != 0:
         return ""
@@ -101,8 +101,8 @@ def _memory(
 def planned_shape(config: Config) -> MeshShape:
     """The mesh of the processes that run; in a single one, the requested mesh."""
     mesh = config.mesh
-    asked = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
-    return mesh_shape(mesh, world_size() if world_size() > 1 else asked)
+    requested = mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
+    return mesh_shape(mesh, world_size() if world_size() > 1 else requested)
 
 
 def _adapter_weights(parts: Parts, model_config: PretrainedConfig, device: torch.device, strategy: str) -> int | None:

@@ -1,10 +1,8 @@
-"""Loss over validation packs as (sum, count): every document counted once, on any layout of ranks.
+"""Validation: the loss over held-out packs, answers to fixed prompts, and held-out questions.
 
-What the model in training answers to fixed prompts, without leaving the mesh: greedy, one forward a token.
-
-Every rank runs every forward, as sharded weights ask for; rank 0's choice of token is everyone's.
-
-Questions held out of the training set, asked by generation, compared word for word and scored.
+The loss is (sum, count): every document is counted once, on any layout of ranks. Prompts are answered by the model in
+training, without leaving the mesh: greedily, one forward per token. Sharded weights require every rank to run every
+forward, and all ranks take rank 0's token. Held-out questions are answered by the exported model and scored.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ def validation_loss(
 ) -> float | None:
     """Mean over all label tokens of the packs; ranks that run short of packs get empty ones. Every rank calls it.
 
-    `shard` takes this rank's part of a stream. `must_stop` is asked after every batch, on all ranks; None when it says
-    so.
+    `shard` takes this rank's part of a stream. `must_stop` is called after every batch, on all ranks; None when it is
+    true.
     """
     model.module.eval()
     loss_sum = torch.zeros((), device=mesh.device)

@@ -9,7 +9,7 @@
 
 The allocator's slack, the kernels' workspaces and communication buffers come on top: some 1 to 3 GiB on a GPU.
 
-`estimate` adds step time and traffic, for a number of GPUs that nobody has at hand (docs/scaling.md).
+`estimate` adds step time and traffic, for any number of GPUs (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def host_bytes() -> int:
     """Of this machine, or of the container that this process is in."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
-    told = limit.read_text().strip() if limit.is_file() else ""
-    return min(found, int(told)) if told.isdecimal() else found
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(found, int(text)) if text.isdecimal() else found
 
 
 def check_weights_fit(parts: Parts, shape: MeshShape, strategy: str, size: ModelSize, device: torch.device) -> None:

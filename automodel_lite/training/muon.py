@@ -69,8 +69,8 @@ class Muon(SmallAdamW):
                 _, skipped = self.scale_and_skip(parameter.device)
                 size = _adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
                 weight = local(parameter)
-                moved = weight * (1 - group["lr"] * group["weight_decay"]) - size * direction.float()
-                weight.copy_(torch.where(skipped, weight, moved))
+                updated = weight * (1 - group["lr"] * group["weight_decay"]) - size * direction.float()
+                weight.copy_(torch.where(skipped, weight, updated))
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """This rank's part of the update before it is made orthogonal, bf16."""
@@ -79,9 +79,9 @@ class Muon(SmallAdamW):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         scale, skipped = self.scale_and_skip(parameter.device)
         buffer, gradient = local(state["momentum_buffer"]), local(parameter.grad) / scale  # type: ignore[arg-type]
-        moved = buffer.lerp(gradient, 1 - group["momentum"])
-        buffer.copy_(torch.where(skipped, buffer, moved))
-        return (gradient.lerp(moved, group["momentum"]) if group["nesterov"] else moved).bfloat16()
+        updated = buffer.lerp(gradient, 1 - group["momentum"])
+        buffer.copy_(torch.where(skipped, buffer, updated))
+        return (gradient.lerp(updated, group["momentum"]) if group["nesterov"] else updated).bfloat16()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """fp32 throughout, which torch keeps."""

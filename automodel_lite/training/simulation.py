@@ -171,7 +171,7 @@ def _run(parts: Parts, model: ParallelModel, inputs: ThdBatch, held: _Held, shap
 
 
 class _Drawn(CausalLM):
-    """Weights that nobody reads: described, sharded, fake tensors."""
+    """Weights that are never read: described, sharded, fake tensors."""
 
     def __init__(self, source: CausalLM, model_config: PretrainedConfig, fake: FakeTensorMode, held: _Held) -> None:
         vars(self).update(vars(source))
@@ -194,11 +194,11 @@ class _Drawn(CausalLM):
         return model.train()
 
 
-_NO_TOKENIZER: Any = None  # nothing asks a drawn model's source for its vocabulary
+_NO_TOKENIZER: Any = None  # a drawn model's source needs no vocabulary
 
 
 class _CountedAttention(VarlenAttention):
-    """FlashAttention's memory, whatever the layer asks for."""
+    """FlashAttention's memory, whatever the layer needs."""
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
@@ -262,7 +262,7 @@ class _Held(TorchDispatchMode):
         self.peaks[phase] = max(self.peaks[phase], self.now)
 
     def forget(self, phase: str) -> None:
-        """As if this phase had not been: the work before the first step is no step."""
+        """Drops this phase: the work before the first step does not belong to a step."""
         del self.peaks[phase]
         self.sent.clear()
         self._peak = 0

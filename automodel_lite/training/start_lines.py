@@ -133,7 +133,7 @@ def packing_text(report: PackingReport | None) -> str:
 
 
 def warmup_steps(config: Config) -> int:
-    """0 for a schedule of one's own that has none."""
+    """0 for a schedule without a warm-up."""
     schedule = config.lr_scheduler
     return int(schedule["warmup_steps"]) if "warmup_steps" in schedule else 0
 
