@@ -1,4 +1,4 @@
-"""What a run will take, on paper: FLOPs, memory and traffic a step, and how they grow with the number of GPUs.
+"""What a run will take, on paper: FLOPs, memory and traffic per step, and how they grow with the number of GPUs.
 
     python recipes/estimate.py --config-name llama3_1_8b dataset.path=any --gpus 8 64 1024 --peak-tflops 989 --mfu 0.45
     python recipes/estimate.py --config-name llama3_1_70b dataset.path=any --gpus 64 --simulate

@@ -129,7 +129,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to."""
+    """The result of a step."""
 
     numbers: StepNumbers  # still on the device: reading them waits for it
     lr: float
@@ -154,7 +154,7 @@ class StepMetrics:
     tflops_per_s: float  # useful work of all ranks (models/flops.py)
     mfu_frac: float | None  # of the devices' peak; None for a device whose peak is not known
     step_s: float
-    data_wait_s: float  # waited for the loader, a step
+    data_wait_s: float  # waited for the loader, per step
     memory_gib: float  # peak of this process: GPU memory, else resident memory
     eta_s: float
     time_s: dict[str, float]  # phase -> seconds since the last logged step, validation and saving included
