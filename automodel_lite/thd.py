@@ -311,7 +311,7 @@ class ThdBatch:
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face causal LM that runs on one of our kernels.
 
-        `use_cache=False` is not an optimisation: with a cache, transformers drops its own packed mask in silence.
+        `use_cache=False` is not an optimization: with a cache, transformers drops its own packed mask in silence.
         """
         plan = self.attention
         inputs = {
@@ -347,7 +347,7 @@ def to_thd(batch: dict[str, Any]) -> ThdBatch:
         )
     cu_padded = cumulative(slots)
     max_seqlen = int(slots.max())
-    label_rows = labelled_rows(batch["labels"].reshape(-1))
+    label_rows = labeled_rows(batch["labels"].reshape(-1))
     return ThdBatch(
         **{name: batch[name].reshape(-1) for name in per_token()},
         label_rows=label_rows,
@@ -366,7 +366,7 @@ def per_token() -> list[str]:
     return [field.name for field in fields(ThdBatch) if field.name in COLUMNS or field.name == "position_ids"]
 
 
-def labelled_rows(labels: Tensor) -> Tensor:
+def labeled_rows(labels: Tensor) -> Tensor:
     """Positions that carry a label, int64 [R]; for tensors on the host."""
     return (labels != IGNORE_INDEX).nonzero().squeeze(1)
 

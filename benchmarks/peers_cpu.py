@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--warmup-steps", type=int, default=3)
     found.add_argument("--rounds", type=int, default=3)
     found.add_argument("--only", nargs="*", choices=list(CONTESTANTS))
-    found.add_argument("--work", help="keep the tokenised rows in this folder")
+    found.add_argument("--work", help="keep the tokenized rows in this folder")
     return found
 
 

@@ -214,7 +214,7 @@ def page(ceilings: Ceilings) -> str:
         "",
         "Assumptions:",
         "",
-        f"- One micro-batch per step, documents of {DOCUMENT} tokens, all tokens labelled, every layer recomputed in the full 8B and the",
+        f"- One micro-batch per step, documents of {DOCUMENT} tokens, all tokens labeled, every layer recomputed in the full 8B and the",
         "  70B jobs; FSDP over all GPUs, gradients in fp32, weights gathered in bf16 twice; LoRA reduces no base gradients.",
         "- Operations are counted on models of one and two layers with FakeTensors (`varlen` attention, the fused loss); each takes the",
         "  larger of FLOPs / ceiling and bytes / ceiling, one after the other. Launches, the host and NCCL's latency cost nothing.",

@@ -3,7 +3,7 @@
     python -m benchmarks.start_up --data gsm8k_train.jsonl --peers /path/to/environments
 
 `--peers` as for benchmarks.peers_cpu (trl and nemo are used). The tokenizer is given to all; a start includes reading,
-tokenising and packing all documents, building the small model of benchmarks.peers_cpu and one step of 2,048 tokens.
+tokenizing and packing all documents, building the small model of benchmarks.peers_cpu and one step of 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def recipe_command(job: Job, run: str, cache: str) -> list[str]:
 
 
 def data_seconds(job: Job) -> tuple[float, float]:
-    """CPU seconds of tokenising and packing, cold and from the cache, in this process after a warm-up of imports."""
+    """CPU seconds of tokenizing and packing, cold and from the cache, in this process after a warm-up of imports."""
     import time
 
     from automodel_lite.config.components import build
@@ -91,7 +91,7 @@ def main() -> None:
             "raw JSONL to first step, TRL": cpu_seconds(trl, "-m", "benchmarks.peers.trl_from_files", job.to_argv()),
             "second start, recipe": cpu_seconds(*recipe_command(job, "second", "cache")),
         }
-        rows["tokenising and packing"], rows["the same from the cache"] = data_seconds(job)
+        rows["tokenizing and packing"], rows["the same from the cache"] = data_seconds(job)
     for name, seconds in rows.items():
         print(f"{name:36s} {seconds:6.2f} CPU-s")
 

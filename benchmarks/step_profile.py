@@ -126,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shape", default="small", choices=list(SHAPES))
     found.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     found.add_argument("--steps", type=int, default=3)
-    found.add_argument("--work", help="keep the tokenised rows in this folder")
+    found.add_argument("--work", help="keep the tokenized rows in this folder")
     return found
 
 

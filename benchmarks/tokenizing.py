@@ -1,9 +1,9 @@
-"""How fast are documents tokenised, against the tokenizer alone on the finished text?
+"""How fast are documents tokenized, against the tokenizer alone on the finished text?
 
     python benchmarks/tokenizing.py train.jsonl [--vocab-size 4096] [--repeats 5]
 
 Both sides get the same documents and use the same threads. `tokenizer alone` is one call of the fast tokenizer on the
-rendered texts of all documents, `input_ids` taken out. `ours` reads the file, renders the template, tokenises, makes
+rendered texts of all documents, `input_ids` taken out. `ours` reads the file, renders the template, tokenizes, makes
 masks and labels, checks them and writes the cache. The ratio is of the medians; sides take turns.
 """
 

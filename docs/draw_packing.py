@@ -8,15 +8,15 @@ LENGTHS = [5, 3, 6, 2, 4]
 PACK = 10
 CELL, TOP, MASK = 18, 74, 108
 LEFTS = (12, 176, 396)  # narrow, so that the words can be read on a phone
-COLOURS = ["#2f7ed8", "#e0741b", "#1f9d6b", "#b4519d", "#8a72d4"]
+COLORS = ["#2f7ed8", "#e0741b", "#1f9d6b", "#b4519d", "#8a72d4"]
 PADDING, LEAK = "#c9ced6", "#d92d20"
 
 
 def row(cells: list[str], x: int, y: int) -> list[str]:
     """One row of tokens as squares."""
     return [
-        f'<rect x="{x + i * CELL}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" rx="2" fill="{colour}"/>'
-        for i, colour in enumerate(cells)
+        f'<rect x="{x + i * CELL}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" rx="2" fill="{color}"/>'
+        for i, color in enumerate(cells)
     ]
 
 
@@ -30,7 +30,7 @@ def mask(documents: list[int], x: int, y: int, size: int, leaks: bool) -> list[s
     for document in documents:
         length = LENGTHS[document] * step
         place = f"M{x + start:.1f} {y + start:.1f}v{length:.1f}h{length:.1f}z"
-        parts.append(f'<path d="{place}" fill="{COLOURS[document]}"/>')
+        parts.append(f'<path d="{place}" fill="{COLORS[document]}"/>')
         start += length
     return parts
 
@@ -44,11 +44,11 @@ def heading(x: int, title: str, *notes: str) -> list[str]:
 
 
 def drawing() -> str:
-    """The whole SVG; its words take a colour that reads on white and on black."""
+    """The whole SVG; its words take a color that reads on white and on black."""
     longest = max(LENGTHS)
-    padded = [[COLOURS[d]] * n + [PADDING] * (longest - n) for d, n in enumerate(LENGTHS)]
+    padded = [[COLORS[d]] * n + [PADDING] * (longest - n) for d, n in enumerate(LENGTHS)]
     packs = [[0, 1, 3], [2, 4]]
-    packed = [[COLOURS[d] for d in pack for _ in range(LENGTHS[d])] for pack in packs]
+    packed = [[COLORS[d] for d in pack for _ in range(LENGTHS[d])] for pack in packs]
     parts = heading(LEFTS[0], "padded", "30 positions", "for 20 tokens")
     for number, cells in enumerate(padded):
         parts += row(cells, LEFTS[0], TOP + number * (CELL + 4))

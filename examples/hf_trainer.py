@@ -45,7 +45,7 @@ def main(use_trl: bool = False, num_steps: int = 10) -> list[float]:
         if use_trl:
             from trl import SFTConfig, SFTTrainer
 
-            skip = {"dataset_kwargs": {"skip_prepare_dataset": True}}  # the packs are tokenised already
+            skip = {"dataset_kwargs": {"skip_prepare_dataset": True}}  # the packs are tokenized already
             arguments = SFTConfig(folder, **settings, **skip)
             dataset = Dataset.from_list(
                 [{key: value.tolist() for key, value in pack.items()} for pack in packs]

@@ -37,8 +37,8 @@ def main(config: Config) -> int:
         packs = data.packs_of(0)
     except DataError as error:
         raise DataError(f"nothing would be trained on: {error}") from error
-    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for line in [*counts(data), *lengths(data, packs), *drawn_packs(packs), *samples(data, in_colour)]:
+    in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for line in [*counts(data), *lengths(data, packs), *drawn_packs(packs), *samples(data, in_color)]:
         print(line)
     if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
         raise DataError("nothing would be trained on: no pack has a label.")
@@ -83,14 +83,14 @@ def layout_of(pack: dict[str, Any]) -> tuple[list[int], list[int]]:
     return [int(n) for n in pack["seq_lens"]], [int(n) for n in pack["seq_lens_padded"]]
 
 
-def samples(data: PlannedPacks, in_colour: bool) -> Iterator[str]:
+def samples(data: PlannedPacks, in_color: bool) -> Iterator[str]:
     """Some documents, spread over the set, with what is trained on marked."""
-    yield f"\nSAMPLES (trained on: {'green' if in_colour else '⟦ ⟧'})"
+    yield f"\nSAMPLES (trained on: {'green' if in_color else '⟦ ⟧'})"
     rows = data.tokens.train
     for number in range(min(NUM_SAMPLES, len(rows))):
         index = number * len(rows) // NUM_SAMPLES
         row = rows[index]
-        text = mark_trained(data.tokenizer, row["input_ids"][:SHOWN_TOKENS], row["labels"][:SHOWN_TOKENS], in_colour)
+        text = mark_trained(data.tokenizer, row["input_ids"][:SHOWN_TOKENS], row["labels"][:SHOWN_TOKENS], in_color)
         more = f" … ({len(row['input_ids']):,} tokens)" if len(row["input_ids"]) > SHOWN_TOKENS else ""
         yield f"  document {index}:"
         yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())

@@ -1,9 +1,9 @@
-"""Tokenise and plan the packs of a run beforehand, on any machine without a GPU; training then finds them in the cache.
+"""Tokenize and plan the packs of a run beforehand, on any machine without a GPU; training then finds them in the cache.
 
     python recipes/prepare_data.py --config-name llama_packed packed_sequence.packed_sequence_size=512
 
 Takes the arguments of train_ft.py. Training does the same by itself where it is missing. Many tasks, on any nodes,
-share the tokenising with tokenize.num_parts=16 and tokenize.part=0, 1, ... (launch/slurm_prepare.sbatch).
+share the tokenizing with tokenize.num_parts=16 and tokenize.part=0, 1, ... (launch/slurm_prepare.sbatch).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape,
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labelled_rows, to_thd
+from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labeled_rows, to_thd
 from automodel_lite.tools.verify import (
     Check,
     Sample,
@@ -262,7 +262,7 @@ class Verification:
 def shifted_once_more(batch: ThdBatch) -> ThdBatch:
     """The stream with each label one place too early: the classical mistake."""
     labels = F.pad(batch.labels, (0, 1), value=IGNORE_INDEX)[1:]
-    return replace(batch, labels=labels, label_rows=labelled_rows(labels))
+    return replace(batch, labels=labels, label_rows=labeled_rows(labels))
 
 
 def one_segment(batch: ThdBatch) -> AttentionPlan:

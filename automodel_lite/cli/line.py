@@ -21,7 +21,7 @@ from automodel_lite.errors import ConfigError, did_you_mean
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
 RECIPES = {
     "train": ("train_ft", "fine-tune a Hugging Face causal LM on packed sequences"),
-    "prepare": ("prepare_data", "tokenise and pack, and stop"),
+    "prepare": ("prepare_data", "tokenize and pack, and stop"),
     "inspect": ("inspect_data", "look at documents as tokens, labels and packs"),
     "verify": ("verify", "prove packing, sharding and the loss on your model and data"),
     "evaluate": ("evaluate", "loss and answers on held-out files"),

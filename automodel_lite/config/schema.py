@@ -62,7 +62,7 @@ class TokenizeConfig:
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
     max_bad_frac: Fraction = 0.05  # bad, empty or fully masked documents that a set may have; more is an error
     num_proc: Annotated[int, Range(1), UpToTheCores()] | None = None  # processes; null = all cores for large sets
-    num_parts: Positive = 1  # tasks that tokenise a part of the documents each, by recipes/prepare_data.py
+    num_parts: Positive = 1  # tasks that tokenize a part of the documents each, by recipes/prepare_data.py
     part: Count | None = None  # the task's number, from 0; null = takes what the tasks made
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
 

@@ -21,13 +21,13 @@ from automodel_lite.errors import ConfigError, DataError
 
 Message = dict[str, Any]
 Document = dict[str, Any]
-"""A normalised document; its keys say what it is:
+"""A normalized document; its keys say what it is:
 
 - `messages` (list of `{"role", "content", ...}`), optional `tools`: a chat
 - `prompt`, `completion` (text), optional `system`: one question and its answer
 - `text`: plain text
 - `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss), `lengths` of the
-  documents in them: already tokenised; `labels` None: not said what is trained on
+  documents in them: already tokenized; `labels` None: not said what is trained on
 """
 
 
@@ -65,8 +65,8 @@ def _plain_turn(turn: Message) -> Message:
     return {key: value for key, value in turn.items() if key != "weight"}
 
 
-class DocumentRows(Protocol):
-    """Map-style normalised documents; reading a bad one raises `DataError` that names its place."""
+class DocumentSet(Protocol):
+    """Map-style normalized documents; reading a bad one raises `DataError` that names its place."""
 
     def __len__(self) -> int: ...
 
@@ -77,13 +77,13 @@ class DocumentRows(Protocol):
 
 
 class Documents(Protocol):
-    """A dataset, before tokenising."""
+    """A dataset, before tokenizing."""
 
     @property
-    def train(self) -> DocumentRows: ...
+    def train(self) -> DocumentSet: ...
 
     @property
-    def val(self) -> Mapping[str, DocumentRows]: ...
+    def val(self) -> Mapping[str, DocumentSet]: ...
 
     @property
     def kind(self) -> str:
@@ -118,10 +118,10 @@ class DocumentList:
         return f"{self.name}[{index}]"
 
 
-def document_texts(rows: DocumentRows, max_chars: int) -> Iterator[str]:
+def document_texts(rows: DocumentSet, max_chars: int) -> Iterator[str]:
     """Yields the texts of the documents, for training a tokenizer, until `max_chars` characters were given.
 
-    Bad rows are passed over here: they are reported, or counted, when the documents are tokenised.
+    Bad rows are passed over here: they are reported, or counted, when the documents are tokenized.
     """
     num_chars = 0
     for index in range(len(rows)):

@@ -1,4 +1,4 @@
-"""Documents of any kind to samples: text to tokenise and the stretches of it that are trained on.
+"""Documents of any kind to samples: text to tokenize and the stretches of it that are trained on.
 
 Chats become text by whatever template the tokenizer brings. A template with `{% generation %}` markers says itself what
 an assistant wrote. For the others (most stock templates) growing prefixes of the chat are rendered, and an assistant
@@ -52,7 +52,7 @@ MAX_RENDER_S = 20.0  # of one chat, which takes a template some 0.0002 s
 
 @dataclass(frozen=True)
 class Sample:
-    """Text to tokenise as it is (no special tokens are added) and the character spans that are trained on."""
+    """Text to tokenize as it is (no special tokens are added) and the character spans that are trained on."""
 
     text: str
     spans: tuple[Span, ...]
@@ -285,7 +285,7 @@ def _common_prefix(left: str, right: str) -> int:
 
 
 class SampleRenderer:
-    """Renders normalised documents.
+    """Renders normalized documents.
 
     Chats go through the chat template. A prompt and its completion do too, as a user's and an assistant's turn, when
     the tokenizer has a template; without one they become `prompt completion <eos>`, with a line break between them
@@ -313,7 +313,7 @@ class SampleRenderer:
         else:
             samples = [self._prompt_completion(document) if "completion" in document else self._text(document["text"])]
         for sample in samples:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
-            sound_text(sample.text, "the text to tokenise")
+            sound_text(sample.text, "the text to tokenize")
         return samples
 
     def _need_chat(self) -> ChatRenderer:
@@ -366,7 +366,7 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenises samples as they are; no special tokens are added: a template has brought its own.
+    """Tokenizes samples as they are; no special tokens are added: a template has brought its own.
 
     Works on a copy of the tokenizer's Rust part, without the truncation and padding that some hub tokenizers save.
     """
@@ -383,7 +383,7 @@ class Encoder:
         self._pattern = re.compile("|".join(map(re.escape, self._specials)))
 
     def encode(self, samples: Sequence[Sample]) -> Encoded:
-        """Tokenises the samples, in their order."""
+        """Tokenizes the samples, in their order."""
         if self._specials and all(self._edges_are_special(sample) for sample in samples):
             return self._encode_by_specials(samples)
         return self._encode_by_offsets(samples)
@@ -437,7 +437,7 @@ def token_span(encoding: Encoding, span: Span, num_chars: int) -> tuple[int, int
     """The tokens [first, last) that hold at least one character of `span`.
 
     `char_to_token` answers in Rust; it does not know characters that no token holds (a leading space that the
-    tokenizer trims off the offsets, text that a normaliser drops), for which all offsets are looked at.
+    tokenizer trims off the offsets, text that a normalizer drops), for which all offsets are looked at.
     """
     start, stop = span
     if start >= stop:

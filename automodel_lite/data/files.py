@@ -1,7 +1,7 @@
-"""Anybody's files, or a dataset of the hub, as normalised documents: prepared first, or streamed.
+"""Anybody's files, or a dataset of the hub, as normalized documents: prepared first, or streamed.
 
 Streams (of the hub, generators, files too large to be prepared first) are read while they are trained on. A stream is
-distributed to a fixed number of shards; each shard is read, tokenised and packed on its own, wherever it lives. Which
+distributed to a fixed number of shards; each shard is read, tokenized and packed on its own, wherever it lives. Which
 process reads a shard is another matter: the packs do not depend on the number of ranks or workers.
 
     documents   0 1 2 3 4 5 6 7 8 …        num_shards 4
@@ -22,8 +22,8 @@ import numpy as np
 
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
-from automodel_lite.data.documents import Document, DocumentList, DocumentRows, Question, question_of
-from automodel_lite.data.formats import Alignment, Normalise, NormalisedRows, align, detect, find_alignment
+from automodel_lite.data.documents import Document, DocumentList, DocumentSet, Question, question_of
+from automodel_lite.data.formats import Alignment, Normalize, NormalizedRows, align, detect, find_alignment
 from automodel_lite.data.readers import RawRow, RawRows, Source, is_file_name, open_source, without_nulls
 from automodel_lite.errors import ConfigError, DataError
 
@@ -54,8 +54,8 @@ class FilesDataset:
     delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null: found
     seed: Seed = 0  # of val_frac
 
-    train: DocumentRows = field(init=False)
-    val: dict[str, DocumentRows] = field(init=False)
+    train: DocumentSet = field(init=False)
+    val: dict[str, DocumentSet] = field(init=False)
     kind: str = field(init=False)
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
@@ -69,16 +69,16 @@ class FilesDataset:
         source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
         detected = detect(sniff_columns(source.rows, source.description), self.format, self.columns)
 
-        normalise, labels = detected.format.normalise, ""
+        normalize, labels = detected.format.normalize, ""
         if detected.format.kind == "tokens":
-            normalise, labels = self._aligned(NormalisedRows(source.rows, normalise, detected.renames))
+            normalize, labels = self._aligned(NormalizedRows(source.rows, normalize, detected.renames))
 
-        def normalised(rows: RawRows) -> DocumentRows:
-            return NormalisedRows(rows, normalise, detected.renames, detected.media)
+        def normalized(rows: RawRows) -> DocumentSet:
+            return NormalizedRows(rows, normalize, detected.renames, detected.media)
 
         val_sources = self._val_sources()
-        val: dict[str, DocumentRows] = {name: normalised(val_source.rows) for name, val_source in val_sources.items()}
-        train = normalised(source.rows)
+        val: dict[str, DocumentSet] = {name: normalized(val_source.rows) for name, val_source in val_sources.items()}
+        train = normalized(source.rows)
         if self.max_documents is not None:
             train = SelectedRows(train, np.arange(min(self.max_documents, len(train))))
         if self.val_frac:
@@ -92,13 +92,13 @@ class FilesDataset:
         delimiter = f", delimiter={self.delimiter}" if self.delimiter else ""
         self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}{delimiter})"
 
-    def _aligned(self, rows: NormalisedRows) -> tuple[Normalise, str]:
-        """How token rows are normalised, by the convention that their labels follow."""
+    def _aligned(self, rows: NormalizedRows) -> tuple[Normalize, str]:
+        """How token rows are normalized, by the convention that their labels follow."""
         first = (_row_or_none(rows, index) for index in range(min(NUM_SNIFFED_ROWS, len(rows))))
         alignment = self.labels or find_alignment(row for row in first if row is not None)
         if alignment == "aligned":
-            return rows.normalise, ", labels next-token aligned"
-        return Composed(align, rows.normalise), ", labels unshifted (shifted once here)"
+            return rows.normalize, ", labels next-token aligned"
+        return Composed(align, rows.normalize), ", labels unshifted (shifted once here)"
 
     def _val_sources(self) -> dict[str, Source]:
         if self.val_split is not None:
@@ -117,21 +117,21 @@ class Composed:  # a function that can be pickled
     """`after(before(row))`."""
 
     after: Callable[[Document], Document]
-    before: Normalise
+    before: Normalize
 
     def __call__(self, row: RawRow) -> Document:
         return self.after(self.before(row))
 
 
-def _row_or_none(rows: NormalisedRows, index: int) -> Document | None:
+def _row_or_none(rows: NormalizedRows, index: int) -> Document | None:
     try:
         return rows[index]
     except DataError:
-        return None  # left to the tokeniser to report
+        return None  # left to the tokenizer to report
 
 
 def sniff_columns(rows: RawRows, description: str) -> list[str]:
-    """The columns of the first rows, in order; broken rows are left to the tokeniser to report."""
+    """The columns of the first rows, in order; broken rows are left to the tokenizer to report."""
     columns: dict[str, None] = {}
     first_error: DataError | None = None
     for index in range(min(NUM_SNIFFED_ROWS, len(rows))):
@@ -163,7 +163,7 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
     except ConfigError:
         missing = [name for name in _ANSWERS if name not in columns]
         detected = detect([*columns, *missing], None, None)
-    rows = NormalisedRows(source.rows, Composed(detected.format.normalise, Without(missing)), detected.renames)
+    rows = NormalizedRows(source.rows, Composed(detected.format.normalize, Without(missing)), detected.renames)
     for index in range(len(rows)):
         question = question_of(rows[index])
         if question is None:
@@ -185,7 +185,7 @@ class Without:
 class SelectedRows:
     """Some of the documents, in the order of `indices`."""
 
-    rows: DocumentRows
+    rows: DocumentSet
     indices: np.ndarray
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ class SelectedRows:
         return self.rows.where(int(self.indices[index]))
 
 
-def split_rows(rows: DocumentRows, val_frac: float, seed: int) -> tuple[SelectedRows, SelectedRows]:
+def split_rows(rows: DocumentSet, val_frac: float, seed: int) -> tuple[SelectedRows, SelectedRows]:
     """Holds `val_frac` of the documents out, at least one, drawn by `seed`; both parts keep the file's order."""
     num_val = max(1, round(val_frac * len(rows)))
     if num_val >= len(rows):
@@ -318,7 +318,7 @@ class StreamingDataset:
     delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null: found
 
     stream: RawStream = field(init=False)
-    val: dict[str, DocumentRows] = field(init=False)
+    val: dict[str, DocumentSet] = field(init=False)
     kind: str = field(init=False)
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
@@ -335,7 +335,7 @@ class StreamingDataset:
         self._detected = detect(list(columns), self.format, self.columns)
         self.kind = self._detected.format.kind
         if self.kind == "tokens":
-            raise ConfigError(f"{self.stream.name} holds token ids; streams are tokenised here: use dataset=files.")
+            raise ConfigError(f"{self.stream.name} holds token ids; streams are tokenized here: use dataset=files.")
         self.val = dict(self._val())
         self.description = f"{self.stream.name}: a stream in {self.num_shards} shards, {self._detected.description}"
         self.identity = f"stream({self.stream.identity}; {self._detected.format.name}; "
@@ -348,7 +348,7 @@ class StreamingDataset:
                 yield place, row
                 continue
             try:
-                yield place, NormalisedRows(_OneRow(row, place), *self._normalise)[0]
+                yield place, NormalizedRows(_OneRow(row, place), *self._normalize)[0]
             except DataError as error:
                 yield place, error
 
@@ -358,12 +358,12 @@ class StreamingDataset:
         head = islice(self.stream.read(0, 1, 0), NUM_HEAD_DOCUMENTS)
         rows = (_OneRow(row, place) for place, row in head if not isinstance(row, DataError))
         return DocumentList(
-            [d for d in (_normalised_or_none(row, *self._normalise) for row in rows) if d], self.name or ""
+            [d for d in (_normalized_or_none(row, *self._normalize) for row in rows) if d], self.name or ""
         )
 
     @property
-    def _normalise(self) -> tuple[Callable[[RawRow], Document], Mapping[str, str], tuple[str, ...]]:
-        return self._detected.format.normalise, self._detected.renames, self._detected.media
+    def _normalize(self) -> tuple[Callable[[RawRow], Document], Mapping[str, str], tuple[str, ...]]:
+        return self._detected.format.normalize, self._detected.renames, self._detected.media
 
     def _open(self) -> RawStream:
         if (self.path is None) == (self.generator is None):
@@ -377,7 +377,7 @@ class StreamingDataset:
         source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
         return FileStream(source.rows, source.description, source.identity)
 
-    def _val(self) -> Iterator[tuple[str, DocumentRows]]:
+    def _val(self) -> Iterator[tuple[str, DocumentSet]]:
         if self.val_path is not None:
             named = self.val_path if isinstance(self.val_path, Mapping) else {"val": self.val_path}
             for name, path in named.items():
@@ -390,7 +390,7 @@ class StreamingDataset:
 
 @dataclass(frozen=True)
 class _OneRow:
-    """A row on its own, as `NormalisedRows` reads them."""
+    """A row on its own, as `NormalizedRows` reads them."""
 
     row: RawRow
     place: str
@@ -405,9 +405,9 @@ class _OneRow:
         return self.place
 
 
-def _normalised_or_none(row: _OneRow, *normalise: Any) -> Document | None:
+def _normalized_or_none(row: _OneRow, *normalize: Any) -> Document | None:
     try:
-        return NormalisedRows(row, *normalise)[0]
+        return NormalizedRows(row, *normalize)[0]
     except DataError:
         return None  # met again, and reported, when it is its turn
 

@@ -25,7 +25,7 @@ from automodel_lite.data.token_rows import ID_DTYPE
 from automodel_lite.errors import ConfigError, DataError, did_you_mean
 from automodel_lite.thd import IGNORE_INDEX
 
-Normalise = Callable[[RawRow], Document]
+Normalize = Callable[[RawRow], Document]
 
 
 Alignment = Literal["aligned", "unshifted"]
@@ -127,7 +127,7 @@ class Format:
     name: str
     kind: str
     signs: tuple[tuple[str, ...], ...]
-    normalise: Normalise
+    normalize: Normalize
     optional: tuple[str, ...] = ()
 
 
@@ -343,11 +343,11 @@ def _detected(
 
 
 @dataclass(frozen=True)
-class NormalisedRows:
+class NormalizedRows:
     """Raw rows as documents; a row that does not fit its format raises `DataError` with its place and column."""
 
     raw: RawRows
-    normalise: Normalise
+    normalize: Normalize
     renames: Mapping[str, str]
     media: tuple[str, ...] = ()
 
@@ -360,7 +360,7 @@ class NormalisedRows:
             row = {**row, **{canonical: row.get(column) for canonical, column in self.renames.items()}}
         try:
             self._check_media(row)
-            return self.normalise(row)
+            return self.normalize(row)
         except DataError as error:
             raise DataError(f"{self.where(index)}: {self._own_names(str(error))}") from error
 

@@ -1,4 +1,4 @@
-"""Corpora that were tokenised beforehand: flat token files, mapped into memory and read as they are.
+"""Corpora that were tokenized beforehand: flat token files, mapped into memory and read as they are.
 
     corpus.bin             a b c d e f g …      uint16 or uint32, documents end to end
     corpus.offsets.npy     0     3       7 …    int64 [N + 1], documents (absent: a separator token ends each)
@@ -95,7 +95,7 @@ class MemmapRows(Rows):
 
 @dataclass
 class MemmapCorpus:
-    """Pre-tokenised corpora; nothing is tokenised or cached, the files are the rows."""
+    """Pre-tokenized corpora; nothing is tokenized or cached, the files are the rows."""
 
     path: PathStr | Sequence[PathStr]  # a .bin file, or a list of them
     val_path: PathStr | Mapping[str, PathStr] | None = None  # validation corpora by name, or one

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from automodel_lite.config.rules import Seed
-from automodel_lite.data.documents import DocumentRows, Documents, Question
+from automodel_lite.data.documents import Documents, DocumentSet, Question
 from automodel_lite.data.memmap import MemmapCorpus
 from automodel_lite.data.readers import ConcatenatedRows
 from automodel_lite.data.token_rows import Rows
@@ -74,14 +74,14 @@ class Mixture:
         self.description = "; ".join(f"{name} = {part.dataset.description}" for name, part in self.parts.items())
 
     @property
-    def train(self) -> DocumentRows:
+    def train(self) -> DocumentSet:
         """The documents of all datasets, one after the other, as a tokenizer is trained on them."""
         return ConcatenatedRows(
             [p.dataset.train for p in self.parts.values() if not isinstance(p.dataset, MemmapCorpus)]
         )
 
     @property
-    def val(self) -> dict[str, DocumentRows]:
+    def val(self) -> dict[str, DocumentSet]:
         parts = {name: p.dataset for name, p in self.parts.items() if not isinstance(p.dataset, MemmapCorpus)}
         return {key: rows for name, dataset in parts.items() for key, rows in prefixed(name, dataset.val).items()}
 

@@ -238,7 +238,7 @@ def prepare_part(config: Config) -> tuple[tuple[str, ...], list[int]]:
         )
     documents = build(config.dataset)
     if isinstance(documents, StreamingDataset):
-        raise ConfigError(f"tokenize.part={config.tokenize.part}: a stream is tokenised while it is trained on.")
+        raise ConfigError(f"tokenize.part={config.tokenize.part}: a stream is tokenized while it is trained on.")
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
     return tokenize_part(documents, Job(tokenizer, **asdict(config.tokenize)), config.cache_dir)
 

@@ -43,7 +43,7 @@ from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.thd import IGNORE_INDEX
 
-AHEAD_DOCUMENTS = 16  # tokenised at once; never part of the position
+AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
 Row = dict[str, np.ndarray]
 

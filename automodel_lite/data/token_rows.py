@@ -481,7 +481,7 @@ class SetCheck:
 
 
 def mark_trained(
-    tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray, labels: np.ndarray, colour: bool = False
+    tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray, labels: np.ndarray, color: bool = False
 ) -> str:
     """The decoded document with what is trained on in `⟦ ⟧`, or in green: `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
 
@@ -489,7 +489,7 @@ def mark_trained(
     """
     trained = np.concatenate([[False], labels[:-1] != IGNORE_INDEX]) if len(labels) else np.zeros(0, bool)
     edges = np.flatnonzero(np.diff(trained)) + 1
-    start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
+    start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
     parts = []
     for piece in np.split(np.arange(len(input_ids)), edges):
         text = str(tokenizer.decode([int(i) for i in input_ids[piece]]))

@@ -1,6 +1,6 @@
-"""The work of tokenising, a thousand documents at a time, here or in as many processes as there are cores.
+"""The work of tokenizing, a thousand documents at a time, here or in as many processes as there are cores.
 
-Documents to token rows, once: rendered, tokenised, masked, checked, counted and kept in the cache.
+Documents to token rows, once: rendered, tokenized, masked, checked, counted and kept in the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from automodel_lite.data.cache import (
     find_damage,
     short_hash,
 )
-from automodel_lite.data.documents import Document, DocumentRows, Documents
+from automodel_lite.data.documents import Document, Documents, DocumentSet
 from automodel_lite.data.encode import Encoder, Sample, SampleRenderer, TrainOn
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.memmap import MemmapCorpus, check_token_ids
@@ -54,12 +54,12 @@ from automodel_lite.progress import Progress
 
 OnBadRow = Literal["error", "skip"]
 CHUNK_DOCUMENTS = 512
-MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenises about that many
+MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenizes about that many
 
 
 @dataclass(frozen=True)
 class Job:
-    """How the documents of a set are tokenised."""
+    """How the documents of a set are tokenized."""
 
     tokenizer: PreTrainedTokenizerFast
     train_on: TrainOn = "assistant"
@@ -70,17 +70,17 @@ class Job:
     num_parts: int = 1  # tasks that share the work, each with one part of the documents of each set
     part: int | None = None
 
-    def documents(self, rows: DocumentRows) -> range:
+    def documents(self, rows: DocumentSet) -> range:
         """Those of the part, or all."""
         if self.part is None:
             return range(len(rows))
         return range(len(rows) * self.part // self.num_parts, len(rows) * (self.part + 1) // self.num_parts)
 
 
-def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
+def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     """Yields the chunks of `rows` in order, whatever the number of processes.
 
-    Small sets are tokenised here, where the tokenizer's own threads use all cores; large ones in processes of one
+    Small sets are tokenized here, where the tokenizer's own threads use all cores; large ones in processes of one
     thread each, which render chat templates (Python) on all cores too.
     """
     all_wanted = job.documents(rows)
@@ -105,7 +105,7 @@ def tokenize_chunks(rows: DocumentRows, job: Job) -> Iterator[Chunk]:
 
 
 def _chunks_in_threads(worker: ChunkTokenizer, ranges: Sequence[range]) -> Iterator[Chunk]:
-    """Renders a chunk (Python) while the one before it is tokenised (Rust, outside the interpreter's lock)."""
+    """Renders a chunk (Python) while the one before it is tokenized (Rust, outside the interpreter's lock)."""
     with ThreadPoolExecutor(1) as encoder:
         pending: Future[Chunk] | None = None
         for wanted in ranges:
@@ -134,9 +134,9 @@ class Rendered:
 
 
 class ChunkTokenizer:
-    """Tokenises ranges of the documents of one set."""
+    """Tokenizes ranges of the documents of one set."""
 
-    def __init__(self, rows: DocumentRows, job: Job):
+    def __init__(self, rows: DocumentSet, job: Job):
         self._rows = rows
         self._job = job
         self._renderer = SampleRenderer(job.tokenizer, job.train_on, dict(job.template_kwargs))
@@ -217,7 +217,7 @@ def _given_tokens(document: Document, train_on: TrainOn, vocab_size: int) -> Doc
 _worker: ChunkTokenizer
 
 
-def _start_process(rows: DocumentRows, job: Job) -> None:
+def _start_process(rows: DocumentSet, job: Job) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = ChunkTokenizer(rows, job)
@@ -260,9 +260,9 @@ def tokenize_documents(
     part: int | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedData:
-    """Tokenises a dataset, or takes it from the cache; any number of processes may call it at once.
+    """Tokenizes a dataset, or takes it from the cache; any number of processes may call it at once.
 
-    The datasets of a mixture are tokenised one by one, then mixed; a memory-mapped corpus is taken as it is.
+    The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken as it is.
 
     Args:
         train_on: of chats, the turns that carry labels: every assistant turn, the last one (`last_assistant`), those
@@ -291,7 +291,7 @@ def tokenize_documents(
 def tokenize_part(
     documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: str | Path | None = None
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Tokenises `job.part` of every set into the cache: notes to print, and the parts that are still missing.
+    """Tokenizes `job.part` of every set into the cache: notes to print, and the parts that are still missing.
 
     Any number of tasks on any hosts may do so at once, and again: what is there is not made a second time.
     """
@@ -307,7 +307,7 @@ def tokenize_part(
     return _notes(entries), [] if done else sorted(missing)
 
 
-def tokenize_in_memory(rows: DocumentRows, job: Job) -> TokenRows:
+def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
     """Token rows of a set that need no cache; checked as those of a file are."""
     chunks = list(tokenize_chunks(rows, job))
     check = SetCheck(job.tokenizer, "messages", job.train_on, job.max_bad_frac)
@@ -321,7 +321,7 @@ def tokenize_in_memory(rows: DocumentRows, job: Job) -> TokenRows:
 def tokenize_validation(
     stream: StreamingDataset, job: Job, cache_dir: str | Path | None = None
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
-    """The validation sets of a stream, which are tokenised beforehand as any others, and notes to print."""
+    """The validation sets of a stream, which are tokenized beforehand as any others, and notes to print."""
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     sets = {
         name: _Set(name, f"{stream.identity} val", stream.kind, rows, job, root) for name, rows in stream.val.items()
@@ -347,7 +347,7 @@ def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir
 
 
 def _sets_of(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: Path) -> Iterator[_Set]:
-    """What is to be tokenised: the training documents and every validation set, of each dataset of a mixture."""
+    """What is to be tokenized: the training documents and every validation set, of each dataset of a mixture."""
     if isinstance(documents, Mixture):
         for part in documents.parts.values():
             yield from _sets_of(part.dataset, job, cache_dir)
@@ -359,12 +359,12 @@ def _sets_of(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir:
 
 @dataclass(frozen=True)
 class _Set:
-    """One set of documents, tokenised whole or in parts: every part is an entry of the cache until all are joined."""
+    """One set of documents, tokenized whole or in parts: every part is an entry of the cache until all are joined."""
 
     name: str
     identity: str
     kind: str
-    rows: DocumentRows
+    rows: DocumentSet
     job: Job
     cache_dir: Path
 
@@ -379,7 +379,7 @@ class _Set:
         return "tokens", f"{name}-part", key | {"part": f"{part} of {self.job.num_parts}"}
 
     def tokenized(self, part: int | None = None) -> CacheEntry:
-        """The entry of the set, or of a part of it; tokenises, or joins, what is not there."""
+        """The entry of the set, or of a part of it; tokenizes, or joins, what is not there."""
         if part is not None or self.job.num_parts == 1:
             return build_once(self.cache_dir, *self._entry(part), self._tokenize)
         entry = build_once(self.cache_dir, *self._entry(None), self._join)

@@ -1,7 +1,7 @@
 """Floating-point operations of a training step, from what the model really computes.
 
     per token         6 per weight of the layers that it visits; 4 where the weight is frozen (no gradient of its own)
-    per label token   the same for the output head, which only labelled rows meet
+    per label token   the same for the output head, which only labeled rows meet
     per pair          12 per visible (query, key) pair and attention channel: s (s + 1) / 2 pairs of each document,
                       not of the pack
 

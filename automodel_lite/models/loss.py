@@ -74,7 +74,7 @@ def whole_logits_bytes(shape: LossShape) -> float:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The model's own output head on the labelled rows, then cross-entropy: right for any head; holds [R, V] logits."""
+    """The model's own output head on the labeled rows, then cross-entropy: right for any head; holds [R, V] logits."""
 
     includes_head: ClassVar[Literal[False]] = False
 
@@ -139,7 +139,7 @@ def linear_cross_entropy(
     """Sum over rows of cross-entropy(softcap(hidden @ weight.T), label), fp32 scalar.
 
     Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does (arXiv:2410.10989), so that the
-    backward pass needs no logits. Rows labelled -100 must have been left out. No rows: zero, with zero gradients.
+    backward pass needs no logits. Rows labeled -100 must have been left out. No rows: zero, with zero gradients.
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
     with torch.autocast(hidden_RC.device.type, enabled=False):

@@ -211,7 +211,7 @@ def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """`quantization_config` of a checkpoint whose weights are quantised, also of a composite's text part."""
+    """`quantization_config` of a checkpoint whose weights are quantized, also of a composite's text part."""
     for part in (config, config.get_text_config()):
         found: Any = config_value(part, "quantization_config")
         if found:
@@ -225,8 +225,8 @@ def check_quantization(source: str, config: PretrainedConfig) -> None:
     method = quantization and str(quantization["quant_method"])
     if method and method not in DEQUANTIZED:
         raise ConfigError(
-            f"model.pretrained={source} is quantised ({method}), and only {' and '.join(sorted(DEQUANTIZED))} weights "
-            "are dequantised here: give the checkpoint that it was made from (peft=qlora holds one in 4 bits)."
+            f"model.pretrained={source} is quantized ({method}), and only {' and '.join(sorted(DEQUANTIZED))} weights "
+            "are dequantized here: give the checkpoint that it was made from (peft=qlora holds one in 4 bits)."
         )
 
 

@@ -202,12 +202,12 @@ class SingleTurnSource(Protocol):
 
 
 class SFTSingleTurnPreprocessor:
-    """Tokenises context and target of each row, with next-token aligned labels on the target.
+    """Tokenizes context and target of each row, with next-token aligned labels on the target.
 
     Attributes:
         block_size: no row is padded to, or longer than, more tokens; None: no limit.
         preprocessing_num_workers: processes.
-        overwrite_cache: tokenise again although `datasets` has the result.
+        overwrite_cache: tokenize again although `datasets` has the result.
         pad_to_max_length: pad all rows to the longest, rounded up to a multiple of 8.
     """
 

@@ -70,19 +70,19 @@ def pack_dataset(
         logger.warning("Dropped %d samples longer than packed_sequence_size=%d.", num_dropped, packed_sequence_size)
     slots = -(-lengths // multiple) * multiple
     offsets = next_fit(slots, packed_sequence_size)[: None if max_packs is None else max_packs + 1]
-    return _materialise(rows, slots, offsets, packed_sequence_size, padding_idx)
+    return _materialize(rows, slots, offsets, packed_sequence_size, padding_idx)
 
 
 def tokenize_dataset_parallel(dataset: MapStyle, num_proc: int) -> datasets.Dataset:
     """Calls dataset[i] for every i, in `num_proc` forked processes, and keeps the rows in order.
 
-    For datasets that tokenise when they are read. The first error of a row ends the call.
+    For datasets that tokenize when they are read. The first error of a row ends the call.
     Raises ConfigError for num_proc < 1, DataError for a dataset without rows.
     """
     if num_proc < 1:
         raise ConfigError(f"num_proc={num_proc} must be at least 1 process: use 1 to stay in this one.")
     if not len(dataset):
-        raise DataError("there are no rows to tokenise: check the path, the split and the filters of the dataset.")
+        raise DataError("there are no rows to tokenize: check the path, the split and the filters of the dataset.")
     if num_proc == 1:
         return datasets.Dataset(_rows(dataset, 0, len(dataset)))
     width = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
@@ -210,13 +210,13 @@ def _flat_columns(dataset: datasets.Dataset) -> TokenRows | None:
     return TokenRows({"input_ids": flat["input_ids"], "labels": flat["labels"]}, offsets)
 
 
-def _materialise(
+def _materialize(
     rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
     per_block = max(1, BLOCK_TOKENS // size)
     blocks = [
-        _materialise_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
+        _materialize_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
         for start in range(0, len(offsets) - 1, per_block)
     ]
     arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
@@ -224,7 +224,7 @@ def _materialise(
     return datasets.Dataset(pa.concat_tables(blocks), fingerprint=fingerprint)  # or it would pickle the whole table
 
 
-def _materialise_block(
+def _materialize_block(
     rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> pa.Table:
     """The packs between the first and the last of `offsets`."""

@@ -28,7 +28,7 @@ from automodel_lite.parallel.zigzag import (
     owned_segments,
     shard_indices,
 )
-from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, cumulative, document_rows, labelled_rows, per_token
+from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, cumulative, document_rows, labeled_rows, per_token
 
 EXCHANGES = ("all_gather", "all_to_all", "ring", "te")
 
@@ -51,7 +51,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     return replace(
         batch,
         **own,
-        label_rows=labelled_rows(own["labels"]),
+        label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
         mixers=replace(batch.mixers, exchange=deal_mixers(batch.cu_seqlens_padded, group, to_ranks, cp_size, cp_rank)),
     )

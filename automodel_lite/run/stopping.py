@@ -112,11 +112,11 @@ class StopSignals:
 
         def wait() -> None:
             is_requested, interrupted_at, waited_s = False, None, 0.0
-            signalled = select.poll()  # select() takes no descriptor over 1,023
-            signalled.register(ours, select.POLLIN)
+            signaled = select.poll()  # select() takes no descriptor over 1,023
+            signaled.register(ours, select.POLLIN)
             while True:
                 is_waiting = is_requested and not self.boundary_reached.is_set()
-                ready = signalled.poll(1000 * _LOOK_EVERY_S if is_waiting else None)
+                ready = signaled.poll(1000 * _LOOK_EVERY_S if is_waiting else None)
                 numbers = os.read(ours, 64) if ready else b""
                 if ready and not numbers:  # the job is over
                     os.close(ours)

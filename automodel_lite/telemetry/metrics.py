@@ -166,7 +166,7 @@ class StepMetrics:
 
 
 class Meter:
-    """Rates, utilisation and the split of the time since the last logged step.
+    """Rates, utilization and the split of the time since the last logged step.
 
     The clock of the rates runs only between start() and stop(): validation and saving are not in them. The host is a
     step ahead of the device; before what is not in the rates, and before a row, the recipe waits for the device.

@@ -1,6 +1,6 @@
 """`dry_run=true`: reports everything that is known of a run without training it.
 
-The data is read and tokenised (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
+The data is read and tokenized (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
 parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No weights are loaded,
 nothing is written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes meant.
 

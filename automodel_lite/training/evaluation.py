@@ -193,7 +193,7 @@ def questions_of(documents: Documents) -> Iterator[Question]:
         for index in range(len(rows)):
             try:
                 question = question_of(rows[index])
-            except DataError:  # counted where the documents were tokenised
+            except DataError:  # counted where the documents were tokenized
                 continue
             if question and question.answer is not None:
                 yield question

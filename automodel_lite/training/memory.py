@@ -352,7 +352,7 @@ class Hardware:
     gpus_per_node: int = 8
 
     def bandwidth(self, num_ranks: int) -> float:
-        """Of a ring over so many neighbouring ranks: its slowest link decides."""
+        """Of a ring over so many neighboring ranks: its slowest link decides."""
         return self.in_node_bytes_per_s if num_ranks <= self.gpus_per_node else self.between_nodes_bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""Tokenises the raw JSON lines once, with our own tokenizer, for contestants that are given token rows."""
+"""Tokenizes the raw JSON lines once, with our own tokenizer, for contestants that are given token rows."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class Spelling:
 
 @dataclass(frozen=True)
 class LabelSmoothing:
-    """A loss: the SUM over the labelled rows, in fp32; the recipe divides by the label tokens of the whole step.
+    """A loss: the SUM over the labeled rows, in fp32; the recipe divides by the label tokens of the whole step.
 
-    includes_head=False: the model's own head gives the logits [R, V] of the R labelled rows.
+    includes_head=False: the model's own head gives the logits [R, V] of the R labeled rows.
     """
 
     includes_head: ClassVar[Literal[False]] = False

@@ -109,7 +109,7 @@ def tokenize_toy_chat(cache_dir: Path, log: Path) -> None:
     append(log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.labels.sum())}")
 
 
-def test_two_jobs_tokenise_the_same_rows_at_once(tmp_path: Path) -> None:
+def test_two_jobs_tokenize_the_same_rows_at_once(tmp_path: Path) -> None:
     run_both(tokenize_toy_chat, tmp_path / "cache", tmp_path / "log")
     first, second = (tmp_path / "log").read_text().splitlines()
     assert first == second

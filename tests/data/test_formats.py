@@ -1,4 +1,4 @@
-"""Formats: found from the columns, normalised, and refused in a sentence that names the place."""
+"""Formats: found from the columns, normalized, and refused in a sentence that names the place."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("row", "document"), CASES.values(), ids=CASES)
-def test_normalised(tmp_path: Path, row: dict, document: dict) -> None:
+def test_normalized(tmp_path: Path, row: dict, document: dict) -> None:
     assert FilesDataset(jsonl(tmp_path / "a.jsonl", [row])).train[0] == document
 
 
@@ -277,7 +277,7 @@ def test_every_renderer_refuses_what_it_does_not_know(name: str) -> None:
     row, message = UNKNOWN_PARTS[name]
     (known,) = [known for known in FORMATS if known.name == name]
     with pytest.raises(DataError) as caught:
-        known.normalise(row)
+        known.normalize(row)
     assert str(caught.value).startswith(message)
 
 

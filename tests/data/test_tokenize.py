@@ -286,7 +286,7 @@ def test_the_key_is_readable(tmp_path: Path) -> None:
     assert {"dataset", "tokenizer", "tokenizer.chat_template"} <= key.keys()
 
 
-def test_a_changed_file_is_tokenised_again(tmp_path: Path) -> None:
+def test_a_changed_file_is_tokenized_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": [HI, HELLO]}) + "\n")
     first = tokenized(FilesDataset(str(path)), tmp_path)

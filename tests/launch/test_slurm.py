@@ -129,7 +129,7 @@ def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_array_tokenises_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_array_tokenizes_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
     """Task 1 is lost at first: the others leave their parts, its second start joins all."""
     arguments = ["--config-name", "smoke", "tokenize.num_parts=3", f"cache_dir={tmp_path}/parts"]
     command = ["sbatch", "--parsable", f"--output={tmp_path}/job.log", "--time=10"]

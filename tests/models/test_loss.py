@@ -35,7 +35,7 @@ def test_fused_equals_plain(rows: int, chunk: int, softcap: float | None) -> Non
         torch.testing.assert_close(fused_value, plain_value, rtol=1e-5, atol=1e-5)
 
 
-def test_no_labelled_row_gives_zero_loss_and_zero_gradients() -> None:
+def test_no_labeled_row_gives_zero_loss_and_zero_gradients() -> None:
     hidden, weight = leaf(0, 8), leaf(9, 8)
     loss = FusedLinearCrossEntropy()(hidden, weight, torch.zeros(0, dtype=torch.long), None)
     loss.backward()

@@ -121,7 +121,7 @@ class TestPackDataset:
 
 @settings(deadline=None, max_examples=60)
 @given(rows=documents, cp_size=st.sampled_from([1, 2]), size=st.sampled_from([12, 16, 24]))
-def test_lazy_packs_equal_materialised_ones(rows, cp_size: int, size: int) -> None:
+def test_lazy_packs_equal_materialized_ones(rows, cp_size: int, size: int) -> None:
     flat = flatten(samples(rows))
     plan = plan_packs(np.diff(flat.offsets), size, strategy="next_fit", slot_multiple=2 * cp_size if cp_size > 1 else 1)
     lazy = PackedDataset(flat, plan)

@@ -9,7 +9,7 @@ from automodel_lite.nemo_api.packed_sequence import tokenize_dataset_parallel
 
 
 class Rows:
-    """Tokenises when read; rows of it are at first without tokens, and it cannot be pickled."""
+    """Tokenizes when read; rows of it are at first without tokens, and it cannot be pickled."""
 
     def __init__(self, num: int):
         self.num = num
@@ -40,5 +40,5 @@ def test_the_error_of_a_row() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ConfigError, match="num_proc=0 must be at least 1 process"):
         tokenize_dataset_parallel(Rows(3), 0)
-    with pytest.raises(DataError, match="there are no rows to tokenise"):
+    with pytest.raises(DataError, match="there are no rows to tokenize"):
         tokenize_dataset_parallel(Rows(0), 2)

@@ -126,8 +126,8 @@ def test_ranks_must_read_the_same_packs(differ: str) -> None:
         assert answer == "alike" or "read different packs" in answer
 
 
-class MixesNeighbours(torch.nn.Module):
-    """A model whose tokens also see their neighbour in the local stream: wrong at the edge of every chunk."""
+class MixesNeighbors(torch.nn.Module):
+    """A model whose tokens also see their neighbor in the local stream: wrong at the edge of every chunk."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -147,13 +147,13 @@ def exactness(rank: int, cp: int, exchange: str, mixes: bool) -> str:
     model = build("llama")
     install(model, ReferenceAttention())
     try:
-        check_context_parallel(MixesNeighbours(model) if mixes else model, mesh, exchange)
+        check_context_parallel(MixesNeighbors(model) if mixes else model, mesh, exchange)
     except ConfigError as error:
         return str(error)
     return "exact"
 
 
-@pytest.mark.parametrize("mixes", [False, True], ids=["attention only", "mixes neighbours"])
+@pytest.mark.parametrize("mixes", [False, True], ids=["attention only", "mixes neighbors"])
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
 def test_the_start_up_check_finds_tokens_that_are_mixed_elsewhere(exchange: str, mixes: bool) -> None:
     for answer in run_ranks(exactness, 2, exchange, mixes):

@@ -25,7 +25,7 @@ from automodel_lite.parallel import context_parallel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.ranks import run_ranks
@@ -43,7 +43,7 @@ def micro_batch(number: int, cp: int) -> ThdBatch:
     batch = stream(docs, 2 * cp, 160)
     labels = batch.labels.clone()
     labels[torch.arange(len(labels)) % (number + 1) > 0] = IGNORE_INDEX
-    rows = labelled_rows(labels)
+    rows = labeled_rows(labels)
     return replace(batch, labels=labels, label_rows=rows, num_label_tokens=len(rows))
 
 
@@ -234,7 +234,7 @@ def spread_with_shifted_labels(rank: int, world: int) -> dict:
     def shifted(batch: ThdBatch, *rest: object) -> ThdBatch:
         mine = context_parallel.cp_shard(batch, *rest)  # type: ignore[arg-type]
         labels = torch.nn.functional.pad(mine.labels, (0, 1), value=IGNORE_INDEX)[1:]
-        return replace(mine, labels=labels, label_rows=labelled_rows(labels))
+        return replace(mine, labels=labels, label_rows=labeled_rows(labels))
 
     test_matrix.cp_shard = shifted  # type: ignore[assignment]
     return test_matrix.spread(rank, world, (1, 1, 2), "fsdp", "all_gather", ["llama"])

@@ -85,7 +85,7 @@ def test_a_part_that_is_missing_is_named_and_made_alone(tmp_path: Path, capsys: 
 def test_parts_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenize.part=3 must be under tokenize.num_parts=3: tasks count from 0"):
         prepare_data.main(config_of_parts(tmp_path, "tokenize.part=3"))
-    with pytest.raises(ConfigError, match=r"tokenize.part=0: a stream is tokenised while it is trained on"):
+    with pytest.raises(ConfigError, match=r"tokenize.part=0: a stream is tokenized while it is trained on"):
         prepare_data.main(config_of_parts(tmp_path, "dataset=streaming", "~dataset.val_frac", "tokenize.part=0"))
     with pytest.raises(ConfigError, match=r"tokenize.part=0 is for recipes/prepare_data.py alone"):
         inspect_data.main(config_of_parts(tmp_path, "tokenize.part=0"))

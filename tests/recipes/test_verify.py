@@ -11,7 +11,7 @@ import torch
 
 import recipes.verify
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labelled_rows
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
 from automodel_lite.thd import to_thd as right_to_thd
 from tests.attention.test_interface import LeakingAttention
 from tests.ranks import run_ranks
@@ -59,7 +59,7 @@ def shifted_to_thd(batch: dict[str, Any]) -> ThdBatch:
     """The classical bug: labels that are aligned already are shifted once more."""
     thd = right_to_thd(batch)
     labels = torch.nn.functional.pad(thd.labels, (0, 1), value=IGNORE_INDEX)[1:]
-    return replace(thd, labels=labels, label_rows=labelled_rows(labels))
+    return replace(thd, labels=labels, label_rows=labeled_rows(labels))
 
 
 def test_shifted_labels_fail(

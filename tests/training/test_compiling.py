@@ -66,7 +66,7 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_compiled_chunk_is_the_uncompiled_one(softcap: float | None) -> None:
-    """Gradients too; other numbers of labelled rows need no other graph."""
+    """Gradients too; other numbers of labeled rows need no other graph."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     graphs = []

@@ -119,7 +119,7 @@ def test_an_optimizer_of_your_own_that_refuses_a_value() -> None:
     assert tried(*own, "optimizer.lr=2") == "optimizer or lr_scheduler: lr is too high"
 
 
-def test_a_mistake_costs_no_tokenising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_costs_no_tokenizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.train_ft.prepare_data", lambda *_: pytest.fail("the data were read"))
     with pytest.raises(ConfigError, match="cannot work"):
         train(tmp_path / "run", "model.config.hidden_size=33")

@@ -1,7 +1,7 @@
 """How slots are placed in packs: on the histogram of lengths, and in arrival order.
 
 Plans on the histogram cost time by the distinct lengths, not by the documents. Such a plan is a list of placements:
-`bins` neighbouring bins from `first` on each receive `copies` documents of one length. Ten million documents make a few
+`bins` neighboring bins from `first` on each receive `copies` documents of one length. Ten million documents make a few
 thousand placements; only `assign` touches the documents.
 
     histogram {4: 2, 3: 1, 1: 3}, size 8     best_fit     length  first  bins  copies  slot

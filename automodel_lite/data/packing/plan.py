@@ -409,7 +409,7 @@ def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
 
 
 def pack_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]]:
-    """Neighbouring packs of about a million entries of doc_ids: these packs, these entries, where among them each pack
+    """Neighboring packs of about a million entries of doc_ids: these packs, these entries, where among them each pack
     begins.
     """
     first = 0

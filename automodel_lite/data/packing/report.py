@@ -71,7 +71,7 @@ def deal(
 
 
 def _mix_windows(costs: np.ndarray, step: int, group: int, seed: int) -> np.ndarray:
-    """Gives every step of a window one group of neighbours in cost from each stratum of the window's packs."""
+    """Gives every step of a window one group of neighbors in cost from each stratum of the window's packs."""
     order = np.arange(len(costs))
     for number, start in enumerate(range(0, len(costs) // step * step, WINDOW_STEPS * step)):
         num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)

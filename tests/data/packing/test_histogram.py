@@ -33,7 +33,7 @@ def best_fit_one_by_one(lengths: list[int], size: int) -> list[int]:
 
 
 def check(placements: Placements, lengths: list[int], size: int) -> None:
-    """Every document has one place of its own, bins are full of neighbours without gaps and not over the size."""
+    """Every document has one place of its own, bins are full of neighbors without gaps and not over the size."""
     histogram = np.zeros(size + 1, int)
     np.add.at(histogram, placements.length, placements.bins * placements.copies)
     assert histogram.tolist() == np.bincount(lengths, minlength=size + 1).tolist()
