@@ -78,5 +78,5 @@ def train(config_name: str, *overrides: str, config_dir: str | None = None) -> P
     config = check_config(compose_config(config_name, list(overrides), config_dir=config_dir))
     code = imported("recipes.train_ft:main")(config)
     if code:
-        raise RunStoppedError(f"{config.output_dir} ended with exit code {code}: call train again to go on.")
+        raise RunStoppedError(f"{config.output_dir} ended with exit code {code}: call train again to continue.")
     return RunFolder(config.output_dir).path

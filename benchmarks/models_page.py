@@ -23,35 +23,36 @@ def markdown(findings: Iterable[Finding]) -> str:
         "",
         "Written by `python benchmarks/survey_models.py --write docs/models.md`: do not edit, run it again.",
         "",
-        "**A new release of transformers**: `make survey` installs the newest and surveys every family (stopped, it goes on where it was) and "
-        "writes this page; families that are new come in by themselves. The same survey is the slow test "
-        "`tests/benchmarks/test_survey.py`.",
+        "**After a new release of transformers**: `make survey` installs the newest version, surveys every family, "
+        "new ones included, and writes this page (if interrupted, it continues where it stopped). The same survey "
+        "is the slow test `tests/benchmarks/test_survey.py`.",
         "",
-        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on CPU. Every decoder-only "
-        "causal LM that this transformers ships, and the composites (vision, audio) whose language model is trained on "
-        "text, each as a tiny random bf16 checkpoint, trained by the recipe itself in fp32. Truth is the family's own "
-        f"code on documents of {LENGTHS} tokens one by one.",
+        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on CPU. The survey "
+        "covers every decoder-only causal LM in this version of transformers and the composites (vision, audio) "
+        "whose language model is trained on text. Each family is a tiny random bf16 checkpoint, trained with the "
+        f"recipe itself in fp32. The ground truth is the family's own code on separate documents of {LENGTHS} tokens.",
         "",
         f"**{summary(decoders)} of {len(decoders)} decoder-only families; {summary(composites)} of {len(composites)} "
-        f"composites; {used} of the {len(most)} most fine-tuned families exact end to end.** A refusal is a sentence "
-        "before training starts, never a quiet leak.",
+        f"composites; {used} of the {len(most)} most fine-tuned families exact end to end.** The others are refused "
+        "with an error before training starts; documents never leak silently.",
         "",
         "| column | what is compared, and the limit |",
         "|---|---|",
         "| packed | logits and all gradients of one pack against separate documents, relative to the largest; 1e-5 |",
         "| step | loss and gradient norm of a run's first step, in training mode; relative, 1e-5 |",
-        "| cp 2 | the same over two ranks, model sharded, each pack cut in two; 1e-5 |",
-        "| LoRA | the first step's loss with fresh adapters; the saved adapter loads, its routers untouched |",
+        "| cp 2 | the same on two ranks, with a sharded model and each pack split in two; 1e-5 |",
+        "| LoRA | the first step's loss with new adapters; the saved adapter loads, and routers have no adapter |",
         "| export | bf16; same keys, dtypes and class as the checkpoint, every weight read back and compared |",
-        "| transformers' own packing | `position_ids` alone, `use_cache=False` |",
+        "| transformers' own packing | only `position_ids`, `use_cache=False` |",
         "",
         "## Mixtures of experts",
         "",
-        "`model.experts` chooses how experts are computed. `model.router_aux_loss=0.001` adds the load-balancing loss of "
-        "transformers, of each document by itself, so that packs, micro-batches and ranks do not change it; the loss that "
-        "is logged stays the cross-entropy. Families that balance their experts by a bias (DeepSeek V3, GLM 4.5) have no "
-        "such loss: the bias is left as it is and exported in fp32. LoRA reaches attention and shared experts, routed "
-        "experts by `peft.experts=true` ([lora.md](lora.md)), routers never.",
+        "`model.experts` selects how experts are computed. `model.router_aux_loss=0.001` adds transformers' "
+        "load-balancing loss, computed for each document separately, so that it does not depend on packs, "
+        "micro-batches and ranks; the logged loss remains the cross-entropy. Families that balance their experts "
+        "with a bias (DeepSeek V3, GLM 4.5) have no such loss: the bias is not changed and is exported in fp32. "
+        "LoRA adapts attention and shared experts, routed experts with `peft.experts=true` ([lora.md](lora.md)), "
+        "and never routers.",
         "",
         "## Decoder-only families, exact end to end",
         "",
@@ -59,9 +60,10 @@ def markdown(findings: Iterable[Finding]) -> str:
         "",
         "## Composites trained on text, exact end to end",
         "",
-        "Loaded under their own class; towers frozen and out of the step; written back whole, each weight that was not "
-        "trained bit by bit. `python recipes/export_hf.py runs/mine --text-only --to mine_text` writes the language model "
-        "alone, for families of which transformers has a class for it (not Qwen-VL, for one).",
+        "Composites are loaded with their own class, and their towers are frozen and not part of the step. The "
+        "export is the whole model, with every untrained weight bit-identical. `python recipes/export_hf.py "
+        "runs/mine --text-only --to mine_text` writes only the language model, for families whose language model "
+        "has its own class in transformers (Qwen-VL, for example, has none).",
         "",
         *table(composites),
     ]
@@ -96,7 +98,7 @@ def section(title: str, findings: list[Finding], text: object) -> list[str]:
         return []
     assert callable(text)
     rows = [f"| {f.family} | {' '.join(str(text(f)).split()).replace('|', '/')} | {f.native} |" for f in findings]
-    return ["", f"## {title}", "", "| family | what is said | transformers' own packing |", "|---|---|---|", *rows]
+    return ["", f"## {title}", "", "| family | error message | transformers' own packing |", "|---|---|---|", *rows]
 
 
 def words(finding: Finding) -> str:

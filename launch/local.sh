@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains on all GPUs of this machine, or on its cores; starts again after a crash, and goes on from the last checkpoint.
+# Trains on all GPUs of this machine, or on its CPU. With MAX_RESTARTS it restarts after a crash, from the last checkpoint.
 #
 #   launch/local.sh --config-name llama_packed name=first
 #   NPROC=2 launch/local.sh --config-name llama_packed name=first

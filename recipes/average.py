@@ -19,10 +19,12 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
     parser = argument_parser(__doc__)
     parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
-    parser.add_argument("--last", type=argument(int, Range(2)), help="the newest so many checkpoints (default: all)")
-    parser.add_argument("--checkpoints", nargs="+", help="or these, by name")
+    parser.add_argument(
+        "--last", type=argument(int, Range(2)), help="number of newest checkpoints to average (default: all)"
+    )
+    parser.add_argument("--checkpoints", nargs="+", help="checkpoints to average, by name")
     parser.add_argument("--to", type=argument(Path), help="the folder to write (default: averaged in the run's folder)")
-    parser.add_argument("--allow-targets", nargs="+", default=[], help="packages of your own that the run was allowed")
+    parser.add_argument("--allow-targets", nargs="+", default=[], help="your own packages that the run may use code of")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 

@@ -23,9 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
     parser.add_argument("--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)")
     parser.add_argument("--push", type=argument(str, RepoName()), help="upload it to the hub as owner/name")
-    parser.add_argument("--public", action="store_true", help="a repository that --push makes is public")
-    parser.add_argument("--text-only", action="store_true", help="of a vision-language model its language model alone")
-    parser.add_argument("--allow-targets", nargs="+", default=[], help="packages of your own that the run was allowed")
+    parser.add_argument("--public", action="store_true", help="make the repository that --push creates public")
+    parser.add_argument("--text-only", action="store_true", help="only the language model of a vision-language model")
+    parser.add_argument("--allow-targets", nargs="+", default=[], help="your own packages that the run may use code of")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 

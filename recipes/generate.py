@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
     args = parser().parse_args(argv)
     if (args.prompts is None) != (args.out is None) or (args.prompts and args.prompt):
-        raise ConfigError("--prompts in.jsonl and --out out.jsonl go together, and without a prompt of their own.")
+        raise ConfigError("--prompts in.jsonl and --out out.jsonl must be given together, without a prompt.")
     if args.out and args.out.exists():
         raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--batch-size", type=argument(int, Range(1, 65_536)), default=16, help="of --prompts")
     found.add_argument("--system", type=argument(str), help="a system message")
     found.add_argument("--max-new-tokens", type=argument(int, Range(1)), default=256)
-    of_temperature = "0 (the default): the likeliest token each time"
+    of_temperature = "0 (the default): greedy decoding"
     found.add_argument("--temperature", type=argument(float, Range(0, 1000)), default=0.0, help=of_temperature)
     found.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     found.add_argument("--seed", type=argument(int, Range(0, 2**32 - 1)), default=0, help="with --temperature")

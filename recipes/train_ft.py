@@ -369,8 +369,8 @@ class TrainFinetuneRecipe:
         if self.mesh.rank == 0:
             self.folder.write_status(state, self.num_steps, reason, newest.name if newest else None)
         self.console.print(
-            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({self.boundary.stop_reason}); the same "
-            f"command goes on from {newest.name if newest else 'the start'}"
+            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({self.boundary.stop_reason}); run the "
+            f"same command again to continue from {newest.name if newest else 'the start'}"
         )
         self.close()
         return code
@@ -436,7 +436,7 @@ class TrainFinetuneRecipe:
         if not self.config.checkpoint.export_hf:
             raise RunStoppedError(
                 f"the last step, {self.num_steps}, could not be saved: {self.newest_text()} Make room in "
-                f"{self.folder.path} and start the same command again: it goes on from there."
+                f"{self.folder.path} and run the same command again to continue from there."
             )
         self.console.print(f"WARNING: the last step is exported, but not saved as a checkpoint: {self.newest_text()}")
 
@@ -490,7 +490,7 @@ class TrainFinetuneRecipe:
         except (OSError, ValueError, RuntimeError) as error:
             if is_lost_peer(error) or is_out_of_memory(error):
                 raise
-            cure = f"make room in {self.folder.path}, and start the same command again: it goes on from there."
+            cure = f"make room in {self.folder.path}, and run the same command again to continue from there."
             if self.checkpointer.holds(self.num_steps):
                 cure = f"python recipes/export_hf.py {self.folder.path} exports it, and so does the same command again."
             reason = one_line(error)

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "binary file": (rows(bytes([0x7B, 0xF8, 0x00] * 50)), r"chats.jsonl:1:2: byte 0xf8 is not UTF-8"),
     "mixed types": (rows(f"{LINES}\n{json.dumps({'messages': 5})}"), r"chats.jsonl:31: .*must be a list of messages, not int"),
     "row without its column": (rows(f"{LINES}\n{json.dumps({'other': 'x'})}"), r"chats.jsonl:31: .*messages .*missing"),
-    "missing column": (rows('{"a": 1}\n{"a": 2}'), r"the columns a are of no known format: name them, for instance dataset.columns"),
+    "missing column": (rows('{"a": 1}\n{"a": 2}'), r"the columns a match no known format: name them, for instance dataset.columns"),
     "truncated parquet": (rows(b"PAR1abc", name="x.parquet"), r"x.parquet: cannot be read as parquet"),
     "missing file": (settings("dataset=files", "~dataset.num_chats", "dataset.path=/nowhere/x"), r"dataset.path=/nowhere/x does not exist"),
     "nothing to train on": (rows(NO_ANSWER), r"chats.jsonl:1: has no assistant message"),
@@ -149,9 +149,9 @@ def _no_weights(folder: Path) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (_truncated, r"model.pretrained=.*: the weights are truncated or not safetensors .*fetch them again"),
-    "a layer is missing": (lambda f: _without(f, "model.layers.1.mlp.up_proj.weight"), r"1 weights are missing .*model.layers.1.mlp.up_proj.weight first; they would train from random values"),
-    "another shape": (_another_shape, r"1 have another shape than the config says, model.norm.weight first"),
+    "truncated": (_truncated, r"model.pretrained=.*: the weights are truncated or not safetensors .*download them again"),
+    "a layer is missing": (lambda f: _without(f, "model.layers.1.mlp.up_proj.weight"), r"1 weights are missing .*model.layers.1.mlp.up_proj.weight first; they would be initialized at random"),
+    "a different shape": (_another_shape, r"1 have a different shape than in the config, model.norm.weight first"),
     "no config": (_no_config, r"the folder has no config.json"),
     "no weights": (_no_weights, r"model.pretrained=.*no file named"),
     "no chat template": (_no_template, r"chat template"),

@@ -64,8 +64,8 @@ MISTAKES = {
     ),
     "unknown columns": Mistake(
         "--config-name llama_packed dataset=files dataset.path=faq.csv",
-        "the columns Frage, Antwort are of no known format: name them, for instance dataset.columns.prompt=Frage "
-        f"dataset.columns.completion=Antwort. Known are {KNOWN_COLUMNS}.",
+        "the columns Frage, Antwort match no known format: name them, for instance dataset.columns.prompt=Frage "
+        f"dataset.columns.completion=Antwort. Known formats are {KNOWN_COLUMNS}.",
     ),
     "wrong column name": Mistake(
         "--config-name llama_packed dataset=files dataset.path=faq.csv dataset.columns.prompt=Farge "
@@ -129,7 +129,7 @@ MISTAKES = {
     ),
     "a run of other settings": Mistake(
         "--config-name smoke name=mine optimizer.lr=1e-4 training.max_steps=2",
-        "{folder}/runs/mine was begun with other settings:\n"
+        "{folder}/runs/mine was started with different settings:\n"
         "  optimizer.lr: was 0.003, now 0.0001\n"
         "  training.max_steps: was 1, now 2\n"
         "Start a new run with name=..., or continue this one with checkpoint.accept_changes=true.",
@@ -142,10 +142,10 @@ MISTAKES = {
         "--config-name smoke packed_sequence.packed_sequence_size=16384 packed_sequence.overlong=error "
         "training.global_batch_size=1 loss=cross_entropy model.config.vocab_size=400000",
         "out of memory on rank 0 ({host}), in step 1: tried to allocate 8.15 GiB.\n"
-        "By arithmetic the run needs about 73.7 GiB per rank: weights 97.7 MiB, gradients 97.7 MiB, optimizer 195.5 MiB, "
+        "The run is estimated to need about 73.7 GiB per rank: weights 97.7 MiB, gradients 97.7 MiB, optimizer 195.5 MiB, "
         "activations 76.0 MiB, logits 73.2 GiB.\n"
         "Try, in this order:\n"
-        "  1. loss=fused_linear_cross_entropy (no logits of the whole stream)\n"
+        "  1. loss=fused_linear_cross_entropy (never holds the logits of the whole stream)\n"
         "  2. training.activation_checkpointing=full (about a third slower)\n"
         "  3. optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)",
         code=1,

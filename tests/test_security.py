@@ -74,7 +74,7 @@ def test_an_allowed_module_does_not_lead_elsewhere() -> None:
     ],
 )
 def test_a_class_that_moved_is_named_by_its_new_place(former: str, now: str) -> None:
-    sentence = f"dataset._target_={former} is the name of an older version: write {now}, or choose the option of its"
+    sentence = f"dataset._target_={former} is a name from an older version: use {now}, or choose the option of its"
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         check(f"dataset._target_={former}")
 
@@ -132,7 +132,7 @@ def test_the_generator_of_a_strangers_run_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("grant", ["security:\n  allow_targets: [os]\n", "model:\n  trust_remote_code: true\n"])
 def test_a_preset_cannot_grant_anything(tmp_path: Path, grant: str) -> None:
     (tmp_path / "strange.yaml").write_text(f"defaults:\n  - smoke\n  - _self_\n{grant}")
-    with pytest.raises(ConfigError, match=r"is set in a file: it is taken from the command line only"):
+    with pytest.raises(ConfigError, match=r"is set in a file, but only the command line may set it"):
         compose_config("strange", [], config_dir=str(tmp_path))
 
 
@@ -142,7 +142,7 @@ def test_remote_code_needs_a_pinned_commit(revision: str) -> None:
 
     chosen = ["model=pretrained", "model.pretrained=someone/model", "model.trust_remote_code=true"]
     config = check_config(compose_config("smoke", [*chosen, f"model.revision={revision}"]))
-    with pytest.raises(ConfigError, match=r"pin what you have read by model.revision=<commit"):
+    with pytest.raises(ConfigError, match=r"pin the commit that you have reviewed, model.revision=<40 hex digits>"):
         build(config.model)
 
 
@@ -285,7 +285,7 @@ def test_a_secret_is_no_part_of_a_model(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_TOKEN", "hf_canary_one")
     monkeypatch.setenv("SORT_KEY", "messages")  # a word, and no secret
     template = "{% for m in messages %}hf_canary_one{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, and is a part"):
+    with pytest.raises(ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, and this part"):
         check_config(
             compose_config(
                 "smoke", ["tokenizer=pretrained", "tokenizer.path=x", f"tokenizer.chat_template='{template}'"]
@@ -294,7 +294,7 @@ def test_a_secret_is_no_part_of_a_model(tmp_path: Path, monkeypatch: pytest.Monk
     byte_tokenizer(LLAMA3).save_pretrained(tmp_path)
     (tmp_path / "template.jinja").write_text(template)
     with pytest.raises(
-        ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, and would be trained on"
+        ConfigError, match=r"tokenizer.chat_template holds the value of HF_TOKEN, which would be trained on"
     ):
         load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "template.jinja"))
     load_tokenizer(str(tmp_path), chat_template=template.replace("hf_canary_one", ""))

@@ -258,7 +258,9 @@ class PackedMixer:
         arguments = self.signature.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         if arguments.get("attention_mask") is not None:
-            raise ConfigError(f"{self.name} brings a mask of its own to packed documents, which it cannot have.")
+            raise ConfigError(
+                f"{self.name} passes its own mask together with packed documents, which is not supported."
+            )
         call = _Arguments.of(arguments)
         if self._splits_inside(call, documents.mixer_plan):
             with running(split_at_documents(documents.mixer_plan)):

@@ -35,17 +35,17 @@ class FlashAttention:
         require_half(self, spec)
         refuse_own_exchange(self, spec)
         if spec.sinks:
-            raise refuse(self, f"the attention sinks of {spec.model_type}", "take attention=flex")
+            raise refuse(self, f"the attention sinks of {spec.model_type}", "use attention=flex")
         if spec.head_dim != spec.value_head_dim or spec.head_dim > LARGEST_HEAD_DIM:
             dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
-            raise refuse(self, dims, f"they must be equal and at most {LARGEST_HEAD_DIM}, take attention=te")
+            raise refuse(self, dims, f"they must be equal and at most {LARGEST_HEAD_DIM}, use attention=te")
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
         """See `AttentionKernel`."""
         if options.sinks is not None:
-            raise refuse(self, "attention sinks", "take attention=flex")
+            raise refuse(self, "attention sinks", "use attention=flex")
         window = options.window
         return flash_attn_varlen_func(
             q_THD,

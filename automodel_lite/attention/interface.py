@@ -39,7 +39,7 @@ def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
     if not spec.num_heads:
         return ReferenceAttention(), "none: the model has no attention layers"
     if spec.own_exchange:
-        raise ConfigError("mesh.cp_exchange=te needs attention=te: set it, or take mesh.cp_exchange=all_gather.")
+        raise ConfigError("mesh.cp_exchange=te needs attention=te: set it, or use mesh.cp_exchange=all_gather.")
     if spec.device.type != "cuda":
         return ReferenceAttention(), f"reference: the only packed kernel that trains on {spec.device.type}"
     # imported here: flex_attention brings torch._dynamo, 1 CPU-s that a CPU has no use for
@@ -203,7 +203,7 @@ def _refuse_what_packing_cannot(
     if query.shape[0] != 1:
         raise ConfigError(f"{name} got {query.shape[0]} rows: packed attention takes one stream of tokens.")
     if dropout:
-        raise ConfigError(f"{name} asks for attention dropout {dropout}: set model.config.attention_dropout=0.")
+        raise ConfigError(f"{name} uses attention dropout {dropout}: set model.config.attention_dropout=0.")
     if is_causal is False or vars(module).get("is_causal") is False:  # PaliGemma's, a mask away from bidirectional
         raise ConfigError(f"{name} is not causal: packed attention is. {UNPACKED.capitalize()}.")
 
@@ -215,7 +215,7 @@ def _window(module: nn.Module, sliding_window: int | None) -> int | None:
         return expected
     raise ConfigError(
         f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of {expected}, its "
-        f"attention call passes {sliding_window}, so the window would be lost in silence: set "
+        f"attention call passes {sliding_window}, so the window would silently be lost: set "
         "model.config.sliding_window=null if no document is longer than it, or take another model."
     )
 
@@ -287,8 +287,10 @@ def _why_not_finite(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.is_floating_point() and not torch.isfinite(local).all():
-            return f"the loaded weight {name} holds inf or NaN. Fetch the weights again, or take those of another step."
-    return "a sum overflows though this rank's weights are finite. Set training.precision=fp32, or check the weights."
+            return f"the loaded weight {name} contains inf or NaN. Download the weights again, or use another step."
+    return (
+        "a sum overflows though the weights of this rank are finite. Set training.precision=fp32, or check the weights."
+    )
 
 
 def tolerance_std(dtype: torch.dtype) -> float:

@@ -183,7 +183,7 @@ def attention_spec(
     for key in ATTENTION_DROPOUTS:
         if dropout := config_value(config, key, 0.0):
             raise ConfigError(
-                f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not do: set "
+                f"model_type={config.model_type} has {key}={dropout}, which packed kernels do not support: set "
                 f"model.config.{key}=0."
             )
     narrowest: dict[LayerShape, int | None] = {}

@@ -56,11 +56,11 @@ class TransformerEngineAttention:
         require_cuda(self, spec)
         require_half(self, spec)
         if spec.sinks:
-            raise refuse(self, f"the attention sinks of {spec.model_type}", "take attention=flex")
+            raise refuse(self, f"the attention sinks of {spec.model_type}", "use attention=flex")
         if spec.softcap is not None and not self.has_softcap:
-            raise refuse(self, f"the softcap of {spec.model_type} in this version", "take attention=flex")
+            raise refuse(self, f"the softcap of {spec.model_type} in this version", "use attention=flex")
         if find_spec("flash_attn") is None:
-            flash = "pip install flash-attn, or take attention=flex"
+            flash = "pip install flash-attn, or use attention=flex"
             if spec.softcap is not None:
                 raise refuse(self, f"the softcap of {spec.model_type} without flash-attn", flash)
             if torch.cuda.is_available() and torch.cuda.get_device_capability(spec.device) < (9, 0):
@@ -70,7 +70,7 @@ class TransformerEngineAttention:
             cure = f"Transformer Engine {since} can, this is {transformer_engine.__version__}"
             raise refuse(self, f"cp_comm_type={self.cp_comm_type} with packed documents", cure)
         if spec.own_exchange and spec.window is not None and self.cp_comm_type == "p2p":
-            cure = "set attention.cp_comm_type=all_gather or a2a, or take mesh.cp_exchange=all_gather"
+            cure = "set attention.cp_comm_type=all_gather or a2a, or use mesh.cp_exchange=all_gather"
             raise refuse(self, f"the window of {spec.model_type} with its own p2p exchange", cure)
 
     def __call__(
@@ -84,7 +84,7 @@ class TransformerEngineAttention:
     ) -> Tensor:
         """See `AttentionKernel`; with `cp_group`, q, k, v are this rank's and the boundaries the whole stream's."""
         if options.sinks is not None:
-            raise refuse(self, "attention sinks", "take attention=flex")
+            raise refuse(self, "attention sinks", "use attention=flex")
         cu_q, cu_k, max_q, max_k = segments
         is_self = cu_q is cu_k
         mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"

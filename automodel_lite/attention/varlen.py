@@ -50,10 +50,10 @@ class VarlenAttention:
         require_half(self, spec)
         refuse_own_exchange(self, spec)
         if spec.softcap is not None:
-            raise refuse(self, f"the softcap of {spec.model_type}", "take attention=flex")
+            raise refuse(self, f"the softcap of {spec.model_type}", "use attention=flex")
         if spec.sinks:
             # its backward ignores the gradient of the log-sum-exp, from which sinks could be built
-            raise refuse(self, f"the attention sinks of {spec.model_type}", "take attention=flex")
+            raise refuse(self, f"the attention sinks of {spec.model_type}", "use attention=flex")
         if spec.head_dim != spec.value_head_dim or spec.head_dim % 8 or spec.head_dim > LARGEST_HEAD_DIM:
             dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
             raise refuse(self, dims, f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te")
@@ -66,7 +66,7 @@ class VarlenAttention:
 
     def _check_gpu(self, capability: tuple[int, int]) -> None:
         if capability < (8, 0):
-            raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, take attention=flex")
+            raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, use attention=flex")
         if self.implementation is not None and capability[0] not in CAPABILITIES.get(self.implementation, capability):
             needs = " or ".join(f"{major}.x" for major in CAPABILITIES[self.implementation])
             cure = f"it needs compute capability {needs}: leave attention.implementation at null"
@@ -79,7 +79,7 @@ class VarlenAttention:
     ) -> Tensor:
         """See `AttentionKernel`."""
         if options.softcap is not None or options.sinks is not None:
-            raise refuse(self, "softcap or attention sinks", "take attention=flex")
+            raise refuse(self, "softcap or attention sinks", "use attention=flex")
         # (w, 0) sees w keys besides the query's own
         window_size = (-1, 0) if options.window is None else (options.window - 1, 0)
         more: dict[str, Any] = {"scale": options.scale, "window_size": window_size}

@@ -257,7 +257,7 @@ def check_plugin(override: str) -> None:
     if key == "hydra.run.dir":
         raise ConfigError(f"hydra.run.dir={value}: the folder of a run is output_dir: set output_dir={value}.")
     if key == "hydra.job.chdir" and value not in ("false", "null"):
-        raise ConfigError(f"hydra.job.chdir={value}: a run stays in the folder where it was started: leave it out.")
+        raise ConfigError(f"hydra.job.chdir={value}: a run does not change its working directory: remove this setting.")
 
 
 def _is_installed(module: str) -> bool:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from automodel_lite.parallel.peers import Peers
 
 LAUNCHED_BY_US = "AUTOMODEL_LITE_LAUNCHER"  # set in ranks whose launcher prints the last words itself
-SAVED = "stopped and saved: the same command goes on"
+SAVED = "stopped and saved: run the same command again to continue"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # from which a launcher quotes
 _SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
 _WAIT_FOR_RANK_0_S = 5.0

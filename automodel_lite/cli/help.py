@@ -75,7 +75,8 @@ def help_of(recipe: str, sources: Sources) -> str:
         lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
     lines += ["", "--cfg job prints the whole configuration and stops; --hydra-help lists Hydra's flags."]
     lines += [
-        "--nproc 8 (or gpu) starts so many processes on this machine; --nnodes 2 --rdzv HOST:PORT joins machines."
+        "--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine; --nnodes 2 --rdzv HOST:PORT joins "
+        "machines."
     ]
     lines += ["dry_run=true checks everything, estimates memory and stops."] if recipe == "train_ft" else []
     return as_typed("\n".join(lines))

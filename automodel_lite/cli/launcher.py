@@ -76,7 +76,7 @@ def without_flags(argv: list[str]) -> list[str]:
 def _config(given: Mapping[str, Any], logs: str | None = None) -> LaunchConfig:
     """Raises ConfigError for numbers that cannot be."""
     if "RANK" in os.environ:
-        raise ConfigError("--nproc starts ranks, and this is one already: leave it out under torchrun or srun.")
+        raise ConfigError("--nproc starts ranks, but this process already is one: leave it out under torchrun or srun.")
     nproc, nnodes, rdzv = _processes(str(given.get("nproc", "auto"))), given.get("nnodes", 1), given.get("rdzv")
     if nnodes < 1:
         raise ConfigError(f"--nnodes {nnodes} must be at least 1.")
@@ -160,8 +160,8 @@ def _words_of_the_left(logs: Path, endpoint: str, error: Exception) -> int:
             print(f"\n{words['message']}", file=sys.stderr)
             return int(words["errorCode"])
     raise RunStoppedError(
-        f"--rdzv {endpoint}: the connection to the other machines is gone, or did not come about "
-        f"({str(error).splitlines()[0].rstrip('.')}): look at what the launchers there have printed."
+        f"--rdzv {endpoint}: the connection to the other machines was lost or never established "
+        f"({str(error).splitlines()[0].rstrip('.')}): check the output of the launchers there."
     )
 
 
@@ -179,7 +179,7 @@ def _raise(rank: int, failure: ProcessFailure, text: str) -> NoReturn:
         raise ConfigError(text) if rank == 0 else DataError(f"[rank {rank}] {text}")
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        hint = ": the kernel does so when memory runs out" if name == "SIGKILL" else ""
+        hint = ": the kernel kills processes when memory runs out" if name == "SIGKILL" else ""
         raise RunStoppedError(f"rank {rank} was ended by {name}{hint}.")
     if text.startswith("Traceback "):
         raise RunStoppedError(f"rank {rank} failed, its traceback is above: {text.splitlines()[-1]}")

@@ -233,7 +233,7 @@ def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
     for key in COMMAND_LINE_ONLY:
         value = OmegaConf.select(raw, key, throw_on_missing=False)
         if value and not any(name == key or name.startswith(f"{key}.") for name in typed):
-            raise ConfigError(f"{key} is set in a file: it is taken from the command line only, {key}=... .")
+            raise ConfigError(f"{key} is set in a file, but only the command line may set it: {key}=... .")
 
 
 _CODE_KEYS = ("_target_", "()", "class")
@@ -261,7 +261,7 @@ def check_hydra_settings(raw: DictConfig, overrides: Sequence[str]) -> None:
         )
         is_command = value not in (None, [], {}) and any(key == k or key.startswith(f"{k}.") for k in _COMMANDS)
         if (is_code or is_command) and not any(key == name or key.startswith(f"{name}.") for name in typed if name):
-            raise ConfigError(f"{key}={value} is set in a file: code is named on the command line only, {key}=... .")
+            raise ConfigError(f"{key}={value} is set in a file, but only the command line may name code: {key}=... .")
 
 
 def _leaves(node: object, prefix: str) -> Iterator[tuple[str, object]]:

@@ -148,9 +148,9 @@ def _unsound_values(node: Any, path: str = "") -> Iterator[str]:
     elif isinstance(node, int) and abs(node) >= 2**63:
         yield f"{path}={node} must be below 2**63."
     elif isinstance(node, str) and "\0" in node:
-        yield f"{path}={node!r} holds a zero byte, which no text or path may."
+        yield f"{path}={node!r} contains a zero byte, which is not allowed in texts and paths."
     elif path.startswith(PUBLISHED) and (name := secret_in(str(node))):
-        yield f"{path} holds the value of {name}, and is a part of the model that is exported: take it out."
+        yield f"{path} holds the value of {name}, and this part of the model is exported: remove it."
 
 
 def _name_problems(plain: dict[str, Any]) -> Iterator[str]:

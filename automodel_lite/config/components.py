@@ -118,7 +118,7 @@ def target_problem(path: object, allowed: Sequence[str]) -> str | None:
     if path in own_targets() or _is_below(path, (*PREFIXES, *allowed)):
         return None
     if (target := moved_target(path)) != path:
-        return f"_target_={path} is the name of an older version: write {target}, or choose the option of its group."
+        return f"_target_={path} is a name from an older version: use {target}, or choose the option of its group."
     near = difflib.get_close_matches(path, own_targets(), n=1, cutoff=0.8)
     return (
         f"_target_={path} is not allowed{f'; did you mean {near[0]}?' if near else '.'} A configuration may only call "

@@ -96,10 +96,10 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
     if folder.is_dir():
         damage = find_damage(folder)
         if damage is None:
-            return CacheEntry(folder, True, "hit (another process made it)")
+            return CacheEntry(folder, True, "hit (built by another process)")
         _remove(folder, damage)
-        note = f"made again, it was damaged: {damage}"
-        print(f"WARNING: {folder} was damaged ({damage}): it is made again", file=sys.stderr, flush=True)
+        note = f"rebuilt, it was damaged: {damage}"
+        print(f"WARNING: {folder} was damaged ({damage}): it is rebuilt", file=sys.stderr, flush=True)
     failure = Path(f"{folder}.failed")
     _raise_failure_after(failure, asked)
     note = note or f"miss ({_what_changed(folder.parent, name, key)})"
@@ -155,8 +155,8 @@ def find_damage(folder: Path) -> str | None:
     except OSError as error:
         return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{KEY_FILE} is not whole"
-    return f"{changed[0]} has another content than was written" if changed else None
+        return f"{KEY_FILE} is incomplete"
+    return f"{changed[0]} differs from what was written" if changed else None
 
 
 def damage_once(folder: Path) -> str | None:

@@ -195,12 +195,12 @@ def _check_keys(message: Message, where: str) -> None:
     for key in MASKS:
         if key in message:
             raise DataError(
-                f"{where}.{key}={message[key]!r} is how another program says what is trained on: write weight: 1 for a "
-                "turn that is, and weight: 0 for one that is not."
+                f"{where}.{key}={message[key]!r} is another program's loss mask: set weight: 1 for a turn to train "
+                "on and weight: 0 for the others."
             )
     for key in MEDIA:
         if message.get(key) not in (None, [], {}, ""):
-            raise DataError(f"{where}.{key} would be left out: this program trains on text.")
+            raise DataError(f"{where}.{key} would be ignored: this program trains only on text.")
 
 
 def _sharegpt(message: Message, where: str) -> Message:
@@ -257,7 +257,7 @@ def _part(part: Any, where: str) -> str:
         raise DataError(f'{where} must be an object such as {{"type": "text", "text": ...}}, not {part!r:.40}.')
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
-        raise DataError(f"{where} is of type {kind!r}, and only text is trained on: take it out, or write it as text.")
+        raise DataError(f"{where} is of type {kind!r}, but only text is supported: remove it, or convert it to text.")
     found = {key: part[key] for key in TEXT_KEYS if part.get(key) is not None}
     if len(found) != 1 or not all(isinstance(value, str) for value in found.values()):
         shown = str(part)
@@ -273,7 +273,7 @@ def maybe_json(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is a text that is not JSON: {error}.") from error
+        raise DataError(f"{where} is not valid JSON: {error}.") from error
 
 
 def sound_text(value: str, where: str) -> str:
@@ -281,7 +281,7 @@ def sound_text(value: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where} holds half of a surrogate pair at character {error.start + 1}.") from error
+        raise DataError(f"{where} contains an unpaired surrogate at character {error.start + 1}.") from error
     return value
 
 
@@ -319,8 +319,8 @@ class ToyChat:
         'The capital of Finland is Helsinki.'
     """
 
-    num_chats: Annotated[int, Range(1, 1_000_000)] = 2000  # trained on
-    num_val_chats: Annotated[int, Range(0, 1_000_000)] = 40  # validated on
+    num_chats: Annotated[int, Range(1, 1_000_000)] = 2000  # training documents
+    num_val_chats: Annotated[int, Range(0, 1_000_000)] = 40  # validation documents
     num_questions: Count = 24  # held out, of 150 pairs
     seed: Seed = 0  # of the chats
 

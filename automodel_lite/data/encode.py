@@ -143,8 +143,9 @@ class ChatRenderer:
         place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
         if place is not None and not self._writes_tool_calls:
             raise DataError(
-                f"message {place} calls a tool, and the chat template writes no tool calls: the turn would be trained "
-                "as if it were empty. Take a template that writes them, tokenizer.chat_template=template.jinja."
+                f"message {place} calls a tool, but the chat template does not render tool calls, so the turn would "
+                "be trained on as if it were empty: use a template that renders them, "
+                "tokenizer.chat_template=template.jinja."
             )
 
     @cached_property
@@ -168,7 +169,7 @@ class ChatRenderer:
                 )
         except DeadlineExceeded:
             raise DataError(
-                f"the chat template was stopped after {MAX_RENDER_S:.0f} s: are there loops inside loops in it?"
+                f"the chat template was stopped after {MAX_RENDER_S:.0f} s: does it contain nested loops?"
             ) from None
         except Exception as error:  # whatever a template does wrong
             raise DataError(f"is refused by the chat template: {error}") from error
@@ -230,8 +231,8 @@ class ChatRenderer:
             prompt = self._render(messages[:-1], tools, template, prompt=True)
             place = _common_prefix(prompt, text)
             raise DataError(
-                f"message {len(messages) - 1}: the chat template writes the prompt otherwise once the answer follows "
-                f"(from {prompt[place : place + 40]!r} to {text[place : place + 40]!r}): use a template with "
+                f"message {len(messages) - 1}: the chat template changes the prompt once the answer follows (from "
+                f"{prompt[place : place + 40]!r} to {text[place : place + 40]!r}): use a template with "
                 "{% generation %} markers"
             )
         return Sample(text, (span,))
@@ -270,8 +271,8 @@ def _check_whole(messages: Sequence[Message], text: str) -> None:
     for place, message in enumerate(messages):
         if message["role"] not in _REWRITTEN_ROLES and message["content"].strip() not in text:
             raise DataError(
-                f"message {place} (role {message['role']}) is left out by the chat template: take a template that "
-                "knows the role, tokenizer.chat_template=template.jinja, or take such messages out of the data."
+                f"message {place} (role {message['role']}) is omitted by the chat template: use a template that "
+                "supports the role, tokenizer.chat_template=template.jinja, or remove such messages."
             )
 
 
@@ -345,7 +346,7 @@ class SampleRenderer:
 
     def _frame_end(self, text: str) -> str:
         if not self._eos:
-            raise ConfigError("the tokenizer has no eos_token, so a model would never learn to stop: give it one.")
+            raise ConfigError("the tokenizer has no eos_token, so a model would never learn to stop: set one.")
         return "" if text.endswith(self._eos) else self._eos
 
 

@@ -87,8 +87,9 @@ def find_alignment(documents: Iterable[Document]) -> Alignment:
     if num_unshifted == num_labels:
         return "unshifted"
     raise DataError(
-        f"of {num_labels:,} labels {num_aligned:,} are the next token and {num_unshifted:,} the token itself: labels "
-        "must be all of one kind; set dataset.labels=aligned or dataset.labels=unshifted to take them as they are."
+        f"of {num_labels:,} labels {num_aligned:,} are the next token and {num_unshifted:,} the token itself: all "
+        "labels must be of one kind; set dataset.labels=aligned or dataset.labels=unshifted to take them as they "
+        "are."
     )
 
 
@@ -112,7 +113,7 @@ def _integers(row: dict[str, Any], column: str, length: int | None = None) -> np
     if value is None or numbers.ndim != 1 or (numbers.dtype.kind not in "iub" and len(numbers)):
         raise DataError(f"column {column} must be a list of integers, not {type(value).__name__} {str(value)[:40]!r}.")
     if length is not None and len(numbers) != length:
-        raise DataError(f"column {column} has {len(numbers)} values and input_ids {length}: they must be as many.")
+        raise DataError(f"column {column} has {len(numbers)} values and input_ids {length}: the counts must be equal.")
     if len(numbers) and (numbers.min() < -(2**31) or numbers.max() >= 2**31):
         raise DataError(f"column {column} holds {numbers.max()}, which is not a token id.")
     return numbers.astype(ID_DTYPE)
@@ -236,8 +237,8 @@ def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str
     verdict = next((name for name in VERDICTS if name in columns), None)
     if verdict and found.kind in ("messages", "prompt_completion"):
         raise ConfigError(
-            f"column {verdict} says which answers are good and which are bad (KTO), and every row would be trained on "
-            f"alike: keep the good rows in a file of their own, or say dataset.format={found.name} to train on all."
+            f"column {verdict} says which answers are good and which are bad (KTO), and all rows would be trained on "
+            f"the same way: keep only the good rows, or set dataset.format={found.name} to train on all."
         )
     media = tuple(name for name in columns if name in MEDIA) if found.kind != "tokens" else ()
     return _detected(found, columns, renames, media)
@@ -266,9 +267,10 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
     taken = [name for name in rejected if name in named]
     what = f"{taken[0]} would be trained on" if taken else "this program trains on one answer"
     raise ConfigError(
-        f"the columns {', '.join([*chosen, *rejected])} are preference pairs, and {what}: take the wanted answers with "
-        f"dataset.columns.completion={wanted} (texts after a prompt), dataset.columns.messages={wanted} (chats) or "
-        f"dataset.columns.text={wanted} (whole texts); dataset.format=... says that you mean what you named."
+        f"the columns {', '.join([*chosen, *rejected])} are preference pairs, and {what}: select the chosen answers "
+        f"with dataset.columns.completion={wanted} (texts after a prompt), dataset.columns.messages={wanted} (chats) "
+        f"or dataset.columns.text={wanted} (whole texts), or set dataset.format=... to train on the columns you "
+        "named."
     )
 
 
@@ -293,8 +295,8 @@ def _find(
         )
     known = ", ".join(" + ".join(known.signs[0]) for known in FORMATS)
     raise ConfigError(
-        f"the columns {', '.join(columns)} are of no known format: name them, for instance {_hint(columns)}. "
-        f"Known are {known}."
+        f"the columns {', '.join(columns)} match no known format: name them, for instance {_hint(columns)}. Known "
+        f"formats are {known}."
     )
 
 
@@ -371,8 +373,8 @@ class NormalizedRows:
         for column in self.media:
             if row.get(column) not in (None, [], {}, ""):
                 raise DataError(
-                    f"column {column} would be left out: this program trains on text; dataset.format=... says that "
-                    "you mean it."
+                    f"column {column} would be ignored: this program trains only on text; set dataset.format=... to "
+                    "train without it."
                 )
 
     def _own_names(self, message: str) -> str:
@@ -413,7 +415,7 @@ def _history(pairs: Any) -> list[Message]:
 
 def _prompt_completion(row: RawRow, prompt: str, completion_column: str) -> Document:
     if row.get("tools"):
-        raise DataError("column tools would be left out: tools are written by a chat template, so give messages.")
+        raise DataError("column tools would be ignored: only a chat template renders tools, so use messages.")
     document = {"prompt": prompt, "completion": _text(row, completion_column)}
     if system := _system(row):
         document["system"] = system

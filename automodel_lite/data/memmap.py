@@ -98,11 +98,11 @@ class MemmapCorpus:
     """Pre-tokenized corpora; nothing is tokenized or cached, the files are the rows."""
 
     path: PathStr | Sequence[PathStr]  # a .bin file, or a list of them
-    val_path: PathStr | Mapping[str, PathStr] | None = None  # validation corpora by name, or one
-    dtype: Annotated[str, OneOf(DTYPES)] | None = None  # for files without a .json or .idx that says so
+    val_path: PathStr | Mapping[str, PathStr] | None = None  # validation corpus, or several by name
+    dtype: Annotated[str, OneOf(DTYPES)] | None = None  # for files without a .json or .idx that specifies it
     separator_id: Count | None = None  # the token that ends each document, for files without document boundaries
-    bos_id: Count | None = None  # put before documents that do not begin with it
-    eos_id: Count | None = None  # put behind documents that do not end with it
+    bos_id: Count | None = None  # prepended to documents that do not start with it
+    eos_id: Count | None = None  # appended to documents that do not end with it
 
     train: Rows = field(init=False)
     val: dict[str, Rows] = field(init=False)
@@ -204,7 +204,9 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
         raise DataError(f"{path.name}: is too short for a Megatron index.")
     magic, version, code, num_sequences, num_bounds = struct.unpack_from("<9sQBQQ", data)
     if magic != MEGATRON_MAGIC or version != 1 or code not in MEGATRON_DTYPES:
-        raise DataError(f"{path.name}: is no Megatron index (magic {magic!r}, version {version}, token type {code}).")
+        raise DataError(
+            f"{path.name}: is not a Megatron index (magic {magic!r}, version {version}, token type {code})."
+        )
     if len(data) < header + 12 * num_sequences + 8 * num_bounds:
         raise DataError(f"{path.name}: is cut off: it should hold {num_sequences:,} sequences.")
     dtype = MEGATRON_DTYPES[code]
@@ -213,9 +215,9 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
     bounds = np.frombuffer(data, np.int64, num_bounds, header + 12 * num_sequences)
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if not np.array_equal(pointers, ends[:-1] * np.dtype(dtype).itemsize):
-        raise DataError(f"{path.name}: its sequences do not lie end to end in the .bin file.")
+        raise DataError(f"{path.name}: its sequences are not contiguous in the .bin file.")
     if len(bounds) and not 0 <= bounds.min() <= bounds.max() < len(ends):
-        raise DataError(f"{path.name}: its documents begin with sequences that are not there.")
+        raise DataError(f"{path.name}: its documents refer to sequences that do not exist.")
     return dtype, ends[bounds]
 
 
@@ -227,7 +229,7 @@ def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f'{described.name}: must be {{"dtype": "uint16"}} or uint32 ({error}).') from error
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ConfigError(f"dataset.dtype={dtype} must be one of {', '.join(DTYPES)}: {path.name} does not say it.")
+        raise ConfigError(f"dataset.dtype={dtype} must be one of {', '.join(DTYPES)}: {path.name} does not specify it.")
     offsets = path.with_suffix(".offsets.npy")
     if offsets.is_file():
         try:
@@ -246,7 +248,7 @@ def _check_offsets(offsets: np.ndarray, num_tokens: int, name: str) -> None:
     is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
     blocks = (offsets[start : start + BLOCK + 1].astype(np.int64) for start in range(0, len(offsets), BLOCK))
     if not is_flat or offsets[0] < 0 or offsets[-1] > num_tokens or any((np.diff(block) < 0).any() for block in blocks):
-        raise DataError(f"{name}: its index is of another file: documents lie outside the {num_tokens:,} tokens.")
+        raise DataError(f"{name}: its index belongs to another file: documents are outside the {num_tokens:,} tokens.")
 
 
 def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:

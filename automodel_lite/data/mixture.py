@@ -56,7 +56,7 @@ class Mixture:
         self,
         parts: Mapping[str, Mapping[str, Any]],
         stop: Stop = "first_exhausted",  # first_exhausted | all_exhausted: which set, taken whole, ends an epoch
-        seed: Seed = 0,  # draws the documents of partly taken datasets, and mixes the order
+        seed: Seed = 0,  # samples partly used datasets, and shuffles the order
     ):
         if stop not in get_args(Stop):
             raise ConfigError(f"dataset.stop={stop} must be {' or '.join(get_args(Stop))}.")
@@ -126,7 +126,7 @@ class Mixture:
             line = (
                 f"{name}: {taken[name]:,} tokens an epoch, {taken[name] / total:.1%} of all, {times:.2f} x its {own:,}"
             )
-            lines.append(line + (f" (each document {times:.1f} times: more of it?)" if times > MANY_REPEATS else ""))
+            lines.append(line + (f" (each document {times:.1f} times: add data?)" if times > MANY_REPEATS else ""))
         return lines
 
     def _wanted_tokens(self, tokens: Mapping[str, int], epoch: int) -> dict[str, float]:
@@ -135,7 +135,9 @@ class Mixture:
             return {name: tokens[name] * self.parts[name].repeat for name in tokens}
         sizes = [tokens[name] / weight for name, weight in weights.items() if weight]
         if not sizes:
-            raise ConfigError(f"dataset.parts: all weights of epoch {epoch} are 0: give one dataset more.")
+            raise ConfigError(
+                f"dataset.parts: all weights of epoch {epoch} are 0: give at least one dataset a positive weight."
+            )
         of_epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
         return {name: of_epoch * (weight or 0.0) for name, weight in weights.items()}
 

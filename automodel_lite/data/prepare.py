@@ -78,10 +78,10 @@ def fp8_problems(config: Config, packer: Packer) -> list[str]:
     if is_quantized(config.peft):
         problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
     if packer.strategy.is_ragged:
-        problems.append(f"training.fp8={fp8} takes multiples of 16 tokens, which padded rows are not: pack them.")
+        problems.append(f"training.fp8={fp8} needs multiples of 16 tokens, and padded rows are not: use packing.")
     elif tokens % (16 * config.mesh.cp):
         problems.append(
-            f"training.fp8={fp8} takes multiples of 16 tokens: packed_sequence.packed_sequence_size x "
+            f"training.fp8={fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
             f"training.micro_batch_size = {tokens} must be a multiple of {16 * config.mesh.cp} (16 * mesh.cp)."
         )
     return problems
@@ -289,6 +289,6 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: 
     if saved != now and not accept_changes:
         changed = ", ".join(f"{key}: was {saved[key]}, now {now[key]}" for key in saved if saved[key] != now.get(key))
         raise ConfigError(
-            f"the data changed since the checkpoint was written ({changed}): bring the old files or settings back, "
+            f"the data changed since the checkpoint was written ({changed}): restore the old files or settings, "
             "start a new run with name=..., or continue on the new data with checkpoint.accept_changes=true."
         )

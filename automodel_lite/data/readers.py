@@ -82,8 +82,8 @@ class JsonLines:
         line = os.pread(self._file.fileno(), stop - start, start)
         if len(line) != stop - start:
             raise DataError(
-                f"{self.where(index)}: the file was cut short while it is read: it had {self.num_bytes:,} bytes. Bring "
-                "it back and start again."
+                f"{self.where(index)}: the file was truncated while it was being read: it had {self.num_bytes:,} "
+                "bytes. Restore it and start again."
             )
         return line
 
@@ -374,7 +374,7 @@ def _local_files(path: str, key: str) -> list[Path]:
         if expanded.is_file():
             return [expanded]
         if expanded.exists():
-            raise ConfigError(f"{key}={path} is neither a file nor a folder: rows are read from any place of a file.")
+            raise ConfigError(f"{key}={path} is neither a file nor a folder, and rows need random access to a file.")
         return _files_below(map(Path, glob.iglob(str(expanded), recursive=True)), path, key, is_glob=True)
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
@@ -428,7 +428,7 @@ def _open_kind(path: Path, split: str, delimiter: str | None) -> RawRows:
     if path.is_dir():
         return open_arrow(path, path.name, "", split)
     if split != "train":
-        raise ConfigError(f"dataset.split={split}: {path} has no splits; name the files of it in path or val_path.")
+        raise ConfigError(f"dataset.split={split}: {path} has no splits: name its files in path or val_path.")
     kind = _kind(path)
     if kind not in KINDS:
         raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")

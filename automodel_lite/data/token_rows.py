@@ -79,7 +79,7 @@ class TokenRows(Rows):
             raise DataError(f"the rows hold {held} for {int(self.offsets[-1])} tokens: all must be equal.")
         if not all(values.flags.c_contiguous for values in self.columns.values()):
             names = " and ".join(self.columns)
-            raise DataError(f"{names} of flat rows must each lie in one piece: use np.ascontiguousarray.")
+            raise DataError(f"{names} of flat rows must be contiguous: use np.ascontiguousarray.")
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -141,7 +141,7 @@ def check_not_cut(files: Sequence[WholeFile]) -> None:
     for file in files:
         if os.fstat(file.fileno()).st_size < file.num_bytes:
             raise DataError(
-                f"{file.name}: the file was cut short while it is read: remove its folder, or bring it back."
+                f"{file.name}: the file was truncated while it was being read: remove its folder, or restore it."
             )
 
 
@@ -314,7 +314,7 @@ class RowCounts:
             "bad skipped": self.num_bad,
             "empty dropped": self.num_empty,
             "fully masked dropped": self.num_fully_masked,
-            "split into one row a turn": self.num_split_chats,
+            "split into one row per turn": self.num_split_chats,
         }
         parts += [f"{count:,} {note}" for note, count in notes.items() if count]
         return ", ".join(parts)
@@ -450,13 +450,13 @@ class SetCheck:
             raise DataError(f"{name}: {self._unusable(found)}")
         if found.num_fully_trained == counts.num_rows and self.kind != "text" and self.train_on != "all":
             raise DataError(
-                f"{name}: every token of all {counts.num_rows:,} rows is trained on, the questions too; "
-                f"train_on=all asks for that, train_on={self.train_on} does not. {self._shown(found.first_row)}"
+                f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the questions; only "
+                f"train_on=all should do that, train_on={self.train_on} does not. {self._shown(found.first_row)}"
             )
         if self.kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
             raise DataError(
                 f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained stop token, so "
-                f"the model would not learn to stop: mend the chat template. {self._shown(found.unstopped)}"
+                f"the model would not learn to stop: fix the chat template. {self._shown(found.unstopped)}"
             )
 
     def _unusable(self, found: Findings) -> str:

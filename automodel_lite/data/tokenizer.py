@@ -38,7 +38,7 @@ CHAT_TEMPLATE = """\
 def load_tokenizer(
     path: PathStr,
     *,
-    chat_template: str | None = None,  # a Jinja file in place of the tokenizer's own template
+    chat_template: str | None = None,  # a Jinja file that replaces the tokenizer's own template
 ) -> PreTrainedTokenizerFast:
     """Loads a fast tokenizer from a folder or by its hub name.
 
@@ -58,7 +58,7 @@ def load_tokenizer(
         tokenizer.chat_template = _read_template(chat_template) if is_file else chat_template
         if name := secret_in(tokenizer.chat_template):
             raise ConfigError(
-                f"tokenizer.chat_template holds the value of {name}, and would be trained on and exported: take it out."
+                f"tokenizer.chat_template holds the value of {name}, which would be trained on and exported: remove it."
             )
     return require_fast(tokenizer, path)
 
@@ -79,7 +79,7 @@ def train_bpe_tokenizer(
     documents: Documents,
     vocab_size: TokenCount = 384,  # at least 262: 256 bytes, six special tokens
     *,
-    max_chars: Positive = 20_000_000,  # of the training documents, from the first on
+    max_chars: Positive = 20_000_000,  # train on the first this many characters
     cache_dir: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it."""

@@ -122,20 +122,22 @@ class Generator:
                 )
         except Exception as error:  # whatever a template does wrong
             reason = one_line(error)
-            raise ConfigError(f"the chat template refuses the prompt ({reason}): --raw goes without it.") from error
+            raise ConfigError(
+                f"the chat template refuses the prompt ({reason}): use --raw to skip the template."
+            ) from error
 
     def _room_tokens(self, ids: Tensor) -> int:
         """How many tokens an answer to this prompt may have."""
         positions = config_value(self.model.config.get_text_config(), "max_position_embeddings", 2**31)
         if not len(ids):
-            raise ConfigError("the prompt is empty: there is nothing to go on from.")
+            raise ConfigError("the prompt is empty: there is nothing to continue.")
         highest, rows = int(ids.max()), embedding_rows(self.model)
         if highest >= rows:
             raise ConfigError(f"the tokenizer gives the id {highest}, and the model's embedding has {rows} rows.")
         if len(ids) >= positions:
             raise ConfigError(
-                f"the prompt has {len(ids):,} tokens, and the model has {positions:,} positions, for the answer too: "
-                "shorten the prompt."
+                f"the prompt has {len(ids):,} tokens, and the model has {positions:,} positions for prompt and "
+                "answer together: shorten the prompt."
             )
         return int(positions) - len(ids)
 

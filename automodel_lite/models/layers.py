@@ -91,9 +91,9 @@ def check_layers(compiles: bool | str, how: str) -> None:
     """Raises ConfigError for a pair that does not work."""
     if compiles is True and how == "selective":
         raise ConfigError(
-            "training.activation_checkpointing=selective watches single operations, which training.compile=true fuses "
-            "away: take training.activation_checkpointing=full with training.recompute_every_layers=2, or do not "
-            "compile."
+            "training.activation_checkpointing=selective works on single operations, which training.compile=true "
+            "fuses: use training.activation_checkpointing=full with training.recompute_every_layers=2, or "
+            "training.compile=false."
         )
 
 

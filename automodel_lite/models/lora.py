@@ -41,18 +41,18 @@ class Lora:
     is_quantized: ClassVar[bool] = False
     r: Positive = 16  # rank of the matrices
     alpha: Positive = 32  # the update is scaled by alpha / r
-    dropout: Annotated[float, Range(0, below=1)] = 0.0  # of the adapter's input
+    dropout: Annotated[float, Range(0, below=1)] = 0.0  # on the input of the adapter
     target_modules: str | list[str] = "all-linear"  # attention, dense MLPs, shared experts; or names, [q_proj, v_proj]
-    experts: bool = False  # the routed experts of a mixture too; its router never
-    modules_to_save: list[str] | None = None  # modules trained whole, [embed_tokens, lm_head]
-    use_dora: bool = False  # train the magnitude of each weight column apart (peft=dora)
+    experts: bool = False  # also adapt the routed experts of a mixture (never its router)
+    modules_to_save: list[str] | None = None  # modules to train fully, [embed_tokens, lm_head]
+    use_dora: bool = False  # train the magnitude of each weight column separately (peft=dora)
     use_rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
 
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
         """Raises ConfigError for a model from scratch: its random weights are not saved anywhere."""
         if not pretrained:
             raise ConfigError(
-                "peft trains an adapter of a model that exists, and model.pretrained=null makes one from scratch: set "
+                "peft adapts an existing model, but model.pretrained=null creates one from scratch: set "
                 "model=pretrained model.pretrained=<folder or hub name>, or peft=none."
             )
 
@@ -113,7 +113,7 @@ class QLora(Lora):
     """
 
     is_quantized: ClassVar[bool] = True
-    double_quant: bool = True  # quantize the scales too: 0.4 bits a weight less
+    double_quant: bool = True  # also quantize the scales, saves 0.4 bits per weight
 
     def __post_init__(self) -> None:
         if find_spec("bitsandbytes") is None:  # transformers imports it late

@@ -101,7 +101,7 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
     backend       of torch.compile, which makes one pass of a chunk's logits; training.compile sets it
     """
 
-    chunk_tokens: Positive | None = None  # rows of logits at one time; null = the hidden size, at least 512
+    chunk_tokens: Positive | None = None  # rows of logits at a time; null = hidden size, at least 512
     backend: str | None = None
 
     def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:

@@ -58,9 +58,9 @@ class CausalLM:
         pretrained: PathStr | None = None,  # a folder or a hub name; null = from scratch, by config
         config: dict[str, Any] | None = None,
         revision: str | None = None,  # commit of a hub repository
-        trust_remote_code: bool = False,  # run the repository's own code; on the command line only, with a revision
-        experts: Experts = "auto",  # of a mixture: how they are computed
-        router_aux_loss: Annotated[float, Range(0)] = 0.0,  # weight of a mixture's balancing loss; 0 = none
+        trust_remote_code: bool = False,  # run the repository's own code; command line only, with a revision
+        experts: Experts = "auto",  # how experts are computed
+        router_aux_loss: Annotated[float, Range(0)] = 0.0,  # weight of the load-balancing loss of experts; 0 = none
     ) -> None:
         self.router_aux_loss = router_aux_loss
         self.experts = experts
@@ -173,8 +173,8 @@ def check_pinned(revision: str | None) -> None:
     """Raises ConfigError unless the revision is a commit: a branch can be moved onto other code."""
     if not revision or not re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ConfigError(
-            f"model.trust_remote_code=true runs code of the model's repository: pin what you have read by "
-            f"model.revision=<commit, 40 hex digits>, not {revision}."
+            "model.trust_remote_code=true runs code of the model's repository: pin the commit that you have "
+            f"reviewed, model.revision=<40 hex digits>, not {revision}."
         )
 
 
@@ -314,7 +314,7 @@ def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
     """The sentence for settings that a model's own code refuses."""
     settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
     text = f"{reason} is not known." if isinstance(reason, KeyError) else one_line(reason)
-    return ConfigError(f"a model of these settings cannot work: {text or type(reason).__name__} ({settings})")
+    return ConfigError(f"a model with these settings does not work: {text or type(reason).__name__} ({settings})")
 
 
 def _described(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
@@ -354,7 +354,7 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
 def _not_there(source: str, error: OSError) -> ConfigError:
     reason = one_line(error)
     return ConfigError(
-        f"model.pretrained={source} cannot be loaded: {reason} Give a folder, or fetch the model where there is a "
+        f"model.pretrained={source} cannot be loaded: {reason} Use a folder, or download the model where there is a "
         f"network: hf download {source}."
     )
 
@@ -388,7 +388,7 @@ def _load(
         raise _not_there(source, error) from None
     except SafetensorError as error:
         raise ConfigError(
-            f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): fetch them again."
+            f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): download them again."
         ) from None
     except RuntimeError as error:  # shapes that do not fit
         raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None
@@ -399,8 +399,8 @@ def _load(
     if missing or mismatched:
         first = (missing + mismatched)[0]
         raise ConfigError(
-            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have another shape "
-            f"than the config says, {first} first; they would train from random values."
+            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have a different "
+            f"shape than in the config, {first} first; they would be initialized at random."
         )
     if quantization:
         _forget_quantization(model)
@@ -413,8 +413,8 @@ def check_finite(model: transformers.PreTrainedModel, source: str) -> None:
     damaged = [name for name, value in model.named_parameters() if not _is_finite(value)]
     if damaged:
         raise ConfigError(
-            f"{source}: {len(damaged)} weights hold values that are not finite (inf or NaN), "
-            f"{damaged[0]} first: the file is damaged, or of a training that diverged; fetch it again."
+            f"{source}: {len(damaged)} weights hold values that are not finite (inf or NaN), {damaged[0]} first: the "
+            "file is damaged, or its training diverged; download it again."
         )
 
 

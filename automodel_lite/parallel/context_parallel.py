@@ -111,7 +111,7 @@ def check_cp_settings(
     text = model_config.get_text_config()
     chunks = [layer_chunk(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
     if exchange == "te" and any(chunks):
-        raise ConfigError("mesh.cp_exchange=te cannot do chunked attention: take mesh.cp_exchange=all_gather.")
+        raise ConfigError("mesh.cp_exchange=te does not support chunked attention: use mesh.cp_exchange=all_gather.")
     _refuse_length_dependent_rope(model_config.get_text_config(), cp_size, packed_sequence_size)
 
 
@@ -181,8 +181,8 @@ def _refuse_length_dependent_rope(config: PretrainedConfig, cp_size: int, longes
         original = parameters.get("original_max_position_embeddings") or at_top
         if longest_document > original:
             raise ConfigError(
-                f"model.config.rope_parameters.rope_type={kind} picks its frequencies by the longest document a rank "
-                f"sees, so mesh.cp={cp_size} ranks would disagree beyond {original} tokens: set "
+                f"model.config.rope_parameters.rope_type={kind} selects its frequencies by the longest document a "
+                f"rank sees, so mesh.cp={cp_size} ranks would disagree beyond {original} tokens: set "
                 f"packed_sequence.packed_sequence_size={original}, or mesh.cp=1, or another rope_type."
             )
 

@@ -211,7 +211,8 @@ def check_heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> None:
     if not heads_divide(cp_size, num_heads, num_kv_heads):
         raise ConfigError(
             f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {num_heads} query heads, and divide "
-            f"or be divided by the {num_kv_heads} key/value heads: take mesh.cp_exchange=all_gather, which need not."
+            f"or be divided by the {num_kv_heads} key/value heads: use mesh.cp_exchange=all_gather, which has no "
+            "such limit."
         )
 
 
@@ -316,8 +317,9 @@ def checkpointing_hint(layers: Sequence[LayerShape], load: Load, exchange: str) 
     if gib < MUCH_KV_GIB:
         return None
     return (
-        f"mesh.cp={load.cp_size} keeps {gib:.1f} GiB of gathered keys and values on each rank until the backward pass: "
-        "training.activation_checkpointing=full gathers them again instead, mesh.cp_exchange=ring never has them all."
+        f"mesh.cp={load.cp_size} keeps {gib:.1f} GiB of gathered keys and values on each rank until the backward "
+        "pass: training.activation_checkpointing=full gathers them again instead; mesh.cp_exchange=ring never holds "
+        "all of them."
     )
 
 

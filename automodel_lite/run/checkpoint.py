@@ -168,7 +168,7 @@ class Checkpointer:
         else:
             self.failed_step = current.step
             text = scrub(" ".join(_cause(current.error).split()))[:300]
-            self.say(f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; it is tried again")
+            self.say(f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry")
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy on the CPU that training does not change; the memory is used again by the next save."""
@@ -241,7 +241,7 @@ class Checkpointer:
             config = self.config
             on_disk.delete_old(self.folder, Retention(config.keep_last, config.keep_best, config.keep_every))
         except OSError as error:
-            self.say(f"WARNING: old checkpoints could not be deleted ({error}); it is tried again after the next save")
+            self.say(f"WARNING: old checkpoints could not be deleted ({error}); will retry after the next save")
 
     # ------------------------------------------------------------------------------------------------------ loading
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
@@ -264,8 +264,8 @@ class Checkpointer:
             return state
         if reasons := [*reasons, *found["skipped"]]:
             raise ConfigError(
-                f"{self.folder} has no checkpoint that loads (" + "; ".join(reasons) + "): bring one back from a "
-                "backup, move the folder away to start from step 0, or start a new run with name=... ."
+                f"{self.folder} has no loadable checkpoint (" + "; ".join(reasons) + "): restore one from a backup, "
+                "move the folder away to start from step 0, or start a new run with name=... ."
             )
         return None
 
@@ -300,7 +300,7 @@ class Checkpointer:
         broken = on_disk.broken_files(path, self.control.rank, ranks) if self.config.checksums else []
         if self.control.max([len(broken)])[0]:
             named = f" ({broken[0]})" if broken else ""
-            raise BrokenCheckpointError(f"a file has another checksum than when it was written{named}")
+            raise BrokenCheckpointError(f"a file does not match its checksum{named}")
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

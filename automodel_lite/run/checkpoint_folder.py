@@ -98,7 +98,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
         return f"{Path(str(error.filename)).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its manifest cannot be read ({error})"
-    return None if f"{TENSORS}/index.json" in files and STATE in files else "its manifest is not whole"
+    return None if f"{TENSORS}/index.json" in files and STATE in files else "its manifest is incomplete"
 
 
 def broken_files(checkpoint: Path, share: int, num_shares: int) -> list[str]:
@@ -166,9 +166,9 @@ def _check_written(temporary: Path, written: dict[str, dict[str, Any]], config_y
     for name, content in written.items() if reason is None else ():
         read = json.loads((temporary / name).read_text(encoding="utf-8"))
         if json.dumps(read) != json.dumps(content):  # NaN is not equal to itself
-            reason = f"{name} has another content"
+            reason = f"{name} has different content"
     if reason is None and (temporary / "config.yaml").read_text(encoding="utf-8") != config_yaml:
-        reason = "config.yaml has another content"
+        reason = "config.yaml has different content"
     if reason:
         raise OSError(errno.EIO, f"the checkpoint does not read back as it was written: {reason}")
 

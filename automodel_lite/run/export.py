@@ -180,8 +180,8 @@ def check_exportable(lm: transformers.PreTrainedModel, tokenizer: PreTrainedToke
         except (ValueError, TypeError) as error:
             reason = one_line(error, 400)
             raise ConfigError(
-                f"checkpoint.export_hf=true: the export at the end would fail, {reason} Mend generation_config.json or "
-                "config.json of the model, or set checkpoint.export_hf=false."
+                f"checkpoint.export_hf=true: the export at the end would fail, {reason} Fix generation_config.json "
+                "or config.json of the model, or set checkpoint.export_hf=false."
             ) from None
 
 
@@ -387,6 +387,6 @@ def _compare_logits(got_TV: Tensor, expected_TV: Tensor, stored: torch.dtype, is
     off = float(off_T.median())
     if not off <= limit:
         raise RuntimeError(
-            f"the exported model answers otherwise than the trained one: its logits are off by {off:.1e} standard "
-            "deviations, though its weights are equal. Its config.json does not describe the trained model."
+            f"the exported model differs from the trained one: its logits are off by {off:.1e} standard deviations, "
+            "although its weights are equal. Its config.json does not describe the trained model."
         )

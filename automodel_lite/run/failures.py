@@ -256,9 +256,9 @@ def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> s
 
 def _lost_worker(error: BaseException, rank: int, doing: str) -> str:
     return (
-        f"a data worker of rank {rank} on {socket.gethostname()} is gone, {doing}: {one_line(error)} Most "
-        "often the host ran out of memory: lower dataloader.num_workers or dataloader.prefetch_factor. The same "
-        "command goes on from the newest checkpoint."
+        f"a data worker of rank {rank} on {socket.gethostname()} is gone, {doing}: {one_line(error)} Most often the "
+        "host ran out of memory: lower dataloader.num_workers or dataloader.prefetch_factor. Run the same command "
+        "again to continue from the newest checkpoint."
     )
 
 

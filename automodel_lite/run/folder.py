@@ -105,7 +105,7 @@ class RunFolder:
             return
         if changes := self._changes(config):
             raise ConfigError(
-                f"{self.path} was begun with other settings:\n"
+                f"{self.path} was started with different settings:\n"
                 + "\n".join(f"  {key}: was {_show(old)}, now {_show(new)}" for key, old, new in changes)
                 + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
             )
@@ -139,7 +139,7 @@ class RunFolder:
         """What to type next, by how the run ended."""
         command = str(json_object(self.facts).get("command", ""))
         if state in ("preempted", "interrupted", "failed"):
-            return [f"{command}   # goes on from the newest checkpoint"] if command else []
+            return [f"{command}   # continues from the newest checkpoint"] if command else []
         if state != "finished":
             return []
         hf = self.path / "hf"
@@ -192,8 +192,8 @@ class RunFolder:
     def _check_slots(self, slot_multiple: int, cp: int) -> None:
         if cp > 1 and slot_multiple % (2 * cp):
             raise ConfigError(
-                f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and {self.path} was begun with "
-                f"packed_sequence.slot_multiple={slot_multiple}: go on with another mesh.cp, or start a new run with "
+                f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and {self.path} was started with "
+                f"packed_sequence.slot_multiple={slot_multiple}: use another mesh.cp, or start a new run with "
                 f"name=... (packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and {cp})."
             )
 
@@ -207,7 +207,7 @@ class RunFolder:
             return None
         return (
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "
-            "or go on with more training.max_steps and checkpoint.accept_changes=true."
+            "or continue with a larger training.max_steps and checkpoint.accept_changes=true."
         )
 
 
@@ -266,10 +266,10 @@ def saved_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         saved, reason = None, one_line(error, 200)
     else:
-        reason = "it holds no settings"
+        reason = "it contains no settings"
     if not isinstance(saved, dict) or "name" not in saved:
         raise ConfigError(
-            f"{path} cannot be read ({reason}): bring it back, for instance from the newest checkpoint's folder, or "
+            f"{path} cannot be read ({reason}): restore it, for instance from the newest checkpoint's folder, or "
             "start a new run with name=... ."
         )
     return {str(key): _with_moved_targets(value) for key, value in saved.items()}

@@ -72,8 +72,8 @@ class RunLock:
         holder = self._holder()
         if holder is not None and not _is_gone(holder, self._mine) and self._has_pulse(holder, pulse_s):
             raise ConfigError(
-                f"output_dir={self.path.parent} is in use by {_describe(holder)}: wait for "
-                f"it, stop it, or start another run with name=... ; if it is surely dead, delete {self.path}."
+                f"output_dir={self.path.parent} is in use by {_describe(holder)}: wait for it, stop it, or start "
+                f"another run with name=... ; if you are sure that it is dead, delete {self.path}."
             )
         return holder
 
@@ -110,14 +110,14 @@ class RunLock:
         folder, holder = self.path.parent, self._holder()
         if not folder.is_dir():
             raise RunStoppedError(
-                f"output_dir={folder} is gone: it was removed or renamed while the run went on, and nothing more can "
-                "be saved in it. Bring it back under its name and start the same command again: it goes on from the "
-                "newest checkpoint."
+                f"output_dir={folder} is gone: it was removed or renamed during the run, so nothing more can be "
+                "saved. Restore it under its name and run the same command again to continue from the newest "
+                "checkpoint."
             )
         raise RunStoppedError(
-            f"output_dir={folder} is no longer this run's: {self.path.name} "
-            f"{f'names {_describe(holder)}' if holder else 'was deleted'}. This job was stopped, or cut off from its "
-            "disk, for so long that it was taken for dead; it leaves, and writes nothing more."
+            f"output_dir={folder} no longer belongs to this job: {self.path.name} "
+            f"{f'names {_describe(holder)}' if holder else 'was deleted'}. This job was suspended or cut off from "
+            "its disk for so long that it was considered dead; it exits without writing anything more."
         )
 
     def release(self) -> None:
@@ -288,7 +288,7 @@ def _read(path: Path) -> Holder | None:
             return None
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be read ({error.strerror}): it says which job is at work there."
+                f"{path} cannot be read ({error.strerror}): it names the job that uses the folder."
             ) from None
         try:
             return Holder(**json.loads(text))

@@ -126,12 +126,12 @@ class StopSignals:
                     if number == signal.SIGINT:
                         interrupted_at = interrupted_at or time.monotonic()
                         if time.monotonic() - interrupted_at > _SECOND_AFTER_S:
-                            leave("interrupted", "a second Ctrl-C: left without a save", INTERRUPTED_EXIT)
+                            leave("interrupted", "a second Ctrl-C: exited without a save", INTERRUPTED_EXIT)
                 if ready or not is_waiting:
                     continue
                 waited_s = waited_s + _LOOK_EVERY_S if in_step() else 0.0
                 if are_peers_lost() or waited_s > max(_GIVE_UP_S, 3 * step_s()):
-                    leave("failed", "told to stop, but the other ranks are gone: leaving without a save", 1)
+                    leave("failed", "stopping without a save because the other ranks are gone", 1)
 
         threading.Thread(target=wait, daemon=True).start()
 

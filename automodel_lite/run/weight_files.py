@@ -341,4 +341,4 @@ class _Writer:
         os.fsync(self.file.fileno())
         self.file.close()
         if durable.checksum(self.path) != f"{self.checksum:08x}":
-            raise OSError(f"{self.path.name} has other bytes on the disk than were written")
+            raise OSError(f"{self.path.name} does not read back as it was written")

@@ -84,7 +84,7 @@ class EarlyStopping(Callback):
         self,
         run: RunInfo,
         metric: str = "val_loss",  # a key of metrics.jsonl; val_loss = the mean over the validation sets
-        patience: Positive = 3,  # values in a row that are not below the best one
+        patience: Positive = 3,  # consecutive values that are not below the best one
         min_delta: Annotated[float, Range(0)] = 0.0,  # by how much a value must be lower to count
     ) -> None:
         self.run, self.metric, self.patience, self.min_delta = run, metric, patience, min_delta
@@ -109,7 +109,7 @@ class EarlyStopping(Callback):
     def _end_if_due(self) -> None:
         if self.num_worse >= self.patience:
             best = f"{self.best:.4f} at step {self.best_step}" if self.best_step else "none"
-            self.run.end(f"{self.metric} has not fallen {self.num_worse} times in a row (best: {best})")
+            self.run.end(f"{self.metric} has not improved {self.num_worse} times in a row (best: {best})")
 
 
 def value_of(row: Row, metric: str) -> float | None:
@@ -164,7 +164,7 @@ class MetricsLog:
                 call(callback)
             except Exception as error:  # a callback's trouble is not the run's
                 del self.callbacks[name]
-                self.say(f"WARNING: {name} is off from here: {_one_line(error)}; metrics.jsonl goes on")
+                self.say(f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still written")
 
 
 def open_metrics(
@@ -183,7 +183,7 @@ def open_metrics(
         except ConfigError:
             raise
         except Exception as error:
-            say(f"WARNING: {name} is off: {_one_line(error)}; metrics.jsonl is written")
+            say(f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still written")
     return metrics
 
 

@@ -25,7 +25,7 @@ class MlflowTracker(Callback):
         run: RunInfo,
         experiment: str = "automodel_lite",  # made where there is none
         tracking_uri: str | None = None,  # a server or a folder; null = MLFLOW_TRACKING_URI, else mlruns beside the run
-        artifact: bool = False,  # log the exported model too
+        artifact: bool = False,  # also log the exported model
     ) -> None:
         beside = f"file:{run.folder.parent / 'mlruns'}"
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", beside)

@@ -153,10 +153,9 @@ def check_unharmed(checkpoint: Path) -> None:
     if not broken:
         return
     others = [path.name for path in survey(checkpoint.parent)[0] if path != checkpoint]
-    cure = f"choose --checkpoint {others[0]}" if others else "bring it back from a backup"
+    cure = f"choose --checkpoint {others[0]}" if others else "restore it from a backup"
     raise ConfigError(
-        f"{checkpoint}: {broken[0]} has another checksum than when it was written, so its weights are not the trained "
-        f"ones: {cure}."
+        f"{checkpoint}: {broken[0]} does not match its checksum, so its weights are not the trained ones: {cure}."
     )
 
 

@@ -162,9 +162,11 @@ def check_axes(parts: Parts, strategy: str) -> None:
         return
     axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
     if strategy != "fsdp":
-        raise ConfigError(f"{axes} goes with mesh.strategy=fsdp alone, not with {strategy}.")
+        raise ConfigError(f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.")
     if parts.peft:
-        raise ConfigError(f"{axes} with peft: the plans by which layers are cut know no adapters; use mesh.dp_shard.")
+        raise ConfigError(
+            f"{axes} with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard."
+        )
     if training.fp8 != "none":
         raise ConfigError(f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.")
 
@@ -172,13 +174,13 @@ def check_axes(parts: Parts, strategy: str) -> None:
 def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
     """Why the model runs by rows; raises ConfigError where a kernel, or compiled layers, were configured."""
     if parts.attention is not None and not isinstance(parts.attention, ReferenceAttention):
-        raise ConfigError(f"attention: {type(lm).__name__} mixes tokens in code of its own: set attention=auto.")
+        raise ConfigError(f"attention: {type(lm).__name__} mixes tokens in its own code: set attention=auto.")
     if parts.training.compile is True:
         raise ConfigError(
             f"training.compile=true: documents go through {type(lm).__name__} as rows of many shapes, each of which "
             "would need a graph: set training.compile=false."
         )
-    return f"rows: {type(lm).__name__} mixes tokens in code of its own: documents go through it as right-padded rows"
+    return f"rows: {type(lm).__name__} mixes tokens in its own code: documents go through it as right-padded rows"
 
 
 def check_balance(parts: Parts, described: transformers.PreTrainedModel, coefficient: float) -> None:
@@ -186,8 +188,8 @@ def check_balance(parts: Parts, described: transformers.PreTrainedModel, coeffic
     balance_of(described, coefficient)
     if parts.training.compile is True:
         raise ConfigError(
-            f"model.router_aux_loss={coefficient} with training.compile=true: what the routers answer is recorded, "
-            "which compiled layers cannot do: set training.compile=false."
+            f"model.router_aux_loss={coefficient} with training.compile=true: the outputs of the routers are "
+            "recorded, which compiled layers do not support: set training.compile=false."
         )
 
 
@@ -196,7 +198,7 @@ def check_offload(parts: Parts, strategy: str) -> None:
     if not parts.mesh.cpu_offload:
         return
     if strategy != "fsdp":
-        raise ConfigError(f"mesh.cpu_offload=true is FSDP's: set mesh.strategy=fsdp, not {strategy}.")
+        raise ConfigError(f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}.")
     if parts.mesh.tp > 1 or parts.mesh.ep > 1:
         raise ConfigError(
             f"mesh.cpu_offload=true with mesh.tp={parts.mesh.tp} mesh.ep={parts.mesh.ep} is not supported: use "

@@ -197,13 +197,13 @@ def check_master_weights(parts: Parts) -> None:
     optimizer = parts.optimizer(Twin())
     if type(optimizer) is not SmallAdamW:
         raise ConfigError(
-            f"{what} with {type(optimizer).__name__} loses every change of less than 1/256 of a weight: set "
-            "optimizer=adamw_bf16 or optimizer=adamw_8bit, which round by chance."
+            f"{what} with {type(optimizer).__name__} loses every update smaller than 1/256 of the weight: set "
+            "optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding."
         )
     if parts.peft:
         raise ConfigError(f"{what} with peft: the few weights of an adapter stay in fp32; set it to fp32.")
     if parts.mesh.strategy == "ddp":
-        raise ConfigError(f"{what} with mesh.strategy=ddp would add gradients up in bf16: use mesh.strategy=fsdp.")
+        raise ConfigError(f"{what} with mesh.strategy=ddp would accumulate gradients in bf16: use mesh.strategy=fsdp.")
     if choose_precision(training.precision, default_device()) != torch.bfloat16:
         raise ConfigError(f"{what} computes in bf16: set training.precision=bf16, not {training.precision}.")
 

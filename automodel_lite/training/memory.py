@@ -305,9 +305,9 @@ def remedies(parts: Parts) -> list[str]:
     training, size = parts.training, parts.packed_sequence_size
     found = []
     if training.micro_batch_size > 1:
-        found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (the same numbers, more forwards)")
+        found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (same numbers, more forward passes)")
     if not isinstance(parts.loss, Measured):
-        found.append("loss=fused_linear_cross_entropy (no logits of the whole stream)")
+        found.append("loss=fused_linear_cross_entropy (never holds the logits of the whole stream)")
     if training.activation_checkpointing == "none":
         found.append("training.activation_checkpointing=full (about a third slower)")
     if parts.mesh.strategy == "ddp":
@@ -318,7 +318,7 @@ def remedies(parts: Parts) -> list[str]:
     if accumulates and parts.mesh.strategy == "fsdp" and parts.mesh.reduce_every_micro_batch is not True:
         found.append("mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)")
     if training.activation_checkpointing == "full":
-        found.append("training.activation_checkpointing=offload (the layers' inputs wait on the host)")
+        found.append("training.activation_checkpointing=offload (layer inputs are kept in host memory)")
     found.append(f"mesh.cp={2 * parts.mesh.cp} on more processes (each holds half of a pack's tokens)")
     if not parts.peft and parts.model.pretrained:
         found.append("peft=lora (no gradients and optimizer states of the model itself)")
@@ -328,7 +328,7 @@ def remedies(parts: Parts) -> list[str]:
 
 def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None) -> str:
     """What a rank holds, and three things to change."""
-    held = [f"By arithmetic the run needs {estimate}."] if estimate else []
+    held = [f"The run is estimated to need {estimate}."] if estimate else []
     numbered = [f"  {number}. {text}" for number, text in enumerate(remedies(parts), start=1)]
     return "\n".join([*held, "Try, in this order:", *numbered])
 

@@ -27,11 +27,11 @@ from automodel_lite.training.optimizers import Betas, Eps, Rate, SmallAdamW, def
 def muon(
     model: nn.Module,
     lr: Rate,
-    betas: Betas = (0.9, 0.95),  # AdamW's: decay of the means of the gradient and of its square
-    eps: Eps = 1e-8,  # AdamW's, beside the square root
+    betas: Betas = (0.9, 0.95),  # AdamW's decay rates of the first and second moment
+    eps: Eps = 1e-8,  # AdamW's, added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
     momentum: Annotated[float, Range(0, below=1)] = 0.95,  # Muon's
-    nesterov: bool = True,  # Muon's momentum looks one step ahead
+    nesterov: bool = True,  # Nesterov momentum for Muon
 ) -> Muon:
     """The matrices inside the layers by Muon; embeddings, the head, vectors and stacked experts by AdamW.
 

@@ -42,10 +42,10 @@ LEAST_VALUES = 4096  # of a parameter; smaller ones keep fp32 moments, as in tor
 def adamw(
     model: nn.Module,
     lr: Rate,
-    betas: Betas = (0.9, 0.95),  # decay of the means of the gradient and of its square
-    eps: Eps = 1e-8,  # beside the square root
+    betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
+    eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
-    fused: bool = True,  # one kernel for all weights
+    fused: bool = True,  # one kernel for all parameters
 ) -> LocalAdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
     beta1, beta2 = map(float, betas)
@@ -55,10 +55,10 @@ def adamw(
 def adamw_bf16(
     model: nn.Module,
     lr: Rate,
-    betas: Betas = (0.9, 0.95),  # decay of the means of the gradient and of its square
-    eps: Eps = 1e-8,  # beside the square root
+    betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
+    eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
-    rounding: Rounding = "stochastic",  # of weights in bf16: kahan keeps what is rounded away, 2 more bytes
+    rounding: Rounding = "stochastic",  # of bf16 weights; kahan stores the rounding error, 2 bytes more
 ) -> SmallAdamW:
     """Moments in bf16. `rounding` of weights in bf16 (training.master_weights): kahan keeps what is rounded away, 2
     more bytes per weight.
@@ -69,11 +69,11 @@ def adamw_bf16(
 def adamw_8bit(
     model: nn.Module,
     lr: Rate,
-    betas: Betas = (0.9, 0.95),  # decay of the means of the gradient and of its square
-    eps: Eps = 1e-8,  # beside the square root
+    betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
+    eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
     block_size: Positive = 256,  # values that share one scale
-    rounding: Rounding = "stochastic",  # of weights in bf16: kahan keeps what is rounded away, 2 more bytes
+    rounding: Rounding = "stochastic",  # of bf16 weights; kahan stores the rounding error, 2 bytes more
 ) -> SmallAdamW:
     """`block_size` values share one scale, fewer where a row is not a multiple of it. Vectors and tensors below 4096
     values stay in fp32. `rounding` as in `adamw_bf16`.

@@ -36,8 +36,8 @@ def progress_frac(step: int, first_step: int, max_steps: int) -> float:
 def cosine(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # up to the peak
-    min_lr_frac: Fraction = 0.0,  # of the peak, at the end
+    warmup_steps: Count = 0,  # steps of warm-up
+    min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
 
@@ -53,8 +53,8 @@ def cosine(
 def linear(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # up to the peak
-    min_lr_frac: Fraction = 0.0,  # of the peak, at the end
+    warmup_steps: Count = 0,  # steps of warm-up
+    min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """A straight line from the peak to min_lr_frac of it."""
 
@@ -69,7 +69,7 @@ def linear(
 def constant(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # up to the peak
+    warmup_steps: Count = 0,  # steps of warm-up
 ) -> LambdaLR:
     """The peak after the warm-up, to the end."""
     return LambdaLR(optimizer, lambda step: warmup_frac(step, warmup_steps))
@@ -78,9 +78,9 @@ def constant(
 def wsd(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # up to the peak
-    decay_frac: Fraction = 0.1,  # of the steps, at the end
-    min_lr_frac: Fraction = 0.0,  # of the peak, at the end
+    warmup_steps: Count = 0,  # steps of warm-up
+    decay_frac: Fraction = 0.1,  # fraction of the steps spent in the final decay
+    min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
     decay_start = max(warmup_steps, max_steps - round(decay_frac * max_steps))

@@ -71,13 +71,13 @@ def test_attention_dropout_is_refused_under_the_familys_own_key(family: str, key
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device": torch.device("cpu")}, "attention=varlen cannot do device=cpu: .* take attention=reference"),
-        ({"dtype": torch.float32}, r"cannot do dtype=torch.float32: set training\.precision=bf16"),
-        ({"softcap": 50.0}, "the softcap of llama: take attention=flex"),
-        ({"sinks": True}, "the attention sinks of llama: take attention=flex"),
+        ({"device": torch.device("cpu")}, "attention=varlen does not support device=cpu: .* use attention=reference"),
+        ({"dtype": torch.float32}, r"does not support dtype=torch.float32: set training\.precision=bf16"),
+        ({"softcap": 50.0}, "the softcap of llama: use attention=flex"),
+        ({"sinks": True}, "the attention sinks of llama: use attention=flex"),
         ({"head_dim": 192}, "head dims 192 / 128"),
         ({"head_dim": 20, "value_head_dim": 20}, "head dims 20 / 20"),
-        ({"own_exchange": True}, r"mesh\.cp_exchange=te: take attention=te"),
+        ({"own_exchange": True}, r"mesh\.cp_exchange=te: use attention=te"),
     ],
     ids=["cpu", "fp32", "softcap", "sinks", "latent", "odd head dim", "own exchange"],
 )
@@ -90,7 +90,7 @@ def test_what_varlen_refuses(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("kernel", [ReferenceAttention(), FlexAttention()], ids=lambda kernel: kernel.name)
 def test_no_kernel_but_te_exchanges_by_itself(kernel: Any) -> None:
     kernel.check(ON_GPU)
-    with pytest.raises(ConfigError, match=r"cannot do mesh\.cp_exchange=te"):
+    with pytest.raises(ConfigError, match=r"does not support mesh\.cp_exchange=te"):
         kernel.check(replace(ON_GPU, own_exchange=True))
 
 

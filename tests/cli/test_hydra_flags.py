@@ -72,7 +72,7 @@ REFUSED = [
     ([*PRESET, "--cfg", "job", "--info"], "--cfg and --info exclude each other: give one of them."),
     ([*PRESET, "--resolve"], "--resolve belongs to --cfg job|hydra|all."),
     ([*PRESET, "hydra.run.dir=x"], "hydra.run.dir=x: the folder of a run is output_dir: set output_dir=x."),
-    ([*PRESET, "hydra.job.chdir=true"], "hydra.job.chdir=true: a run stays in the folder where it was started: leave it out."),
+    ([*PRESET, "hydra.job.chdir=true"], "hydra.job.chdir=true: a run does not change its working directory: remove this setting."),
     ([*PRESET, "hydra.searchpath=[file:///nix]"], "hydra.searchpath=file:///nix: there is no such folder."),
     ([*PRESET, "=3"], "=3: cannot be read as key=value (there is no key)."),
     (
@@ -136,7 +136,7 @@ CODE = [
 @pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--help"], ["--multirun", "seed=0,1"]], ids=" ".join)
 def test_a_file_names_no_code_for_hydra(block: str, key: str, flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  help: {{app_name: x}}\n  {block}\n")
-    with pytest.raises(ConfigError, match="is set in a file: code is named on the command line only") as error:
+    with pytest.raises(ConfigError, match="is set in a file, but only the command line may name code") as error:
         answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *flags])
     assert str(error.value).startswith(key)
 

@@ -79,7 +79,7 @@ def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: 
     assert process.returncode == code, err
     assert "Traceback" not in err
     assert "ChildFailedError" not in err
-    assert "the same command goes on from step_" in out
+    assert "run the same command again to continue from step_" in out
 
 
 def two_machines(first: list[str], second: list[str]) -> list[tuple[int, str]]:
@@ -130,4 +130,4 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     os.kill(ranks[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.splitlines()[-1] == "rank 1 was ended by SIGKILL: the kernel does so when memory runs out."
+    assert err.splitlines()[-1] == "rank 1 was ended by SIGKILL: the kernel kills processes when memory runs out."

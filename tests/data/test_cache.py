@@ -55,7 +55,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     run_both(build_slowly, tmp_path / "cache", tmp_path / "log", False)
     assert sorted((tmp_path / "log").read_text().splitlines()) == [
         "built",
-        "x hit (another process made it)",
+        "x hit (built by another process)",
         "x miss (first time)",
     ]
 
@@ -138,16 +138,16 @@ def _flip(path: Path, at: int) -> None:
 
 
 DAMAGES = {
-    "a-bit": (lambda folder: _flip(folder / "ids.npy", 17_000_001), "ids.npy has another content than was written"),
-    "the-last-bit": (lambda folder: _flip(folder / "ids.npy", -1), "ids.npy has another content"),
-    "the-header": (lambda folder: _flip(folder / "ids.npy", 3), "ids.npy has another content"),
-    "a-small-file": (lambda folder: (folder / "small").write_text("y"), "small has another content"),
+    "a-bit": (lambda folder: _flip(folder / "ids.npy", 17_000_001), "ids.npy differs from what was written"),
+    "the-last-bit": (lambda folder: _flip(folder / "ids.npy", -1), "ids.npy differs from what was written"),
+    "the-header": (lambda folder: _flip(folder / "ids.npy", 3), "ids.npy differs from what was written"),
+    "a-small-file": (lambda folder: (folder / "small").write_text("y"), "small differs from what was written"),
     "truncated": (lambda folder: os.truncate(folder / "ids.npy", 100), "ids.npy has 100 bytes instead of 24,000,128"),
     "longer": (lambda folder: (folder / "small").write_text("xx"), "small has 2 bytes instead of 1"),
     "a-file-gone": (lambda folder: (folder / "small").unlink(), "small is missing"),
     "key-gone": (lambda folder: (folder / "key.json").unlink(), "key.json is missing"),
-    "key-torn": (lambda folder: os.truncate(folder / "key.json", 30), "key.json is not whole"),
-    "key-of-others": (lambda folder: (folder / "key.json").write_text("5"), "key.json is not whole"),
+    "key-torn": (lambda folder: os.truncate(folder / "key.json", 30), "key.json is incomplete"),
+    "key-of-others": (lambda folder: (folder / "key.json").write_text("5"), "key.json is incomplete"),
     "a-folder": (lambda folder: ((folder / "small").unlink(), (folder / "small").mkdir()), "small"),
 }
 
@@ -260,5 +260,5 @@ def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Pa
     os.truncate(data.folder / f"{column}.npy", 200)
     for mapped in (data, again):
         for read in (lambda rows: rows[19], lambda rows: rows.located(np.array([19]))):
-            with pytest.raises(DataError, match=rf"{column}.npy: the file was cut short while it is read"):
+            with pytest.raises(DataError, match=rf"{column}.npy: the file was truncated while it was being read"):
                 read(mapped)

@@ -150,12 +150,12 @@ def test_completion_trains_what_follows_the_last_question() -> None:
 
 
 def test_a_template_that_leaves_something_out_is_a_bad_row() -> None:
-    with pytest.raises(DataError, match=r"^message 1 calls a tool, and the chat template writes no tool calls"):
+    with pytest.raises(DataError, match=r"^message 1 calls a tool, but the chat template does not render tool calls"):
         rendered("marked", [SUM, CALL, {"role": "tool", "content": "4"}, FOUR])
     only_two = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     renderer = ChatRenderer(byte_tokenizer(Family(only_two, QWEN3.specials, QWEN3.eos)), "assistant")
     assert len(renderer.samples([HI, HELLO])) == 1
-    with pytest.raises(DataError, match=r"^message 0 \(role system\) is left out by the chat template"):
+    with pytest.raises(DataError, match=r"^message 0 \(role system\) is omitted by the chat template"):
         renderer.samples([SYSTEM, HI, HELLO])
 
 
@@ -164,7 +164,7 @@ def test_a_template_of_endless_loops_is_stopped(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(chat, "MAX_RENDER_S", 0.6)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = byte_tokenizer(Family(f"{loops}{QWEN3.template}", QWEN3.specials, QWEN3.eos))
-    with pytest.raises(DataError, match=r"the chat template was stopped after .* are there loops inside loops"):
+    with pytest.raises(DataError, match=r"the chat template was stopped after .* does it contain nested loops"):
         ChatRenderer(tokenizer, "assistant")
 
 

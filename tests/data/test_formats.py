@@ -163,7 +163,7 @@ def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
         detect(["a", "b"], None, None)
     message = str(caught.value)
     assert message.startswith(
-        "the columns a, b are of no known format: name them, for instance dataset.columns.prompt=a dataset.columns.completion=b."
+        "the columns a, b match no known format: name them, for instance dataset.columns.prompt=a dataset.columns.completion=b."
     )
     assert all(" + ".join(known.signs[0]) in message for known in FORMATS)
 
@@ -211,15 +211,15 @@ BAD_ROWS = {
     ),
     "another program's mask": (
         {"messages": [CHAT[0], {**CHAT[1], "train": False}]},
-        "a.jsonl:2: messages[1].train=False is how another program says what is trained on: write weight: 1 for a turn that is, and weight: 0 for one that is not.",
+        "a.jsonl:2: messages[1].train=False is another program's loss mask: set weight: 1 for a turn to train on and weight: 0 for the others.",
     ),
     "a picture in a turn": (
         {"messages": [{**CHAT[0], "images": ["a.png"]}, CHAT[1]]},
-        "a.jsonl:2: messages[0].images would be left out: this program trains on text.",
+        "a.jsonl:2: messages[0].images would be ignored: this program trains only on text.",
     ),
     "a picture beside the chat": (
         {"messages": CHAT, "images": ["a.png"]},
-        "a.jsonl:2: column images would be left out: this program trains on text; dataset.format=... says that you mean it.",
+        "a.jsonl:2: column images would be ignored: this program trains only on text; set dataset.format=... to train without it.",
     ),
     "a call that is a sentence": (
         {"messages": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "call add"}]},
@@ -237,14 +237,14 @@ BAD_ROWS = {
     ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "a.jsonl:2: messages[0].content[0] is of type 'image_url', and only text is trained on: take it out, or write it as text.",
+        "a.jsonl:2: messages[0].content[0] is of type 'image_url', but only text is supported: remove it, or convert it to text.",
     ),
     "no list": ({"messages": "Hi"}, "a.jsonl:2: column messages must be a list of messages, not str 'Hi'."),
     "missing": ({"other": 1}, "a.jsonl:2: column messages must be a list of messages, not missing."),
     "empty": ({"messages": []}, "a.jsonl:2: an empty list of messages."),
     "half a surrogate": (
         '{"messages": [{"role": "user", "content": "ab\\ud800"}]}\n',
-        "a.jsonl:2: messages[0].content holds half of a surrogate pair at character 3.",
+        "a.jsonl:2: messages[0].content contains an unpaired surrogate at character 3.",
     ),
 }
 
@@ -282,7 +282,7 @@ def test_every_renderer_refuses_what_it_does_not_know(name: str) -> None:
 
 
 WHAT_THEY_ARE = {
-    "preference texts": (["prompt", "chosen", "rejected"], None, r"the columns chosen, rejected are preference pairs, and this program trains on one answer: take the wanted answers with dataset.columns.completion=chosen \(texts"),
+    "preference texts": (["prompt", "chosen", "rejected"], None, r"the columns chosen, rejected are preference pairs, and this program trains on one answer: select the chosen answers with dataset.columns.completion=chosen \(texts"),
     "the rejected ones": (["prompt", "chosen", "rejected"], {"completion": "rejected"}, r"preference pairs, and rejected would be trained on"),
     "beside messages": (["messages", "chosen", "rejected"], None, r"are preference pairs"),
     "other names": (["question", "response_j_better", "response_k_worse"], None, r"dataset.columns.completion=response_j_better"),
@@ -456,7 +456,9 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
     assert rows[4999] == DOCUMENTS[4]
     os.truncate(path, len(LINES))
     assert rows[4] == DOCUMENTS[4]
-    with pytest.raises(DataError, match=r"a.jsonl:6: the file was cut short while it is read: it had 175,000 bytes"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl:6: the file was truncated while it was being read: it had 175,000 bytes"
+    ):
         rows[5]
     with pytest.raises(DataError, match=r"a.jsonl:5000: the file was cut short"):
         rows[4999]

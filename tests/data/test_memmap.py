@@ -90,7 +90,7 @@ def test_broken_megatron_indices(tmp_path: Path) -> None:
     for content, message in (
         (good[:20], "is too short for a Megatron index"),
         (good[:-3], "is cut off: it should hold 3 sequences"),
-        (b"X" + good[1:], "is no Megatron index"),
+        (b"X" + good[1:], "is not a Megatron index"),
     ):
         index.write_bytes(content)
         with pytest.raises(DataError, match=message):
@@ -133,7 +133,7 @@ def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path) -> None:
     rows = MemmapCorpus(str(tmp_path / "a")).train
     assert rows[9_999]["input_ids"].tolist() == [1, 2, 3]
     os.truncate(tmp_path / "a.bin", 100)
-    with pytest.raises(DataError, match=r"a.bin: the file was cut short while it is read"):
+    with pytest.raises(DataError, match=r"a.bin: the file was truncated while it was being read"):
         rows[9_999]
 
 
@@ -143,7 +143,7 @@ def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path) -> None:
         ("a.json", b"{", r"a.json: must be"),
         ("a.json", b"[]", r"a.json: must be"),
         ("a.offsets.npy", b"\x93NUMPY", r"a.offsets.npy: is damaged"),
-        ("a.bin", b"1234", r"a.bin: its index is of another file: documents lie outside the 2 tokens"),
+        ("a.bin", b"1234", r"a.bin: its index belongs to another file: documents are outside the 2 tokens"),
     ],
 )
 def test_damaged_companions_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

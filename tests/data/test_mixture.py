@@ -126,7 +126,7 @@ def test_every_dataset_keeps_its_counts_and_its_validation(tmp_path: Path) -> No
 
 def test_many_repeats_are_pointed_at(tmp_path: Path) -> None:
     data, _ = mixed(tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 5}})
-    assert data.notes[-1].endswith("5.00 x its 40 (each document 5.0 times: more of it?)")
+    assert data.notes[-1].endswith("5.00 x its 40 (each document 5.0 times: add data?)")
 
 
 def test_packs_of_a_mixture_hold_its_rows(tmp_path: Path) -> None:

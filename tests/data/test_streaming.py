@@ -214,7 +214,7 @@ def test_chats_that_become_several_rows_resume_between_them(family: Family) -> N
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.path and dataset.generator: give one of them"):
+    with pytest.raises(ConfigError, match=r"dataset.path and dataset.generator: set exactly one of them"):
         StreamingDataset()
     with pytest.raises(ConfigError, match=r"dataset.generator=tests.data.test_streaming:none cannot be found"):
         StreamingDataset(generator="tests.data.test_streaming:none")

@@ -100,7 +100,9 @@ def test_a_kernel_without_a_log_sum_exp_has_no_ring() -> None:
     only_whole = type("OnlyWhole", (), {"name": "thd_whole", "check": whole.check, "__call__": whole.__call__})()
     layers, load, is_one_host, _ = CHOICES["long documents over the network"]
     assert choose_exchange(only_whole, layers, load, is_one_host)[0] != "ring"
-    with pytest.raises(ConfigError, match=r"attention=whole cannot do mesh\.cp_exchange=ring: take attention=varlen"):
+    with pytest.raises(
+        ConfigError, match=r"attention=whole does not support mesh\.cp_exchange=ring: use attention=varlen"
+    ):
         require_blocks(only_whole)
     require_blocks(whole)
 

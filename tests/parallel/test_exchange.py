@@ -197,5 +197,5 @@ def test_the_counter_of_waits_can_count() -> None:
 
 @pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(3, 4, 4), (4, 4, 3)], ids=str)
 def test_heads_that_cannot_be_dealt_out(cp: int, heads: int, kv_heads: int) -> None:
-    with pytest.raises(ConfigError, match=r"take mesh\.cp_exchange=all_gather"):
+    with pytest.raises(ConfigError, match=r"use mesh\.cp_exchange=all_gather"):
         check_heads_divide(cp, heads, kv_heads)

@@ -87,7 +87,7 @@ def test_a_file_of_prompts_is_answered_row_by_row(run: Path, tmp_path: Path, gen
     assert [row["generated"] for row in rows] == [generator.answer(chat, max_new_tokens=12) for chat in CHATS]
     with pytest.raises(ConfigError, match=r"out.jsonl exists already"):
         generate.main([str(run), *options])
-    with pytest.raises(ConfigError, match=r"--prompts in.jsonl and --out out.jsonl go together"):
+    with pytest.raises(ConfigError, match=r"--prompts in.jsonl and --out out.jsonl must be given together"):
         generate.main([str(run), "--prompts", str(asked)])
 
 

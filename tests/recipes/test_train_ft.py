@@ -154,7 +154,7 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     with pytest.raises(ConfigError) as refused:
         main(config_of("smoke", folder, "optimizer.lr=0.5"))
     assert str(refused.value) == (
-        f"{folder} was begun with other settings:\n  optimizer.lr: was 0.003, now 0.5\n"
+        f"{folder} was started with different settings:\n  optimizer.lr: was 0.003, now 0.5\n"
         "Start a new run with name=..., or continue this one with checkpoint.accept_changes=true."
     )
     longer = train("smoke", folder, "training.max_steps=8", "checkpoint.accept_changes=true")

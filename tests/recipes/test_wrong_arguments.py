@@ -54,7 +54,7 @@ ARGUMENTS = [
     ("estimate", ["--config-name", "smoke", "--mfu", "0"], "argument --mfu: 0 must be over 0 and at most 1."),
     ("estimate", ["--config-name", "smoke", "--network-gb", "inf"], "argument --network-gb: inf must be a finite number."),
     ("estimate", ["--config-name", "smoke", "--document-tokens", "-5"], "argument --document-tokens: -5 must be at least 1"),
-    ("estimate", ["--config-name", "smoke", "model.config.num_attention_heads=3"], "a model of these settings cannot work"),
+    ("estimate", ["--config-name", "smoke", "model.config.num_attention_heads=3"], "a model with these settings does not work"),
     ("estimate", ["--config-name", "smoke", "mesh.cp=3"], "must be a multiple of 6 (2 * mesh.cp): use 132."),
     ("estimate", ["--config-name", "smoke", "training.max_stepz=3"], "training.max_stepz=3: unknown key"),
     ("estimate", ["--config-name", "finetune", "model.pretrained=./nothing", "dataset.path=x"], "./nothing: there is no such folder"),

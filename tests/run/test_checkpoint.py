@@ -99,7 +99,7 @@ def test_a_pickle_in_place_of_a_file_is_not_run(tmp_path: Path) -> None:
         whole = (path / name).read_bytes()
         (path / name).write_bytes(pickle.dumps(Bomb()))
         _write_manifest(path)
-        with pytest.raises(ConfigError, match="no checkpoint that loads"):
+        with pytest.raises(ConfigError, match="no loadable checkpoint"):
             checkpointer(tmp_path).load_newest(trained.model, trained.optimizer)
         (path / name).write_bytes(whole)
     assert not (tmp_path / "exploded").exists()
@@ -183,7 +183,7 @@ def test_no_save_begins_without_space(tmp_path: Path, monkeypatch: pytest.Monkey
     trained = Trained(1)
     saves = checkpointer(tmp_path, said)
     assert not saves.save(1, trained.model, trained.optimizer, {"step": 1})
-    assert "no space: the checkpoint needs 1 MiB, 0 MiB are free; it is tried again" in said[0]
+    assert "no space: the checkpoint needs 1 MiB, 0 MiB are free; will retry" in said[0]
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -350,7 +350,7 @@ def test_a_linked_folder_is_no_checkpoint(tmp_path: Path) -> None:
     checkpointer(tmp_path / "a").save(1, trained.model, trained.optimizer, {"step": 1})
     (tmp_path / "b/checkpoints").mkdir(parents=True)
     (tmp_path / "b/checkpoints/step_00000001").symlink_to(tmp_path / "a/checkpoints/step_00000001")
-    with pytest.raises(ConfigError, match=r"no checkpoint that loads \(step_00000001 is skipped: it is a link\)"):
+    with pytest.raises(ConfigError, match=r"no loadable checkpoint \(step_00000001 is skipped: it is a link\)"):
         checkpointer(tmp_path / "b").load_newest(trained.model, trained.optimizer)
 
 
@@ -361,7 +361,7 @@ def test_damaged_manifests_alone_mean_stop_and_not_step_0(tmp_path: Path, damage
     for step in (1, 2):
         saves.save(step, trained.model, trained.optimizer, {"step": step})
         damage(tmp_path / f"checkpoints/step_0000000{step}")
-    with pytest.raises(ConfigError, match=r"no checkpoint that loads .*step_00000002.*step_00000001.*: bring one back"):
+    with pytest.raises(ConfigError, match=r"no loadable checkpoint .*step_00000002.*step_00000001.*: restore one"):
         checkpointer(tmp_path).load_newest(trained.model, trained.optimizer)
 
 

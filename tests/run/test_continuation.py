@@ -35,7 +35,7 @@ def test_the_same_layout_continues_bit_for_bit(tmp_path: Path, uninterrupted: Pa
     overrides = [*DROPOUT, "training.max_steps=20", *options]
     code, screen = train_on(2, run, *overrides, term_at=5, term_rank=1)
     assert code == 75
-    assert "stopped after step 5 of 20 (SIGTERM); the same command goes on from step_00000005" in screen
+    assert "stopped after step 5 of 20 (SIGTERM); run the same command again to continue from step_00000005" in screen
     status = json.loads((run / "STATUS.json").read_text())
     assert status == {"state": "preempted", "step": 5, "reason": "SIGTERM", "checkpoint": "step_00000005"}
     code, screen = train_on(2, run, *overrides, term_at=17)  # past the edge of the epoch
@@ -117,8 +117,8 @@ def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Pat
     with pytest.raises(ConfigError) as refusal:
         train(tmp_path, "training.max_steps=4", "mesh.cp=2", "checkpoint.accept_changes=true")
     assert str(refusal.value) == (
-        f"mesh.cp=2 needs documents padded to multiples of 4, and {tmp_path} was begun with "
-        "packed_sequence.slot_multiple=1: go on with another mesh.cp, or start a new run with name=... "
+        f"mesh.cp=2 needs documents padded to multiples of 4, and {tmp_path} was started with "
+        "packed_sequence.slot_multiple=1: use another mesh.cp, or start a new run with name=... "
         "(packed_sequence.slot_multiple=4 from the start fits mesh.cp=1 and 2)."
     )
 

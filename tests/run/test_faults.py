@@ -333,7 +333,7 @@ def test_a_job_that_was_stopped_for_long_finds_the_lock_lost(tmp_path: Path) -> 
     assert old.is_lost
     run = RunFolder(tmp_path)
     with (
-        pytest.raises(RunStoppedError, match=r"is no longer this run's: run.lock names process .* on elsewhere"),
+        pytest.raises(RunStoppedError, match=r"no longer belongs to this job: run.lock names process .* on elsewhere"),
         recorded(run, 0, lambda: "in step 4", str, old.is_held, is_taken=old.is_taken),
     ):
         old.check_held()
@@ -391,7 +391,7 @@ def test_a_job_that_is_stopped_for_66_s_leaves_the_run_to_the_one_that_took_over
     first.send_signal(signal.SIGCONT)
     said, _ = first.communicate(timeout=300)
     assert first.returncode == 1, said
-    assert re.search(r"is no longer this run's: run.lock names process \d+ on two", said.splitlines()[-1]), said
+    assert re.search(r"no longer belongs to this job: run.lock names process \d+ on two", said.splitlines()[-1]), said
     after = last_step()
     _wait_until(lambda: last_step() > after + 30, 300)  # the second one is not disturbed
     assert json.loads((run / "STATUS.json").read_text())["state"] == "running"
@@ -464,7 +464,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 def test_ctrl_c_saves_and_leaves_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
     code, screen = train(tmp_path, "checkpoint.mode=async", stop_at=3, stop_by=signal.SIGINT)
     assert code == 130
-    assert "stopped after step 3 of 6 (SIGINT); the same command goes on from step_00000003" in screen
+    assert "stopped after step 3 of 6 (SIGINT); run the same command again to continue from step_00000003" in screen
     want = {"state": "interrupted", "step": 3, "reason": "SIGINT", "checkpoint": "step_00000003"}
     assert status_of(tmp_path) == want
     assert train(tmp_path)[0] == 0
@@ -502,7 +502,7 @@ def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(tmp_path: Path) 
     process.send_signal(signal.SIGINT)
     screen = finish(process, 20)
     assert process.returncode == 130, screen
-    assert "a second Ctrl-C: left without a save" in screen
+    assert "a second Ctrl-C: exited without a save" in screen
     status = status_of(tmp_path / "run")
     assert (status["state"], status["checkpoint"]) == ("interrupted", "step_00000002")
 
@@ -589,7 +589,7 @@ def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
         file.write(content + "\n")
     whole = (tmp_path / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(content or "a: [")
-    with pytest.raises(ConfigError, match=r"config.yaml cannot be read .*bring it back"):
+    with pytest.raises(ConfigError, match=r"config.yaml cannot be read .*restore it"):
         train(tmp_path)
     (tmp_path / "config.yaml").write_text(whole)
     assert train(tmp_path)[0] == 0

@@ -45,14 +45,14 @@ def test_a_tracker_that_fails_is_off_and_the_run_goes_on(tmp_path: Path):
     for step in (1, 2, 3):
         metrics.log({"step": step, "loss": 2.0})
     metrics.close()
-    assert says == ["WARNING: mine is off from here: OSError: connection lost; metrics.jsonl goes on"]
+    assert says == ["WARNING: mine is turned off: OSError: connection lost; metrics.jsonl is still written"]
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
 
 
 def test_a_tracker_that_does_not_start_costs_a_warning_a_wrong_option_ends_the_run(tmp_path: Path):
     says: list[str] = []
     metrics_of(tmp_path, says, at_start=True).log({"step": 1})
-    assert says == ["WARNING: mine is off: OSError: no route to host; metrics.jsonl is written"]
+    assert says == ["WARNING: mine is turned off: OSError: no route to host; metrics.jsonl is still written"]
     with pytest.raises(ConfigError, match="projekt"):
         metrics_of(tmp_path, says, projekt="x")
 
@@ -75,7 +75,7 @@ def test_two_ranks_stop_early_together_and_are_profiled(tmp_path: Path):
     assert max(row["step"] for row in rows) == 6
     status = json.loads((run / "STATUS.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 6)
-    assert status["reason"].startswith("val_loss has not fallen 2 times in a row (best: ")
+    assert status["reason"].startswith("val_loss has not improved 2 times in a row (best: ")
     assert (run / "checkpoints/step_00000006").is_dir()
     assert (run / "hf/model.safetensors").is_file()
     for rank in range(2):
@@ -92,7 +92,7 @@ def test_early_stopping_goes_on_counting_after_a_restart(tmp_path: Path, capsys:
     assert [row["step"] for row in rows if "val_loss/held_out" in row] == [2, 4, 6]
     (run / "STATUS.json").unlink()
     train("smoke", run, *STOPPING)  # killed before it was marked as finished: not a step more
-    assert "ended early: val_loss has not fallen 2 times" in capsys.readouterr().out
+    assert "ended early: val_loss has not improved 2 times" in capsys.readouterr().out
     assert max(row["step"] for row in rows_of(run)) == 6
 
 
@@ -105,7 +105,7 @@ def test_a_metric_that_falls_does_not_end_the_run(tmp_path: Path):
     assert ended == []
     stopping.log({"step": 5, "val_loss/easy": float("nan"), "val_loss/hard": 1.0})
     stopping.log({"step": 6, "val_loss/easy": 3.0, "val_loss/hard": 3.0})
-    assert ended == ["val_loss has not fallen 2 times in a row (best: 2.4500 at step 4)"]
+    assert ended == ["val_loss has not improved 2 times in a row (best: 2.4500 at step 4)"]
 
 
 def test_the_steps_to_profile_are_a_first_and_a_last(tmp_path: Path):

@@ -88,7 +88,7 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     assert folder.next_commands("finished")[-1] == f"automodel-lite export {tmp_path / 'a'}"
     assert folder.next_commands("preempted") == []
     folder.write_facts([])
-    assert folder.next_commands("preempted")[0].endswith("# goes on from the newest checkpoint")
+    assert folder.next_commands("preempted")[0].endswith("# continues from the newest checkpoint")
     record.rows.append({"step": 5, "loss": "nan"})
     assert warnings_of(record)[1] == "the loss was not finite at steps 5"
 

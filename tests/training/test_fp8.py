@@ -24,7 +24,7 @@ from tests.run.small_run import config_of
             "multiples of 16 tokens: packed_sequence.packed_sequence_size x",
         ),
         (["packed_sequence.packed_sequence_size=144", "mesh.cp=2"], "= 144 must be a multiple of 32"),
-        (["packed_sequence=none"], "which padded rows are not"),
+        (["packed_sequence=none"], "and padded rows are not"),
     ],
     ids=["size", "cp", "padded"],
 )

@@ -51,7 +51,7 @@ MODELS = {
 @pytest.mark.parametrize("override", MODELS)
 def test_a_model_that_cannot_work(override: str) -> None:
     message = tried(override)
-    assert message.startswith("a model of these settings cannot work: ")
+    assert message.startswith("a model with these settings does not work: ")
     assert MODELS[override] in message
     assert override in message
 
@@ -90,7 +90,7 @@ def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert transformers.models.llama.modeling_llama.LlamaMLP is LlamaMLP
     monkeypatch.setattr(LlamaMLP, "forward", wrong)
-    with pytest.raises(ConfigError, match=r"a model of these settings cannot work: .*7"):
+    with pytest.raises(ConfigError, match=r"a model with these settings does not work: .*7"):
         try_model(source)
     monkeypatch.setattr(LlamaMLP, "forward", unknown)
     try_model(source)

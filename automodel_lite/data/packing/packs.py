@@ -54,14 +54,14 @@ class Packer:
         self,
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
         strategy: str | Strategy = "exact_fill",
-        max_packs: Positive | None = None,  # a fair sample of so many packs
-        overlong: str | None = None,  # a document longer than a pack: drop (the default) | truncate | split | error
+        max_packs: Positive | None = None,  # use a random sample of this many packs
+        overlong: str | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
         drop_long_samples: bool | None = None,  # true = overlong: drop, false = overlong: error
-        balance: str = "step",  # none | step | window: packs are distributed to ranks by their cost
-        slot_multiple: Positive | None = None,  # of the slot of each document; null = 2 * mesh.cp, 1 without
+        balance: str = "step",  # none | step | window: distribute packs over ranks by cost
+        slot_multiple: Positive | None = None,  # pad documents to a multiple of it; null = 2 * mesh.cp, or 1 without
         seed: Seed = 0,
-        repack_each_epoch: bool = False,  # other packs in every epoch, from (seed, epoch)
-        padding_idx: Count | None = None,  # fills packs up; null = the tokenizer's padding, else its end token
+        repack_each_epoch: bool = False,  # new packs in every epoch, from (seed, epoch)
+        padding_idx: Count | None = None,  # token id of padding; null = the tokenizer's padding or end token
         cp_size: int = 1,
     ):
         if balance not in BALANCES:

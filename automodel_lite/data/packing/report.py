@@ -241,7 +241,7 @@ class PackingReport:
         if self.split_documents:
             lines.append(("split", f"{self.split_documents:,} documents over several packs or pieces"))
         if self.imbalance_before is not None and self.imbalance_after is not None:
-            pace = f"slowest rank {self.imbalance_before:.3f} x the mean, {self.imbalance_after:.3f} x as dealt"
+            pace = f"slowest rank {self.imbalance_before:.3f} x the mean, {self.imbalance_after:.3f} x balanced"
             lines.append(("balance", f"{self.balance}: {pace}"))
         if self.note:
             lines.append(("note", self.note))

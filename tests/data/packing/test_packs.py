@@ -200,5 +200,5 @@ def test_a_plan_of_other_rows() -> None:
     with pytest.raises(DataError, match="the rows hold 8 input_ids and 7 labels for 8 tokens"):
         TokenRows({"input_ids": np.arange(8), "labels": np.arange(7)}, np.array([0, 3, 8]))
     both = np.arange(16).reshape(8, 2)
-    with pytest.raises(DataError, match="must each lie in one piece"):
+    with pytest.raises(DataError, match="must be contiguous"):
         TokenRows({"input_ids": both[:, 0], "labels": both[:, 1]}, np.array([0, 3, 8]))
