@@ -75,32 +75,32 @@ class BlockKernel(Protocol):
 
 def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
     """The error for a model that needs something that `kernel` does not support."""
-    return ConfigError(f"attention={kernel.name.removeprefix('thd_')} cannot do {asked}: {cure}.")
+    return ConfigError(f"attention={kernel.name.removeprefix('thd_')} does not support {asked}: {cure}.")
 
 
 def require_cuda(kernel: AttentionKernel, spec: AttentionSpec) -> None:
     """Raises ConfigError off CUDA."""
     if spec.device.type != "cuda":
-        raise refuse(kernel, f"device={spec.device}", "it runs on CUDA only, take attention=reference")
+        raise refuse(kernel, f"device={spec.device}", "it runs on CUDA only, use attention=reference")
 
 
 def require_half(kernel: AttentionKernel, spec: AttentionSpec) -> None:
     """Raises ConfigError outside fp16 and bf16."""
     if spec.dtype not in (torch.float16, torch.bfloat16):
-        cure = "set training.precision=bf16, or take attention=flex or attention=reference"
+        cure = "set training.precision=bf16, or use attention=flex or attention=reference"
         raise refuse(kernel, f"dtype={spec.dtype}", cure)
 
 
 def refuse_own_exchange(kernel: AttentionKernel, spec: AttentionSpec) -> None:
     """Raises ConfigError for mesh.cp_exchange=te on any other kernel."""
     if spec.own_exchange:
-        raise refuse(kernel, "mesh.cp_exchange=te", "take attention=te, or mesh.cp_exchange=all_gather")
+        raise refuse(kernel, "mesh.cp_exchange=te", "use attention=te, or mesh.cp_exchange=all_gather")
 
 
 def require_blocks(kernel: AttentionKernel) -> None:
     """Raises ConfigError for mesh.cp_exchange=ring on a kernel without a log-sum-exp."""
     if not isinstance(kernel, BlockKernel):
-        cure = "take attention=varlen, flex or reference, or mesh.cp_exchange=all_gather"
+        cure = "use attention=varlen, flex or reference, or mesh.cp_exchange=all_gather"
         raise refuse(kernel, "mesh.cp_exchange=ring", cure)
 
 

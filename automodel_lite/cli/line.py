@@ -23,13 +23,13 @@ RECIPES = {
     "train": ("train_ft", "fine-tune a Hugging Face causal LM on packed sequences"),
     "prepare": ("prepare_data", "tokenize and pack, and stop"),
     "inspect": ("inspect_data", "look at documents as tokens, labels and packs"),
-    "verify": ("verify", "prove packing, sharding and the loss on your model and data"),
+    "verify": ("verify", "verify packing, sharding and the loss on your model and data"),
     "evaluate": ("evaluate", "loss and answers on held-out files"),
     "generate": ("generate", "ask a trained model"),
     "report": ("report", "draw a run, or compare several"),
     "export": ("export_hf", "write a run's model as a Hugging Face folder, adapters merged"),
     "average": ("average", "write the mean of a run's checkpoints as a Hugging Face folder"),
-    "estimate": ("estimate", "FLOPs, memory and traffic on paper, for any number of GPUs"),
+    "estimate": ("estimate", "estimate FLOPs, memory and traffic for any number of GPUs"),
 }
 
 

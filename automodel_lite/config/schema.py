@@ -40,18 +40,18 @@ Part = dict[str, Any]
 class MeshConfig:
     """Axes of the device mesh; their product is the number of processes."""
 
-    dp_replicate: Positive = 1  # replicas of the sharded model (HSDP); > 1 with dp_shard > 1
-    dp_shard: Annotated[int, Range(-1)] = -1  # processes over which parameters are sharded; -1 = all that remain
+    dp_replicate: Positive = 1  # replicas of the sharded model (HSDP)
+    dp_shard: Annotated[int, Range(-1)] = -1  # processes that shard the parameters; -1 = all remaining
     cp: Positive = 1  # processes that share one pack (context parallel)
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
-    ep: Positive = 1  # processes over which experts are distributed, of those of dp_shard x cp x tp (expert parallel)
-    strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp or none
-    cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring", "te"))] = "auto"  # te = its own
+    ep: Positive = 1  # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
+    strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp, or none with one process
+    cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring", "te"))] = "auto"  # te = TE's
     reduce_every_micro_batch: Annotated[bool | str, OneOf(("auto", "true", "false"))] = (
-        "auto"  # gradients (FSDP); auto = where their unsharded sum over micro-batches does not fit the GPU
+        "auto"  # reduce gradients; auto = if their unsharded sum over micro-batches does not fit the GPU
     )
-    cpu_offload: bool = False  # FSDP's shards, gradients and optimizer states wait, and are stepped, in host memory
-    timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a collective that takes longer ends the run
+    cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
+    timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run
 
 
 @dataclass
@@ -60,97 +60,97 @@ class TokenizeConfig:
 
     train_on: Annotated[str, OneOf(("assistant", "last_assistant", "completion", "all"))] = "assistant"
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
-    max_bad_frac: Fraction = 0.05  # bad, empty or fully masked documents that a set may have; more is an error
-    num_proc: Annotated[int, Range(1), UpToTheCores()] | None = None  # processes; null = all cores for large sets
+    max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
+    num_proc: Annotated[int, Range(1), UpToTheCores()] | None = None  # processes; null = all cores for large datasets
     num_parts: Positive = 1  # tasks that tokenize a part of the documents each, by recipes/prepare_data.py
     part: Count | None = None  # the task's number, from 0; null = takes what the tasks made
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables for the chat template
 
 
 @dataclass
 class DataloaderConfig:
     """How packs are read."""
 
-    num_workers: Annotated[int, Range(0), UpToTheCores()] = 0  # processes a rank that read packs ahead
-    prefetch_factor: Annotated[int, Range(1, 1000)] = 4  # batches that each worker keeps ready
+    num_workers: Annotated[int, Range(0), UpToTheCores()] = 0  # processes per rank that prefetch packs
+    prefetch_factor: Annotated[int, Range(1, 1000)] = 4  # batches that each worker prefetches
     pin_memory: bool = True  # page-locked batches (GPU only)
-    shuffle: bool = True  # the order of packs is drawn again each epoch from (seed, epoch)
+    shuffle: bool = True  # shuffle the packs in each epoch, from (seed, epoch)
 
 
 @dataclass
 class TrainingConfig:
-    """How long, how much at a time, and how often something is said. Batch sizes are in packs."""
+    """Length of the run, batch sizes (in packs), logging, precision and memory."""
 
-    max_steps: Positive | None = None  # optimizer steps; null = num_epochs decides
-    num_epochs: Annotated[int, Range(1, 10_000)] | None = None  # passes over the packs; null = max_steps decides
-    micro_batch_size: Positive = 1  # packs a forward of one data-parallel rank
-    global_batch_size: Positive | None = None  # packs an optimizer step over all ranks; null = micro_batch_size x ranks
-    max_grad_norm: Annotated[float, Range(0)] = 1.0  # gradients are scaled down to this norm; 0 = never
+    max_steps: Positive | None = None  # optimizer steps; null = given by num_epochs
+    num_epochs: Annotated[int, Range(1, 10_000)] | None = None  # passes over the packs; null = given by max_steps
+    micro_batch_size: Positive = 1  # packs per forward pass of a data-parallel rank
+    global_batch_size: Positive | None = None  # packs per optimizer step; null = micro_batch_size x ranks
+    max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
     ema_decay: Annotated[float, Range(0, below=1)] = (
-        0.0  # of an average of the weights, which is validated and exported
+        0.0  # moving average of the weights, which is validated and exported; 0 = none
     )
     log_every_steps: Positive = 10
-    val_every_steps: Count = 0  # 0 = only at the end
-    precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on a GPU
-    master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"  # and gradients; bf16 with optimizer=adamw_bf16
+    val_every_steps: Count = 0  # steps between validations; 0 = only at the end
+    precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on GPUs
+    master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"  # and gradients; bf16: adamw_bf16, adamw_8bit
     activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective", "offload"))] = (
-        "none"  # selective = cheap ops; offload = full, and the layers' inputs wait in host memory
+        "none"  # selective = recompute cheap ops; offload = full, with layer inputs in host memory
     )
-    tile_tokens: Count | None = None  # of MLPs and norms at a time; 0 = all, null = 8192 for long recomputed packs
-    recompute_every_layers: Positive = 1  # activation_checkpointing of every n-th layer only
-    compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on a GPU
-    fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scales of linear layers (torchao)
-    deterministic: bool = False  # the same bits in each run on a GPU, by slower kernels; resuming is then bit for bit
-    profile_steps: Annotated[list[int], FirstAndLast()] | None = None  # [10, 12]: traces of these steps in profile/
-    num_threads: Annotated[int, Range(0), UpToTheCores()] = 0  # of a process; 0 = the cores / processes of this host
-    max_bad_steps: Count = 3  # steps in a row with a non-finite loss or gradient that are skipped before the run ends
+    tile_tokens: Count | None = None  # tile of MLPs and norms; 0 = none, null = 8192 for long recomputed packs
+    recompute_every_layers: Positive = 1  # apply activation_checkpointing only to every n-th layer
+    compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on GPUs
+    fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
+    deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
+    profile_steps: Annotated[list[int], FirstAndLast()] | None = None  # [10, 12]: profile these steps into profile/
+    num_threads: Annotated[int, Range(0), UpToTheCores()] = 0  # per process; 0 = cores / processes of this host
+    max_bad_steps: Count = 3  # consecutive steps with a non-finite loss or gradient to skip before the run ends
     max_time: Annotated[str | int, Duration()] | None = (
-        None  # "1:30:00", hours first: save and leave before so much time has passed; null = SLURM's
+        None  # "1:30:00", hours first: save and exit before this much time has passed; null = SLURM's
     )
-    stop_margin_s: Annotated[float, Range(0)] = 60.0  # kept for the last save, besides the time of saves and steps
-    stuck_after_s: Annotated[float, Range(0)] = 120.0  # a longer step has its stacks written to logs/; 0 = never
+    stop_margin_s: Annotated[float, Range(0)] = 60.0  # reserved for the last save, plus measured save and step times
+    stuck_after_s: Annotated[float, Range(0)] = 120.0  # write stacks to logs/ if a step takes longer; 0 = never
 
 
 @dataclass
 class CheckpointConfig:
-    """When a checkpoint is written and which are kept."""
+    """When checkpoints are written, and which ones are kept."""
 
-    every_steps: Count = 0  # 0 = only at the end
-    mode: Annotated[str, OneOf(("sync", "async"))] = "sync"  # async = behind the training, from a copy
-    keep_last: Positive = 2  # newest checkpoints kept
-    keep_best: Count = 0  # and those with the lowest validation loss
-    keep_every: Count = 0  # and those at multiples of so many steps; 0 = none
-    checksums: bool = True  # of every file, compared when it is loaded
-    accept_changes: bool = False  # continue although settings that shape the numbers changed since the run began
-    export_hf: bool = True  # write hf/, a folder that from_pretrained loads, at the end
+    every_steps: Count = 0  # steps between checkpoints; 0 = only at the end
+    mode: Annotated[str, OneOf(("sync", "async"))] = "sync"  # async = in the background, from a copy
+    keep_last: Positive = 2  # number of newest checkpoints to keep
+    keep_best: Count = 0  # also keep this many with the lowest validation loss
+    keep_every: Count = 0  # also keep those at multiples of this many steps; 0 = none
+    checksums: bool = True  # store checksums of all files and verify them on load
+    accept_changes: bool = False  # continue although settings that affect the numbers have changed
+    export_hf: bool = True  # export hf/, a folder that from_pretrained loads, at the end
 
 
 @dataclass
 class HubConfig:
-    """What the run uploads to the Hugging Face hub at its end."""
+    """Upload to the Hugging Face hub at the end of the run."""
 
-    push: Annotated[str, RepoName()] | None = None  # the repository of the exported model, with its card; null = none
-    private: bool = True  # of a repository that is made
+    push: Annotated[str, RepoName()] | None = None  # repository to upload the exported model to; null = none
+    private: bool = True  # if the repository is created
 
 
 @dataclass
 class SecurityConfig:
-    """What a preset cannot grant: these keys are taken from the command line only."""
+    """Permissions, which only the command line can grant."""
 
-    allow_targets: list[str] = field(default_factory=list)  # packages whose code a `_target_` may name
+    allow_targets: list[str] = field(default_factory=list)  # packages that a `_target_` may name
 
 
 @dataclass
 class SamplesConfig:
-    """What the model in training is asked at each validation."""
+    """Prompts that the model answers at each validation."""
 
-    prompts: list[str] = field(default_factory=list)  # ["What is the capital of France?"]; none = nothing is asked
+    prompts: list[str] = field(default_factory=list)  # ["What is the capital of France?"]; empty = no samples
     max_new_tokens: Positive = 48
 
 
 @dataclass
 class SweepConfig:
-    """What a sweep (`--multirun`) compares its jobs by."""
+    """How a sweep (`--multirun`) compares its jobs."""
 
     metric: str = "val_loss"  # a key of metrics.jsonl; val_loss = the mean over the validation sets
 
@@ -159,11 +159,11 @@ class SweepConfig:
 class Config:
     """Everything a run is made of, in the order the data meets it."""
 
-    name: str = MISSING  # the run's folder is output_dir
+    name: str = MISSING  # of the run; its folder is output_dir
     seed: Seed = 0
     output_dir: PathStr = "runs/${name}"
-    dry_run: bool = False  # compose, check, count, estimate memory and steps, and stop
-    cache_dir: PathStr | None = None  # tokens and trained tokenizers; null = ~/.cache/automodel_lite
+    dry_run: bool = False  # check the run, compute its steps and memory, and exit
+    cache_dir: PathStr | None = None  # for tokens and trained tokenizers; null = ~/.cache/automodel_lite
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
@@ -180,7 +180,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: Part = field(default_factory=dict)
-    report: bool = True  # keep report.html, a page of the run that refreshes itself while the run goes on
+    report: bool = True  # write report.html, a page that refreshes during the run
     logger: Part = field(default_factory=dict)
     callbacks: Part = field(default_factory=dict)
     sweep: SweepConfig = field(default_factory=SweepConfig)
@@ -293,8 +293,8 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     ranks = shape.dp_shard * shape.cp * shape.tp
     if ranks % shape.ep or (shape.ep > 1 and shape.ep % shape.tp):
         raise ConfigError(
-            f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, over whose ranks experts are "
-            f"dealt, and be a multiple of mesh.tp={shape.tp}: use mesh.ep={ranks} or 1."
+            f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, the ranks that share the "
+            f"experts, and be a multiple of mesh.tp={shape.tp}: use mesh.ep={ranks} or 1."
         )
     return shape
 

@@ -42,17 +42,19 @@ class FilesDataset:
     """
 
     path: PathStr | Sequence[PathStr]  # a file, a folder, a glob, a list of these, or a hub name
-    name: str | None = None  # configuration of a hub dataset
-    split: str = "train"  # of a hub dataset or a saved DatasetDict
-    format: str | None = None  # null: found from the columns
+    name: str | None = None  # configuration of the hub dataset
+    split: str = "train"  # split of a hub dataset or a saved DatasetDict
+    format: str | None = None  # null = detected from the columns
     columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
-    val_path: ValPath | None = None  # files of validation documents, or several by name, {easy: a.jsonl, hard: b.jsonl}
-    val_split: str | None = None  # or another split of the same dataset
-    val_frac: Annotated[float, Range(0, below=1)] = 0.0  # or this part of the documents, 0..1
-    max_documents: Positive | None = None  # take only the first ones
-    labels: Alignment | None = None  # of token rows: aligned (labels[i] = input_ids[i + 1]) | unshifted; null: found
-    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null: found
-    seed: Seed = 0  # of val_frac
+    val_path: ValPath | None = None  # validation files, or several sets by name, {easy: a.jsonl, hard: b.jsonl}
+    val_split: str | None = None  # or another split of the dataset
+    val_frac: Annotated[float, Range(0, below=1)] = 0.0  # or this fraction of the documents, 0..1
+    max_documents: Positive | None = None  # use only the first documents
+    labels: Alignment | None = (
+        None  # of token rows: aligned (labels[i] = input_ids[i + 1]) | unshifted; null = detected
+    )
+    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
+    seed: Seed = 0  # for val_frac
 
     train: DocumentSet = field(init=False)
     val: dict[str, DocumentSet] = field(init=False)
@@ -65,7 +67,7 @@ class FilesDataset:
         if not 0 <= self.val_frac < 1:
             raise ConfigError(f"dataset.val_frac={self.val_frac} must be in [0, 1).")
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
-            raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: give one of them.")
+            raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
         source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
         detected = detect(sniff_columns(source.rows, source.description), self.format, self.columns)
 
@@ -307,15 +309,15 @@ class StreamingDataset:
     (generators, hub datasets of few files) are read from the start by each shard.
     """
 
-    path: PathStr | Sequence[PathStr] | None = None  # files or a hub name, or
-    generator: CodePath | None = None  # package.module:function, which yields rows, the same at every call
-    name: str | None = None  # configuration of a hub dataset
+    path: PathStr | Sequence[PathStr] | None = None  # files or a hub name; or use generator
+    generator: CodePath | None = None  # package.module:function that yields the same rows on every call
+    name: str | None = None  # configuration of the hub dataset
     split: str = "train"  # of a hub dataset
-    format: str | None = None  # null: found from the columns
+    format: str | None = None  # null = detected from the columns
     columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
-    val_path: ValPath | None = None  # files of validation documents, or several by name
+    val_path: ValPath | None = None  # validation files, or several sets by name
     num_shards: NumShards = 8  # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
-    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null: found
+    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
 
     stream: RawStream = field(init=False)
     val: dict[str, DocumentSet] = field(init=False)
@@ -367,7 +369,7 @@ class StreamingDataset:
 
     def _open(self) -> RawStream:
         if (self.path is None) == (self.generator is None):
-            raise ConfigError("dataset.path and dataset.generator: give one of them.")
+            raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
             _locate(self.generator)
             return GeneratorStream(self.generator)

@@ -62,7 +62,7 @@ BROKEN = {
     ),
     "huge number": (b'{"messages": ' + b"9" * 5000 + b"}\n", r"a.jsonl:2: (not JSON that can be read|column messages)"),
     "tools no list": (changed(tools={"a": 1}), r"a.jsonl:2: column tools must be a list, not dict."),
-    "tools broken": (changed(tools="[1,"), r"a.jsonl:2: column tools is a text that is not JSON"),
+    "tools broken": (changed(tools="[1,"), r"a.jsonl:2: column tools is not valid JSON"),
     "unknown role of a template": (
         changed(messages=[{"role": "user", "content": "x"}]),
         r"a.jsonl:2: has no assistant message",
