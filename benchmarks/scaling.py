@@ -92,7 +92,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
     shape = recipe.mesh.shape
     model = recipe.model.loss_model.lm.config
     paper = estimate(
-        recipe.parts, model, Hardware(1e12, 1.0, 1e9, 1e9), shape.world_size, 600, micro_steps=len(ready.parts)
+        recipe.parts, model, Hardware(1e12, 1.0, 1e9, 1e9), shape.world_size, 600, micro_steps=len(ready.inputs)
     )
     memory = recipe.built.memory
     assert memory is not None

@@ -112,7 +112,7 @@ class TrainFinetuneRecipe:
         self.page = LiveReport(folder.path, config.report and rank() == 0, self.console.say)
 
     def train(self) -> int:
-        """The whole run; how it ends is written down."""
+        """The whole run; its outcome is recorded."""
         self.peers.watch(self.leave_with)
         with self.lock:
             try:
@@ -179,7 +179,7 @@ class TrainFinetuneRecipe:
         """Continues from the newest checkpoint that loads, or starts fresh."""
         self.num_steps, self.cursor = 0, Cursor()
         self.pending_validation, self.val_loss = False, None  # of this step
-        self.extra: dict[str, Any] = {}  # what callbacks keep over restarts, small and JSON
+        self.extra: dict[str, Any] = {}  # state of callbacks across restarts, small and JSON
         self.end_reason: str | None = None  # of a callback that ends the run before its last step
         self.origin = None
         self.lock.token = self.control.on_first(self.lock.acquire)
@@ -207,7 +207,7 @@ class TrainFinetuneRecipe:
         self.tell({"step": 0, **self.data.counts} if not self.num_steps else None)
 
     def run(self) -> int:
-        """Trains, and logs, validates and saves when each is due; exports and evaluates at the end."""
+        """Trains; logs, validates and saves when due; exports and evaluates at the end."""
         training = self.config.training
         if self.mesh.rank == 0:
             self.folder.write_facts(self.lines)
@@ -268,13 +268,13 @@ class TrainFinetuneRecipe:
     def step(self, ready: ReadyStep) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step.
 
-        Nothing here waits for the device: a step whose numbers are bad is skipped there, and found out a step later.
+        Nothing here waits for the device: a nonfinite step is skipped on the device and detected one step later.
         """
         counts = sum_counts(ready.micro_batches, self.mesh, self.costs)
         loss_sum = torch.zeros((), device=self.mesh.device)
-        for number, part in enumerate(ready.parts, start=1):
-            with self.model.accumulate(is_last=number == len(ready.parts)):
-                loss = self.model(part)
+        for number, batch in enumerate(ready.inputs, start=1):
+            with self.model.accumulate(is_last=number == len(ready.inputs)):
+                loss = self.model(batch)
                 self.meter.lap("forward")
                 (loss * (self.model.mean_ranks / max(counts.num_label_tokens, 1))).backward()
                 self.meter.lap("backward")
@@ -298,11 +298,11 @@ class TrainFinetuneRecipe:
         return cp_shard(batch, self.mesh.cp, self.built.cp_exchange)
 
     def is_due(self, every_steps: int) -> bool:
-        """At every so many steps (0 = never), and after the last step."""
+        """Every `every_steps` steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
 
     def log(self, result: StepResult, epoch: int) -> None:
-        """One row on the screen, in metrics.jsonl and in the callbacks."""
+        """Logs a row to the screen, metrics.jsonl and the callbacks."""
         row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
@@ -310,7 +310,7 @@ class TrainFinetuneRecipe:
         self.page.update()
 
     def tell(self, row: dict[str, Any] | None) -> None:
-        """Hands a row to metrics.jsonl and the callbacks; one of them may end the run."""
+        """Logs a row to metrics.jsonl and the callbacks, any of which may end the run."""
         if row:
             self.metrics.log(row)
         self.extra |= self.metrics.state()
@@ -318,8 +318,8 @@ class TrainFinetuneRecipe:
             self.end_reason = self.control.on_first(lambda: self.metrics.end_reason)
 
     def validate(self) -> None:
-        """Mean loss over the label tokens of each validation set; every document is counted once. A stop interrupts it:
-        it is made up for when the run goes on.
+        """Mean loss over the label tokens of each validation set; every document is counted once. A stop signal
+        interrupts it; the resumed run validates first.
         """
         self.pending_validation = True
         self.watchdog.beat(f"validating after step {self.num_steps}")
@@ -342,7 +342,7 @@ class TrainFinetuneRecipe:
         self.pending_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
 
     def save(self, wait: bool = False) -> None:
-        """A checkpoint of everything that the next step depends on; never of a step whose numbers were bad."""
+        """Saves everything that the next step depends on; never after a nonfinite step."""
         if self.bad_steps.in_a_row:
             return
         self.watchdog.beat(f"saving step {self.num_steps}")
@@ -361,7 +361,7 @@ class TrainFinetuneRecipe:
         self.meter.lap("checkpoint")
 
     def leave_early(self) -> int:
-        """Saves the step that is done and says that the run goes on when the same command is started again."""
+        """Saves the last step and reports that the same command continues the run."""
         self.save(wait=True)
         newest = self.checkpointer.newest
         reason = self.boundary.stop_reason or ""
@@ -376,7 +376,7 @@ class TrainFinetuneRecipe:
         return code
 
     def finish(self) -> int:
-        """Exports the model, asks the held-out questions, and marks the run as finished.
+        """Exports the model, answers the held-out questions, and marks the run as finished.
 
         Raises RunStoppedError when what was trained is not on the disk, or is not finite.
         """
@@ -407,7 +407,7 @@ class TrainFinetuneRecipe:
         return 0
 
     def publish(self, exported: Path) -> None:
-        """The model card, and the upload if one is asked for; what the hub refuses is a warning, and no failure."""
+        """Writes the model card, and uploads the model if configured; a failed upload is a warning."""
         hub = self.config.hub
         write_card(self.folder.path, exported, hub.push)
         if hub.push:
@@ -419,7 +419,7 @@ class TrainFinetuneRecipe:
                 self.console.say("uploaded", f"WARNING: {error}")
 
     def check_numbers(self) -> None:
-        """Raises RunStoppedError when the last steps were not applied, or left weights that are not finite."""
+        """Raises RunStoppedError when the last steps were skipped, or the weights are not finite."""
         is_good = are_finite(self.model.parameters(), self.control)
         if bad := self.bad_steps.in_a_row or not is_good:
             what = f"the loss or the gradient of the last {bad} steps was" if is_good else "the trained weights are"
@@ -429,7 +429,7 @@ class TrainFinetuneRecipe:
             )
 
     def check_saved(self) -> None:
-        """Raises RunStoppedError unless the last step is on the disk: as a checkpoint, or exported."""
+        """Raises RunStoppedError unless the last step is on disk, as a checkpoint or an export."""
         self.control.on_first(self.lock.check_held)
         if self.checkpointer.holds(self.num_steps):
             return
@@ -445,7 +445,7 @@ class TrainFinetuneRecipe:
         return f"the newest checkpoint is {newest.name}." if newest else "there is no checkpoint."
 
     def recorded(self) -> AbstractContextManager[None]:
-        """Writes down how the run ends, if it is with an error."""
+        """Records an error that ends the run."""
         return recorded(
             self.folder,
             rank(),
@@ -457,20 +457,20 @@ class TrainFinetuneRecipe:
         )
 
     def place(self) -> Place:
-        """The step that is done, and the newest checkpoint."""
+        """The last finished step, and the newest checkpoint."""
         if self.lock.token is None:  # nothing is built yet
             return None, None
         newest = self.checkpointer.newest
         return self.num_steps, newest.name if newest else None
 
     def leave_with(self, error: PeerError) -> None:
-        """Ends this rank, wherever it is, with the mistake of another."""
+        """Ends this rank, wherever it is, with the error of another."""
         self.last_words("failed", str(error))
         self.lock.release()
         leave_from_thread(str(error), MISTAKE_EXIT)
 
     def last_words(self, state: str, reason: str) -> None:
-        """Before the process is ended from a thread."""
+        """Called before a thread ends the process."""
         if self.lock.is_held():
             self.folder.end(state, reason, *self.place())
         self.watchdog.stop()

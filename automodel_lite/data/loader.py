@@ -252,7 +252,7 @@ class ReadyStep:
 
     batches: StepBatches  # its wait_s is 0 when the device was still busy after the reading
     micro_batches: list[ThdBatch]  # whole streams, on the host
-    parts: list[ThdBatch]  # the tokens of this context-parallel rank, on the device
+    inputs: list[ThdBatch]  # of the model: this context-parallel rank's tokens of each micro-batch, on the device
 
 
 class DeviceFeed:
@@ -297,20 +297,20 @@ class DeviceFeed:
         if self._copies is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._copies)
-            for part in ready.parts:
-                part.map_tensors(lambda tensor: _used_on(tensor, compute))
+            for batch in ready.inputs:
+                batch.map_tensors(lambda tensor: _used_on(tensor, compute))
         return ready
 
     def _ready(self, batches: StepBatches) -> ReadyStep:
         micro_batches = [to_thd(batch) for batch in batches.micro_batches]
-        parts = [self._place(batch) for batch in micro_batches]
+        inputs = [self._place(batch) for batch in micro_batches]
         if self._copies is None:
-            return ReadyStep(batches, micro_batches, [part.to(self._device) for part in parts])
+            return ReadyStep(batches, micro_batches, [batch.to(self._device) for batch in inputs])
         if not torch.cuda.current_stream(self._device).query():  # still at work on the step before: nobody waited
             batches = replace(batches, wait_s=0.0)
         with torch.cuda.stream(self._copies):
-            parts = [part.pin_memory().to(self._device, non_blocking=True) for part in parts]
-        return ReadyStep(batches, micro_batches, parts)
+            inputs = [batch.pin_memory().to(self._device, non_blocking=True) for batch in inputs]
+        return ReadyStep(batches, micro_batches, inputs)
 
 
 def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:

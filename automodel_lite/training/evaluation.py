@@ -53,7 +53,7 @@ def validation_loss(
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
     with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
         for ready in feed:
-            loss_sum += model(ready.parts[0])
+            loss_sum += model(ready.inputs[0])
             num_label_tokens += ready.micro_batches[0].num_label_tokens
             feed.stage()
             progress.add(1)

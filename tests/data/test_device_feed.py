@@ -40,8 +40,8 @@ def test_every_step_once_in_order(device: str, staged: bool) -> None:
             feed.stage()
             feed.stage()  # once is enough
             assert read[-1] == step + 1
-        assert [part.input_ids.tolist() for part in ready.parts] == [[step] * 4] * 2
-        assert {part.input_ids.device.type for part in ready.parts} == {device}
+        assert [part.input_ids.tolist() for part in ready.inputs] == [[step] * 4] * 2
+        assert {part.input_ids.device.type for part in ready.inputs} == {device}
         assert [batch.num_tokens for batch in ready.micro_batches] == [4, 4]
     assert read == list(range(5))
 
@@ -49,7 +49,7 @@ def test_every_step_once_in_order(device: str, staged: bool) -> None:
 def test_what_is_placed_is_what_the_device_gets() -> None:
     feed = DeviceFeed(steps(1, []), lambda batch: batch.map_tensors(lambda tensor: tensor + 7), torch.device("cpu"))
     ready = next(feed)
-    assert ready.parts[0].input_ids.tolist() == [7] * 4
+    assert ready.inputs[0].input_ids.tolist() == [7] * 4
     assert ready.micro_batches[0].input_ids.tolist() == [0] * 4
     assert ready.batches.wait_s == 0.5
 
