@@ -7,6 +7,7 @@ wasted at 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -23,9 +24,14 @@ def move_to(scheduler: LambdaLR, step: int) -> None:
     scheduler._last_lr = rates
 
 
-def warmup_frac(step: int, warmup_steps: int) -> float:
-    """Linear rise to 1, which is reached at step warmup_steps - 1."""
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+def _warmed_up(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> LambdaLR:
+    """A linear rise to the peak, which is reached at step warmup_steps - 1; then `after(step)` of the peak."""
+    return LambdaLR(optimizer, lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step))
+
+
+def _line_down(first_step: int, max_steps: int, min_lr_frac: float) -> Callable[[int], float]:
+    """The peak until first_step, then a straight line to min_lr_frac of it."""
+    return lambda step: 1 - (1 - min_lr_frac) * progress_frac(step, first_step, max_steps)
 
 
 def progress_frac(step: int, first_step: int, max_steps: int) -> float:
@@ -41,13 +47,10 @@ def cosine(
 ) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
 
-    def frac(step: int) -> float:
-        if step < warmup_steps:
-            return warmup_frac(step, warmup_steps)
-        down = 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup_steps, max_steps)))
-        return min_lr_frac + (1 - min_lr_frac) * down
+    def down(step: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup_steps, max_steps)))
 
-    return LambdaLR(optimizer, frac)
+    return _warmed_up(optimizer, warmup_steps, lambda step: min_lr_frac + (1 - min_lr_frac) * down(step))
 
 
 def linear(
@@ -57,13 +60,7 @@ def linear(
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """A straight line from the peak to min_lr_frac of it."""
-
-    def frac(step: int) -> float:
-        if step < warmup_steps:
-            return warmup_frac(step, warmup_steps)
-        return 1 - (1 - min_lr_frac) * progress_frac(step, warmup_steps, max_steps)
-
-    return LambdaLR(optimizer, frac)
+    return _warmed_up(optimizer, warmup_steps, _line_down(warmup_steps, max_steps, min_lr_frac))
 
 
 def constant(
@@ -72,7 +69,7 @@ def constant(
     warmup_steps: Count = 0,  # steps of warm-up
 ) -> LambdaLR:
     """The peak after the warm-up, to the end."""
-    return LambdaLR(optimizer, lambda step: warmup_frac(step, warmup_steps))
+    return _warmed_up(optimizer, warmup_steps, lambda step: 1.0)
 
 
 def wsd(
@@ -84,10 +81,4 @@ def wsd(
 ) -> LambdaLR:
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
     decay_start = max(warmup_steps, max_steps - round(decay_frac * max_steps))
-
-    def frac(step: int) -> float:
-        if step < decay_start:
-            return warmup_frac(step, warmup_steps)
-        return 1 - (1 - min_lr_frac) * progress_frac(step, decay_start, max_steps)
-
-    return LambdaLR(optimizer, frac)
+    return _warmed_up(optimizer, warmup_steps, _line_down(decay_start, max_steps, min_lr_frac))
