@@ -34,14 +34,14 @@ DOCUMENTS_STEP = 32
 
 
 class TransformerEngineAttention:
-    """`DotProductAttention`, one module for each shape of heads: it has no parameters, so layers share it.
-
-    cp_comm_type  how Transformer Engine exchanges with mesh.cp_exchange=te: "p2p" (ring), "all_gather" or "a2a"
-    """
+    """`DotProductAttention`, one module for each shape of heads: it has no parameters, so layers share it."""
 
     name = "thd_te"
 
-    def __init__(self, cp_comm_type: str = "p2p") -> None:
+    def __init__(
+        self,
+        cp_comm_type: str = "p2p",  # with mesh.cp_exchange=te: p2p (ring) | all_gather | a2a
+    ) -> None:
         if cp_comm_type not in CP_COMM_TYPES:
             raise ConfigError(f"attention.cp_comm_type={cp_comm_type} must be one of {', '.join(CP_COMM_TYPES)}.")
         self.cp_comm_type = cp_comm_type

@@ -96,9 +96,8 @@ class LinearCrossEntropy:
 class FusedLinearCrossEntropy(LinearCrossEntropy):
     """A chunk of rows at a time: never an [R, V] tensor (see `linear_cross_entropy`).
 
-    chunk_tokens  rows of logits that exist at one time; None = the model dim (at least 512), so that the logits of a
-                  chunk take as much memory as the gradient of the head, which is there anyway
-    backend       of torch.compile, which makes one pass of a chunk's logits; training.compile sets it
+    With `chunk_tokens` at the model dim, the logits of a chunk take as much memory as the gradient of the head, which
+    is there anyway. `backend` of torch.compile, which makes one pass over a chunk's logits, is set by training.compile.
     """
 
     chunk_tokens: Positive | None = None  # rows of logits at a time; null = hidden size, at least 512
@@ -132,7 +131,7 @@ def linear_cross_entropy(
     hidden_RC: Tensor,
     weight_VC: Tensor,
     labels_R: Tensor,
-    chunk_tokens: int = 512,
+    chunk_tokens: int = LEAST_CHUNK_TOKENS,
     softcap: float | None = None,
     backend: str | None = None,
 ) -> Tensor:

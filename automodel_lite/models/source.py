@@ -42,24 +42,18 @@ Experts = Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))]
 class CausalLM:
     """The config node `model`: where the model comes from.
 
-    pretrained  a folder or hub name: config and weights are loaded (the tokenizer too, by the tokenizer node)
-    config      overrides of the loaded config; without `pretrained` the whole config of a model from scratch, which
-                then needs `model_type` (llama, qwen3 ...); the vocabulary size and special tokens are the tokenizer's
-    revision    of a hub model: a branch, a tag or a commit
-    trust_remote_code   run the Python code of the model's repository; given on the command line only, with a commit as
-                the revision
-    experts     how a mixture's experts are computed, transformers' `experts_implementation`: grouped_mm (one product of
-                groups), batched_mm, eager (expert by expert); auto = what transformers takes
-    router_aux_loss   coefficient of the loss that balances the experts of a mixture, each document by itself; 0 = none
+    `config` overrides keys of the loaded config. Without `pretrained` it is the whole config of a model from scratch:
+    it needs `model_type` (llama, qwen3 ...); the vocabulary size and special tokens are the tokenizer's. `experts` is
+    transformers' `experts_implementation`: grouped_mm (one product of groups), batched_mm, eager (expert by expert).
     """
 
     def __init__(
         self,
         pretrained: PathStr | None = None,  # a folder or a hub name; null = from scratch, by config
         config: dict[str, Any] | None = None,
-        revision: str | None = None,  # commit of a hub repository
-        trust_remote_code: bool = False,  # run the repository's own code; command line only, with a revision
-        experts: Experts = "auto",  # how experts are computed
+        revision: str | None = None,  # of a hub repository: a branch, a tag or a commit
+        trust_remote_code: bool = False,  # run the repository's own code; command line only, with a commit
+        experts: Experts = "auto",  # how experts are computed; auto = what transformers takes
         router_aux_loss: Annotated[float, Range(0)] = 0.0,  # weight of the load-balancing loss of experts; 0 = none
     ) -> None:
         self.router_aux_loss = router_aux_loss

@@ -47,7 +47,7 @@ def adamw(
     weight_decay: Rate = 0.01,  # of matrices
     fused: bool = True,  # one kernel for all parameters
 ) -> LocalAdamW:
-    """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; fused = one kernel for all parameters."""
+    """AdamW (Loshchilov & Hutter, 2019) over `param_groups`."""
     beta1, beta2 = map(float, betas)
     return LocalAdamW(param_groups(model, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
 
@@ -60,9 +60,7 @@ def adamw_bf16(
     weight_decay: Rate = 0.01,  # of matrices
     rounding: Rounding = "stochastic",  # of bf16 weights; kahan stores the rounding error, 2 bytes more
 ) -> SmallAdamW:
-    """Moments in bf16. `rounding` of weights in bf16 (training.master_weights): kahan keeps what is rounded away, 2
-    more bytes per weight.
-    """
+    """AdamW with moments in bf16."""
     return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.bfloat16, 0, rounding)
 
 
@@ -75,8 +73,8 @@ def adamw_8bit(
     block_size: Positive = 256,  # values that share one scale
     rounding: Rounding = "stochastic",  # of bf16 weights; kahan stores the rounding error, 2 bytes more
 ) -> SmallAdamW:
-    """`block_size` values share one scale, fewer where a row is not a multiple of it. Vectors and tensors below 4096
-    values stay in fp32. `rounding` as in `adamw_bf16`.
+    """AdamW with moments in 8 bits. Blocks are smaller where a row is not a multiple of `block_size`; vectors and
+    tensors below 4096 values stay in fp32.
     """
     return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.uint8, block_size, rounding)
 
