@@ -7,11 +7,13 @@ checkpoint whose index was scrubbed does not load.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -89,18 +91,32 @@ def secret_in(text: str) -> str | None:
     return None
 
 
+@contextmanager
+def _lost_when_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
 class ScrubbedStream(io.TextIOBase):
-    """A screen or log that never shows a secret, whoever writes to it: tracebacks and warnings of libraries too."""
+    """A screen or log that never shows a secret, whoever writes to it: tracebacks and warnings of libraries too.
+
+    A terminal that was closed, or a full disk below a log, takes nothing more; that ends no run.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(scrub(text))
+        with _lost_when_full():
+            self._stream.write(scrub(text))
         return len(text)
 
     def flush(self) -> None:
-        self._stream.flush()
+        with _lost_when_full():
+            self._stream.flush()
 
     def isatty(self) -> bool:
         return self._stream.isatty()

@@ -32,7 +32,7 @@ from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, Stoppe
 
 FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
 _RANK = "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _signals: list[int] = []  # that were forwarded
 _NOTICED_WITHIN_S = 60.0
 _SHUTDOWN_S = 240  # that ranks get to save after another one has left
@@ -117,7 +117,8 @@ def _processes(text: str) -> int:
 @contextmanager
 def _forwarding() -> Iterator[None]:
     """Signals go on to the ranks, which save and leave; before there are any, they end this process."""
-    before = {number: signal.signal(number, _forward) for number in _FORWARDED}
+    heard = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
+    before = {number: signal.signal(number, _forward) for number in heard}  # HUP is ignored under nohup
     try:
         yield
     finally:

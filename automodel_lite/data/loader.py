@@ -226,7 +226,7 @@ def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: Datalo
 def outlive_signals(worker: int) -> None:
     """SLURM signals every process of a job: a worker stays a while, so that the rank can finish its step and save."""
     signal.set_wakeup_fd(-1)  # the rank's own
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave_later)
 
 

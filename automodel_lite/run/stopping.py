@@ -1,8 +1,9 @@
 """Leaving before the last step: because of a signal, or because the job's time is nearly over.
 
-TERM and USR1 are what schedulers send, INT is Ctrl-C. Before the first step there is nothing to save: the process
-leaves at once. From then on a signal is a request; the ranks agree on it at a step boundary, save, and exit with code
-75, after Ctrl-C with 130. A second Ctrl-C exits at once, without a save.
+TERM and USR1 are what schedulers send, INT is Ctrl-C, HUP comes when the terminal is closed (not under nohup). Before
+the first step there is nothing to save: the process leaves at once. From then on a signal is a request; the ranks agree
+on it at a step boundary, save, and exit with code 75, after Ctrl-C with 130. A second Ctrl-C exits at once, without a
+save.
 
 A rank whose peers are gone never reaches that boundary: it waits in a collective, where no Python handler runs. A
 thread notices, and ends it.
@@ -26,7 +27,7 @@ from automodel_lite.config.rules import seconds_of
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
 INTERRUPTED_EXIT = 130  # as a shell reports Ctrl-C
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
 _UNTIL_KILLED_S = 300.0
 _GIVE_UP_S = 10.0
@@ -34,7 +35,7 @@ _LOOK_EVERY_S = 0.5
 _SECOND_AFTER_S = (
     1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is not a second one
 )
-_TIME_IS_UP = 1  # not a signal that is ever sent
+_TIME_IS_UP = 100  # no signal
 
 
 class StoppedEarly(BaseException):
@@ -55,9 +56,10 @@ class StopSignals:
         self._watching: int | None = None  # where the thread of `watch` reads signals
 
     def install(self) -> None:
-        """From now on TERM, USR1 and INT are handled here."""
+        """From now on TERM, USR1, INT and HUP are handled here."""
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup, tmux
+                signal.signal(number, self._handle)
 
     def renew(self) -> Callable[[], None]:
         """For the next job of a sweep in this process. The answer puts a job that was told to stop back into its queue,

@@ -66,7 +66,9 @@ def test_a_mistake_is_the_only_sentence_on_the_screen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
 def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: int, tmp_path: Path) -> None:
     options = [*QUICK, "training.max_steps=100000", "training.log_every_steps=1", "training.num_epochs=null"]
     process = start(f"output_dir={tmp_path}/run", *options)

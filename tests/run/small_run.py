@@ -75,7 +75,7 @@ def train(
             code = train_ft.main(config_of(folder, *overrides))
     finally:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         train_ft.TrainFinetuneRecipe.step = real_step  # type: ignore[method-assign]

@@ -20,11 +20,12 @@ import torch
 
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.redact import ScrubbedStream
 from automodel_lite.run import checkpoint_folder, durable
 from automodel_lite.run.failures import Watchdog, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
-from automodel_lite.run.stopping import Deadline, deadline_of, seconds_of
+from automodel_lite.run.stopping import STOP_SIGNALS, Deadline, StopSignals, deadline_of, seconds_of
 from tests.ranks import run_ranks
 from tests.run.disk_faults import Faults
 from tests.run.small_run import QUICK, config_of, losses, train
@@ -578,6 +579,33 @@ def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monk
         with pytest.raises(RunStoppedError, match=r"output_dir=.*run is gone: it was removed or renamed"):
             train(run)
     assert not (run / "checkpoints").exists()
+
+
+def test_a_closed_terminal_is_a_stop_with_a_save(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    try:
+        assert train(tmp_path, stop_at=3, stop_by=signal.SIGHUP)[0] == 75
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    status = json.loads((tmp_path / "STATUS.json").read_text())
+    assert (status["state"], status["reason"], status["checkpoint"]) == ("preempted", "SIGHUP", "step_00000003")
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        StopSignals().install()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_screen_that_takes_nothing_more_ends_no_run() -> None:
+    screen = ScrubbedStream(open("/dev/full", "w"))  # noqa: SIM115
+    for _ in range(3):
+        print("x" * 100_000, file=screen, flush=True)
 
 
 @pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])
