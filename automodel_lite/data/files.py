@@ -64,8 +64,6 @@ class FilesDataset:
     identity: str = field(init=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.val_frac < 1:
-            raise ConfigError(f"dataset.val_frac={self.val_frac} must be in [0, 1).")
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
             raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
         source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
@@ -327,8 +325,6 @@ class StreamingDataset:
     identity: str = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise ConfigError(f"dataset.num_shards={self.num_shards} must be at least 1.")
         self.stream = self._open()
         first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
         columns = {column: None for _, row in first if not isinstance(row, DataError) for column in row}

@@ -83,11 +83,6 @@ def train_bpe_tokenizer(
     cache_dir: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it."""
-    least = 256 + 2 + len(ROLES)
-    if vocab_size < least:
-        raise ConfigError(
-            f"tokenizer.vocab_size={vocab_size} must be at least {least} (256 bytes, {2 + len(ROLES)} special tokens)."
-        )
     if documents.kind in ("tokens", "rows"):
         raise ConfigError("tokenizer=bpe needs text to train on, and dataset has token ids: use tokenizer=pretrained.")
     key = {

@@ -128,6 +128,7 @@ class ExactFill(_WholeDocuments):
         ends = array("q", [0])
         recent: list[int] = []
         check = TRIAL_PACKS
+        # Packs are collected as Python lists and turned into arrays a block at a time, which bounds the memory.
         for pack in filler:
             recent += pack
             ends.append(ends[-1] + len(pack))
@@ -136,6 +137,7 @@ class ExactFill(_WholeDocuments):
             packed.append(order[recent].astype(id_dtype))
             filled += int(slots[packed[-1]].sum())
             recent = []
+            # Each doubling of the packs: are they as full as best-fit's would be, and found as fast?
             if len(ends) > check:
                 projected = round(total / filled * (len(ends) - 1))
                 is_long = may_be_long and check > TRIAL_PACKS and filler.num_searched > LONG_SEARCH * ends[-1]
