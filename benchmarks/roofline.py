@@ -190,16 +190,16 @@ def step(job: Job, ceilings: Ceilings) -> dict[str, float]:
 
 def page(ceilings: Ceilings) -> str:
     lines = [
-        "# Roofline, on paper",
+        "# Roofline estimates",
         "",
-        "`python -m benchmarks.roofline --write` made this page. **Nothing on it was measured.** It is what counted operations",
-        "take at the ceilings of a card, to hold the first measured table against (`python benchmarks/gpu_check.py`).",
+        "`python -m benchmarks.roofline --write` wrote this page. **Nothing on it was measured.** It shows the time that the counted operations",
+        "take at the peak rates of a GPU, for comparison with the first measured table (`python benchmarks/gpu_check.py`).",
         "",
-        f"Ceilings: products at {ceilings.flops / 1e12:.0f} TFLOP/s, memory at {ceilings.bytes_per_s / 1e12:.2f} TB/s, links at "
-        f"{ceilings.link_bytes_per_s / 1e9:.0f} GB/s per GPU. The defaults are an H100's data sheet, which no product",
-        "reaches: `--tflops` and `--tb-per-s` take what `gpu_check.py` measures.",
+        f"Peak rates: matrix products at {ceilings.flops / 1e12:.0f} TFLOP/s, memory at {ceilings.bytes_per_s / 1e12:.2f} TB/s, links at "
+        f"{ceilings.link_bytes_per_s / 1e9:.0f} GB/s per GPU. The defaults are from the H100's data sheet and are never",
+        "reached in practice: pass the rates that `gpu_check.py` measures as `--tflops` and `--tb-per-s`.",
         "",
-        "| job | published tokens/s/GPU | eager | fused | MFU eager | MFU fused | TFLOP per step | GB beside products | traffic s |",
+        "| job | published tokens/s/GPU | eager | fused | MFU eager | MFU fused | TFLOP per step | GB outside products | traffic s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for job in JOBS:
@@ -214,14 +214,14 @@ def page(ceilings: Ceilings) -> str:
         "",
         "Assumptions:",
         "",
-        f"- One micro-batch per step, documents of {DOCUMENT} tokens, all tokens labeled, every layer recomputed in the full 8B and the",
+        f"- One micro-batch per step, documents of {DOCUMENT} tokens, all tokens labeled, and every layer recomputed in the full 8B and the",
         "  70B jobs; FSDP over all GPUs, gradients in fp32, weights gathered in bf16 twice; LoRA reduces no base gradients.",
-        "- Operations are counted on models of one and two layers with FakeTensors (`varlen` attention, the fused loss); each takes the",
-        "  larger of FLOPs / ceiling and bytes / ceiling, one after the other. Launches, the host and NCCL's latency cost nothing.",
-        "- *eager*: every operation reads and writes memory. *fused*: only products and attention do, a bound for compilers.",
-        "- Traffic hides behind compute but for one layer's share. Links are those inside a node for 64 GPUs too: optimistic.",
-        "- Useful FLOPs are 6 per weight and token (4 under a frozen weight), 12 per visible pair and channel; recomputation is not useful.",
-        "- Published jobs had other documents and other frameworks; mixtures of experts and fp8 are not counted here.",
+        "- Operations are counted on models of one and two layers with FakeTensors (`varlen` attention, the fused loss); each operation takes the",
+        "  larger of FLOPs / ceiling and bytes / ceiling, one after another. Kernel launches, the host and NCCL latency are free.",
+        "- *eager*: every operation reads and writes memory. *fused*: only products and attention do, an upper bound for compilers.",
+        "- Traffic overlaps with compute except for one layer's share. The rate inside a node is also used for 64 GPUs, which is optimistic.",
+        "- Useful FLOPs are 6 per weight and token (4 under a frozen weight), 12 per visible pair and channel; recomputation does not count.",
+        "- Published jobs used other documents and other frameworks; mixtures of experts and fp8 are not included.",
         "",
     ]
     return "\n".join(lines)

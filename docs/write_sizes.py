@@ -31,7 +31,7 @@ SIZES = {
 }
 """Preset -> numbers of GPUs; the first is the one that its comment names."""
 HEAD = (
-    "| preset | GPUs | states | loads | trains | exports | fits GPUs of | most is held by, beside weights and states |",
+    "| preset | GPUs | states | loads | trains | exports | fits GPUs of | largest tensors, except weights and states |",
     "| --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
