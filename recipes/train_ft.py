@@ -223,7 +223,8 @@ class TrainFinetuneRecipe:
         )
         if self.pending_validation:
             self.validate()
-        self.feed = DeviceFeed(self.data.steps(self.cursor, self.mesh, self.costs), self.shard, self.mesh.device)
+        steps = self.data.steps(self.cursor, self.mesh, self.costs)
+        self.feed = DeviceFeed(steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers)
         if self.num_steps < self.plan.max_steps:
             for axis in (self.mesh.cp, self.mesh.tp):
                 check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)

@@ -45,6 +45,12 @@ def test_a_moved_batch_keeps_one_tensor_one() -> None:
     assert moved.attention.cu_q is moved.attention.cu_k
 
 
+def test_a_model_of_attention_alone_gets_no_rows() -> None:
+    thd = to_thd(batch_of([[3, 2]], [[4, 4]], 8), with_mixers=False).map_tensors(torch.clone)
+    assert thd.mixers is None
+    assert thd.model_inputs()["mixer_plan"] is None
+
+
 def test_a_row_that_is_not_filled_is_refused() -> None:
     with pytest.raises(ValueError, match="the slots of a row must fill it"):
         to_thd(batch_of([[3], [3]], [[3], [4]], 4))

@@ -47,6 +47,9 @@ class MeshConfig:
     ep: Positive = 1  # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp, or none with one process
     cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring", "te"))] = "auto"  # te = TE's
+    cp_link_gb_per_s: Annotated[float, Range(above=0)] | None = (
+        None  # link speed per GPU inside its cp group, for cp_exchange=auto; null = 300 within a host, 50 between hosts
+    )
     reduce_every_micro_batch: Annotated[bool | str, OneOf(("auto", "true", "false"))] = (
         "auto"  # reduce gradients; auto = if their unsharded sum over micro-batches does not fit the GPU
     )

@@ -267,9 +267,17 @@ class DeviceFeed:
 
     Args:
         place: takes this rank's part of a whole stream (context parallelism), on the host.
+        with_mixers: see `to_thd`.
     """
 
-    def __init__(self, steps: Iterator[StepBatches], place: Callable[[ThdBatch], ThdBatch], device: torch.device):
+    def __init__(
+        self,
+        steps: Iterator[StepBatches],
+        place: Callable[[ThdBatch], ThdBatch],
+        device: torch.device,
+        with_mixers: bool = True,
+    ):
+        self._with_mixers = with_mixers
         self._steps = steps
         self._place = place
         self._device = device
@@ -302,7 +310,7 @@ class DeviceFeed:
         return ready
 
     def _ready(self, batches: StepBatches) -> ReadyStep:
-        micro_batches = [to_thd(batch) for batch in batches.micro_batches]
+        micro_batches = [to_thd(batch, self._with_mixers) for batch in batches.micro_batches]
         inputs = [self._place(batch) for batch in micro_batches]
         if self._copies is None:
             return ReadyStep(batches, micro_batches, [batch.to(self._device) for batch in inputs])

@@ -33,6 +33,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from automodel_lite.attention.documents import mixes_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import strict_graphs
@@ -272,6 +273,11 @@ class LossModel(nn.Module):
         head = output_head(self.lm)
         head.forward = _computing_inside(head)
 
+    @property
+    def takes_mixers(self) -> bool:
+        """Does it read `ThdBatch.mixers`?"""
+        return self.balance is not None or mixes_rows(self.lm)
+
     def forward(self, batch: ThdBatch) -> Tensor:
         """The load-balancing loss of a mixture has gradients in training, but is not part of the value."""
         if self.balance is None or not self.training:
@@ -371,6 +377,7 @@ class Balance:
         of_labels = batch.label_rows
         labels_N = choices_NE.new_zeros(num_documents).index_add(0, document_T[of_labels], is_real_T[of_labels])
         known = torch.cat([choices_NE, labels_N[:, None]], 1)
+        assert batch.mixers is not None
         if batch.mixers.exchange is not None:
             known = batch.mixers.exchange.summed(known)
         choices_NE, labels_N = known[:, :-1], known[:, -1]
@@ -381,6 +388,7 @@ class Balance:
 
 def _documents(batch: ThdBatch) -> tuple[Tensor, Tensor]:
     """Of this rank's tokens: their documents, int64 [T], and 1.0, or 0.0 for padding."""
+    assert batch.mixers is not None
     document = batch.mixers.stream.seq_idx[0].long()
     within = torch.arange(len(document), device=document.device) - batch.cu_seqlens_padded[document]
     is_real = (within < batch.cu_seqlens.diff()[document]).float()

@@ -48,12 +48,15 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     of_ranks = [shard_indices(batch.cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)]
     mine, to_ranks = of_ranks[cp_rank], torch.cat(of_ranks)
     own = {name: vars(batch)[name][mine] for name in per_token()}
+    mixers = batch.mixers and replace(
+        batch.mixers, exchange=deal_mixers(batch.cu_seqlens_padded, group, to_ranks, cp_size, cp_rank)
+    )
     return replace(
         batch,
         **own,
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
-        mixers=replace(batch.mixers, exchange=deal_mixers(batch.cu_seqlens_padded, group, to_ranks, cp_size, cp_rank)),
+        mixers=mixers,
     )
 
 

@@ -221,8 +221,9 @@ MUCH_KV_GIB = 2.0
 
 MUCH_HELD = 2 * 2**30
 """Bytes by which an exchange may exceed the leanest before it counts as too large."""
-NVLINK, NETWORK = 300e9, 50e9
-"""Bytes per second of a GPU: inside a host (H100, half of its 900 GB/s each way, less overhead), and NDR InfiniBand."""
+NVLINK, NETWORK = 300.0, 50.0
+"""GB/s of a GPU, assumed where mesh.cp_link_gb_per_s is null: inside a host (H100, half of its 900 GB/s each way, less
+overhead), and NDR InfiniBand."""
 FLOPS = 400e12
 """Of packed attention on an H100 in bf16."""
 MEAN_TOKENS = 2048
@@ -286,11 +287,12 @@ def exchange_cost(exchange: str, layers: Sequence[LayerShape], load: Load, bytes
 
 
 def choose_exchange(
-    kernel: AttentionKernel, layers: Sequence[LayerShape], load: Load, is_one_host: bool
+    kernel: AttentionKernel, layers: Sequence[LayerShape], load: Load, gb_per_s: float
 ) -> tuple[str, str]:
     """The exchange that keeps the GPU waiting least, of those that hold little more than the leanest; and why.
 
-    layers  of the whole model; a model without attention gets all_gather, which has nothing to do
+    layers    of the whole model; a model without attention gets all_gather, which has nothing to do
+    gb_per_s  of a GPU's link to the others
     """
     attending = [layer for layer in layers if layer.num_heads]
     if not attending:
@@ -300,10 +302,11 @@ def choose_exchange(
         names.append("all_to_all")
     if isinstance(kernel, BlockKernel):
         names.append("ring")
-    costs = [exchange_cost(name, attending, load, NVLINK if is_one_host else NETWORK) for name in names]
+    costs = [exchange_cost(name, attending, load, gb_per_s * 1e9) for name in names]
     leanest = min(cost.held for cost in costs)
     best = min((cost for cost in costs if cost.held <= leanest + MUCH_HELD), key=lambda cost: cost.exposed_s)
-    return best.name, "; ".join(str(cost) for cost in (best, *(cost for cost in costs if cost is not best)))
+    others = "; ".join(str(cost) for cost in costs if cost is not best)
+    return best.name, f"{best}; {others}; at {gb_per_s:g} GB/s per GPU"
 
 
 def checkpointing_hint(layers: Sequence[LayerShape], load: Load, exchange: str) -> str | None:

@@ -40,7 +40,7 @@ from automodel_lite.models.layers import (
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
 from automodel_lite.models.source import CausalLM, describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
-from automodel_lite.parallel.exchange import MEAN_TOKENS, Load, checkpointing_hint, choose_exchange
+from automodel_lite.parallel.exchange import MEAN_TOKENS, NETWORK, NVLINK, Load, checkpointing_hint, choose_exchange
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import (
     ParallelModel,
@@ -310,7 +310,9 @@ def with_exchange(
     layers = layer_shapes(model_config)
     if exchange == "auto":
         processes = launched("LOCAL_WORLD_SIZE", 1) if world_size() > 1 else PLANNED_HOST
-        exchange, reason = choose_exchange(kernel, layers, load, is_one_host=cp * parts.mesh.tp <= processes)
+        assumed = NVLINK if cp * parts.mesh.tp <= processes else NETWORK
+        exchange, reason = choose_exchange(kernel, layers, load, parts.mesh.cp_link_gb_per_s or assumed)
+        reason += "" if parts.mesh.cp_link_gb_per_s else ", which is assumed: mesh.cp_link_gb_per_s sets it"
     if exchange == "ring":
         require_blocks(kernel)
     spec = attention_spec(model_config, device, dtype, own_exchange=exchange == "te")

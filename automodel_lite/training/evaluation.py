@@ -49,7 +49,8 @@ def validation_loss(
     model.module.eval()
     loss_sum = torch.zeros((), device=mesh.device)
     num_label_tokens = 0
-    feed = DeviceFeed(validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader), shard, mesh.device)
+    steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
+    feed = DeviceFeed(steps, shard, mesh.device, model.loss_model.takes_mixers)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
     with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
         for ready in feed:

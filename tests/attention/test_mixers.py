@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from automodel_lite.attention.documents import mixers_of
+from automodel_lite.attention.documents import mixers_of, mixes_rows
 from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, document_rows
-from tests.attention.families import documents, gradients, stream
+from tests.attention.families import build, documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 
 LARGEST_ERROR = 1e-5
@@ -129,6 +131,22 @@ def test_which_modules_are_mixers() -> None:
         "minimax": ["MiniMaxLightningAttention"],
         "recurrent_gemma": ["RecurrentGemmaRecurrentBlock", "RecurrentGemmaRecurrentBlock"],
     }
+
+
+def test_which_models_take_rows() -> None:
+    """Those whose mixers are not attention; the others need none and get the same without."""
+    for family in ONE_OF_EACH_KIND:
+        model = build_hybrid(family)
+        assert not mixes_rows(model)
+        install(model, ReferenceAttention())
+        assert mixes_rows(model)
+    llama, batch = build("llama"), stream(documents(LENGTHS))
+    install(llama, ReferenceAttention())
+    assert not mixes_rows(llama)
+    logits, grads = packed(llama, replace(batch, mixers=None))
+    want = packed(llama, batch)
+    assert torch.equal(logits, want[0])
+    assert all(torch.equal(grads[name], x) for name, x in want[1].items())
 
 
 def test_a_mixer_that_is_missed_is_noticed() -> None:

@@ -20,7 +20,7 @@ from automodel_lite.parallel.context_parallel import (
     check_cp_settings,
     check_ranks_read_alike,
 )
-from automodel_lite.parallel.exchange import Load, checkpointing_hint, choose_exchange
+from automodel_lite.parallel.exchange import NETWORK, NVLINK, Load, checkpointing_hint, choose_exchange
 from tests.attention.families import BASE, build, documents, stream
 from tests.ranks import run_ranks
 
@@ -79,27 +79,30 @@ def test_gathered_keys_and_values_call_for_activation_checkpointing() -> None:
 
 
 CHOICES = {
-    "long documents over the network": (WIDE, Load(2**20, 8, 2, 2**17), False, "ring"),
-    "short documents: less to send than to hide": (WIDE, Load(2**17, 8, 2, 512), False, "all_to_all"),
-    "one kv head of 16": ([LayerShape(16, 1, 128, 128)], Load(2**15, 4, 2, 16), True, "all_gather"),
-    "heads that do not divide": ([LayerShape(6, 3, 64, 64)], Load(2**15, 4, 2, 16), True, "all_gather"),
-    "all layers have windows": ([LayerShape(32, 8, 128, 128, window=64)], Load(2**15, 8, 2), True, "all_to_all"),
+    "long documents over the network": (WIDE, Load(2**20, 8, 2, 2**17), NETWORK, "ring"),
+    "short documents: less to send than to hide": (WIDE, Load(2**17, 8, 2, 512), NETWORK, "all_to_all"),
+    "one kv head of 16": ([LayerShape(16, 1, 128, 128)], Load(2**15, 4, 2, 16), NVLINK, "all_gather"),
+    "heads that do not divide": ([LayerShape(6, 3, 64, 64)], Load(2**15, 4, 2, 16), NVLINK, "all_gather"),
+    "the same documents on a slow link": (WIDE, Load(2**17, 8, 2, 8192), 10.0, "all_to_all"),
+    "the same documents on a fast one": (WIDE, Load(2**17, 8, 2, 8192), 300.0, "ring"),
+    "all layers have windows": ([LayerShape(32, 8, 128, 128, window=64)], Load(2**15, 8, 2), NVLINK, "all_to_all"),
 }
 
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_the_exchange_that_keeps_the_gpu_waiting_least(case: str) -> None:
-    layers, load, is_one_host, name = CHOICES[case]
-    chosen, reason = choose_exchange(ReferenceAttention(), layers, load, is_one_host)
+    layers, load, gb_per_s, name = CHOICES[case]
+    chosen, reason = choose_exchange(ReferenceAttention(), layers, load, gb_per_s)
     assert chosen == name
     assert reason.startswith(f"{name} sends ")
+    assert reason.endswith(f"; at {gb_per_s:g} GB/s per GPU")
 
 
 def test_a_kernel_without_a_log_sum_exp_has_no_ring() -> None:
     whole = VarlenAttention()
     only_whole = type("OnlyWhole", (), {"name": "thd_whole", "check": whole.check, "__call__": whole.__call__})()
-    layers, load, is_one_host, _ = CHOICES["long documents over the network"]
-    assert choose_exchange(only_whole, layers, load, is_one_host)[0] != "ring"
+    layers, load, gb_per_s, _ = CHOICES["long documents over the network"]
+    assert choose_exchange(only_whole, layers, load, gb_per_s)[0] != "ring"
     with pytest.raises(
         ConfigError, match=r"attention=whole does not support mesh\.cp_exchange=ring: use attention=varlen"
     ):

@@ -91,6 +91,13 @@ def test_parts_that_cannot_be(tmp_path: Path) -> None:
         inspect_data.main(config_of_parts(tmp_path, "tokenize.part=0"))
 
 
+@pytest.mark.parametrize("strategy", ["best_fit", "next_fit", "wrapped"])
+def test_a_strategy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture, strategy: str) -> None:
+    few = ["dataset.num_chats=40", f"packed_sequence={strategy}", "packed_sequence.packed_sequence_size=256"]
+    assert prepare_data.main(config_of(tmp_path, *few)) == 0
+    assert f"  strategy            {strategy}, 256 tokens per pack, seed 0" in capsys.readouterr().out
+
+
 def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert inspect_data.main(config_of(tmp_path)) == 0
     printed = capsys.readouterr().out
