@@ -59,9 +59,11 @@ class Deadline:
     ) -> None:
         with self._lock:
             self._thread_id = None
-        if self._is_over and kind is not DeadlineExceeded:  # the block ended just then: the exception is on its way
-            while True:
-                time.sleep(0.001)
+        if (
+            self._is_over and kind is not DeadlineExceeded
+        ):  # on its way, or swallowed inside the block: by a __del__, say
+            _raise_in(threading.get_ident(), None)
+            raise DeadlineExceeded
 
     def check(self) -> None:
         """Ends the block that runs now if its time is over."""
@@ -69,12 +71,15 @@ class Deadline:
             late = self._thread_id is not None and time.monotonic() - self._started > self._limit_s
             if late and not self._is_over:
                 self._is_over = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id or 0), ctypes.py_object(DeadlineExceeded)
-                )
+                _raise_in(self._thread_id or 0, ctypes.py_object(DeadlineExceeded))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Deadline, (self._limit_s,)
+
+
+def _raise_in(thread_id: int, kind: Any) -> None:
+    """In that thread, at its next bytecode; None takes back what has not been raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), kind)
 
 
 def _watch(reference: weakref.ref[Deadline]) -> None:

@@ -46,6 +46,21 @@ def test_short_blocks_go_on_and_errors_pass(monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyError("x")
 
 
+def test_a_block_that_swallows_the_exception_is_ended_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automodel_lite.interpreter.CHECK_EVERY_S", 0.001)
+    swallowed = []
+
+    def swallow() -> None:
+        try:
+            spin(30)
+        except DeadlineExceeded as error:
+            swallowed.append(error)
+
+    with pytest.raises(DeadlineExceeded), Deadline(0.05):
+        swallow()
+    assert len(swallowed) == 1
+
+
 def test_the_exception_never_leaks_behind_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that end just when their time does: each is either ended or not, and what follows is left alone."""
     monkeypatch.setattr("automodel_lite.interpreter.CHECK_EVERY_S", 0.0005)
