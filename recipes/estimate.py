@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--mfu",
         type=argument(float, Range(above=0, most=1)),
         default=0.45,
-        help="share of the peak that compute alone reaches",
+        help="fraction of the peak that compute reaches",
     )
     found.add_argument("--nvlink-gb", type=POSITIVE, default=300.0, help="GB/s per GPU inside a node, one direction")
     found.add_argument("--network-gb", type=POSITIVE, default=40.0, help="GB/s per GPU between nodes, one direction")

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     found = argument_parser(__doc__)
     found.add_argument("model", type=argument(str, PathText()), help="a run, a model or adapter folder, or a hub name")
-    found.add_argument("prompt", nargs="?", type=argument(str), help="what to ask; without it, a chat")
+    found.add_argument("prompt", nargs="?", type=argument(str), help="the prompt; without it, an interactive chat")
     found.add_argument("--prompts", type=argument(str, PathText()), help="a file with messages, prompt or question")
     found.add_argument("--out", type=argument(Path), help="the file to write: each row of --prompts with `generated`")
     found.add_argument("--batch-size", type=argument(int, Range(1, 65_536)), default=16, help="of --prompts")

@@ -40,9 +40,9 @@ MISTAKES = [
     ("peft=null", "peft=null: choose an option of the group: dora, lora, none, qlora."),
     ("seed=[1", "seed=[1: cannot be read as key=value: close every bracket and quote, or put a text with brackets into quotes, 'seed=\"...\"'."),
     ("training.max_steps", "training.max_steps: cannot be read as key=value: there is no `=`."),
-    ("~dataset.seed", "~dataset.seed: no file sets it, so there is nothing to take out: it has its default, 0."),
+    ("~dataset.seed", "~dataset.seed: no file sets it, so there is nothing to remove: it has its default, 0."),
     ("~dataset.sead", "~dataset.sead: unknown key; did you mean dataset.seed?"),
-    ("dataset.path=x.jsonl", "dataset.path=x.jsonl is an option of dataset=files or dataset=memmap or dataset=streaming: choose that, or take it out, ~dataset.path."),
+    ("dataset.path=x.jsonl", "dataset.path=x.jsonl is an option of dataset=files or dataset=memmap or dataset=streaming: choose that, or remove it, ~dataset.path."),
     ("optimizer._target_=torch.optim.AdamWW", "optimizer._target_=torch.optim.AdamWW: torch.optim has no AdamWW; did you mean AdamW?"),
 ]  # fmt: skip
 

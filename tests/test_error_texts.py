@@ -136,7 +136,7 @@ MISTAKES = {
     ),
     "another preset's key": Mistake(
         "--config-name smoke dataset=files dataset.path=chats.jsonl",
-        "dataset.num_chats=200 is an option of dataset=toy_chat: choose that, or take it out, ~dataset.num_chats.",
+        "dataset.num_chats=200 is an option of dataset=toy_chat: choose that, or remove it, ~dataset.num_chats.",
     ),
     "out of memory": Mistake(
         "--config-name smoke packed_sequence.packed_sequence_size=16384 packed_sequence.overlong=error "

@@ -168,4 +168,4 @@ def test_optuna_under_torchrun_chooses_the_same_points_on_all_ranks_and_again(tm
 def test_a_launcher_of_processes_is_refused_under_torchrun(tmp_path: Path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = sweep(tmp_path / "s", launcher, "hydra/launcher=joblib", "seed=0,1")
-    assert "hydra/launcher=joblib starts processes by itself: start the sweep without torchrun." in done.stderr
+    assert "hydra/launcher=joblib starts its own processes: start the sweep without torchrun." in done.stderr

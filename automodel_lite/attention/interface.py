@@ -201,7 +201,7 @@ def _refuse_what_packing_cannot(
             f"documents from cu_seq_lens: this family builds masks of its own: {UNPACKED}."
         )
     if query.shape[0] != 1:
-        raise ConfigError(f"{name} got {query.shape[0]} rows: packed attention takes one stream of tokens.")
+        raise ConfigError(f"{name} got {query.shape[0]} rows: packed attention needs one stream of tokens.")
     if dropout:
         raise ConfigError(f"{name} uses attention dropout {dropout}: set model.config.attention_dropout=0.")
     if is_causal is False or vars(module).get("is_causal") is False:  # PaliGemma's, a mask away from bidirectional

@@ -231,7 +231,7 @@ def parsed(argv: Sequence[str]) -> Line:
     }
     typed = [flag for flag, value in commands.items() if value]
     if len(typed) > 1:
-        raise ConfigError(f"{' and '.join(typed)} exclude each other: give one of them.")
+        raise ConfigError(f"{' and '.join(typed)} are mutually exclusive: use one of them.")
     for flag, value in (("--package", given.package), ("--resolve", given.resolve)):
         if value and not given.cfg and not (flag == "--resolve" and given.help):
             raise ConfigError(f"{flag} belongs to --cfg job|hydra|all.")

@@ -184,7 +184,7 @@ def _not_set(key: str, raw: DictConfig) -> str:
     """The sentence for `~key` of a key that no file sets."""
     keys = dict(_flat(OmegaConf.to_container(with_defaults(raw), resolve=False), ""))
     if key in keys:
-        return f"~{key}: no file sets it, so there is nothing to take out: it has its default, {_show(keys[key])}."
+        return f"~{key}: no file sets it, so there is nothing to remove: it has its default, {_show(keys[key])}."
     return f"~{key}: unknown key{did_you_mean(key, list(keys)) or '.'}"
 
 
@@ -196,7 +196,7 @@ def sentence_of(error: Exception) -> str:
         near = did_you_mean(option, options.split()) or "."
         return f"{group}={option}: no such option{near} The options are {', '.join(options.split())}."
     if found := _NOT_CHOSEN.search(text):
-        return f"~{found[1]}: that option is not chosen, so there is nothing to take out."
+        return f"~{found[1]}: that option is not chosen, so there is nothing to remove."
     return text
 
 

@@ -114,7 +114,7 @@ def _start(config: DictConfig) -> Sweep:
     launcher = str(config.hydra.launcher._target_)
     if launcher != _BASIC_LAUNCHER and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         name = config.hydra.runtime.choices["hydra/launcher"]
-        raise ConfigError(f"hydra/launcher={name} starts processes by itself: start the sweep without torchrun.")
+        raise ConfigError(f"hydra/launcher={name} starts its own processes: start the sweep without torchrun.")
     with read_write(config), open_dict(config):
         sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
         if sampler is not None and "seed" in sampler and sampler.seed is None:

@@ -229,8 +229,8 @@ def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
         or any(name in options_of(target) for target in re.findall(r"^_target_:\s*([\w.]+)", text, re.MULTILINE))
     ]
     if takers:
-        return f"{path}={_show(value)} is an option of {' or '.join(takers)}: choose that, or take it out, ~{path}."
-    return f"{path}={_show(value)}: unknown key; if the preset sets it, ~{path} takes it out."
+        return f"{path}={_show(value)} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
+    return f"{path}={_show(value)}: unknown key; if the preset sets it, ~{path} removes it."
 
 
 def _names_code(hint: Any) -> bool:

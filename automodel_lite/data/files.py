@@ -167,7 +167,7 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
     for index in range(len(rows)):
         question = question_of(rows[index])
         if question is None:
-            raise ConfigError(f"--prompts {path}: {detected.description} asks nothing: give prompt or messages.")
+            raise ConfigError(f"--prompts {path}: {detected.description} has no question: it needs prompt or messages.")
         yield source.rows[index], question
 
 
@@ -333,7 +333,9 @@ class StreamingDataset:
         self._detected = detect(list(columns), self.format, self.columns)
         self.kind = self._detected.format.kind
         if self.kind == "tokens":
-            raise ConfigError(f"{self.stream.name} holds token ids; streams are tokenized here: use dataset=files.")
+            raise ConfigError(
+                f"{self.stream.name} contains token ids, but streams are tokenized during training: use dataset=files."
+            )
         self.val = dict(self._val())
         self.description = f"{self.stream.name}: a stream in {self.num_shards} shards, {self._detected.description}"
         self.identity = f"stream({self.stream.identity}; {self._detected.format.name}; "

@@ -349,7 +349,7 @@ def open_source(
     """Opens files, or a hub dataset when nothing local has that name."""
     paths = [path] if isinstance(path, str) else list(path)
     if address := next((one for one in paths if "://" in one), None):
-        raise ConfigError(f"{key}={address} is an address: fetch the file, or give the name of a hub dataset.")
+        raise ConfigError(f"{key}={address} is a URL: download the file, or use the name of a hub dataset.")
     found = {one: _local_files(one, key) for one in paths}
     files = [file for one in paths for file in found[one]]
     if files and (missing := [one for one in paths if not found[one]]):

@@ -298,8 +298,8 @@ class StreamedPacks:
         """Raises ConfigError when max_steps is not set."""
         if config.max_steps is None:
             raise ConfigError(
-                "training.max_steps=null: the length of a stream is not known, so say after how many steps to stop, "
-                f"for instance training.max_steps=1000 ({1000 * self.shape.global_batch_size:,} packs)."
+                "training.max_steps=null: the length of a stream is unknown, so set the number of steps, for "
+                f"instance training.max_steps=1000 ({1000 * self.shape.global_batch_size:,} packs)."
             )
         return TrainingPlan(config.max_steps, None, self.shape)
 

@@ -280,7 +280,7 @@ def tokenize_documents(
         ConfigError: a part is missing (names its number).
     """
     if part is not None:
-        raise ConfigError(f"tokenize.part={part} is for recipes/prepare_data.py alone: leave it out.")
+        raise ConfigError(f"tokenize.part={part} is only for recipes/prepare_data.py: remove it.")
     for name, value, kind in (("train_on", train_on, TrainOn), ("on_bad_row", on_bad_row, OnBadRow)):
         if value not in get_args(kind):
             raise ConfigError(f"{name}={value} must be one of {', '.join(get_args(kind))}.")

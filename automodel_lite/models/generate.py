@@ -181,7 +181,7 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
     except Exception as error:  # whatever a damaged file makes of its reader
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise _cannot_load(folder, "model", error) from error
-        raise ConfigError(f"{folder} runs code of its own: read it, and allow it with --trust-remote-code.") from None
+        raise ConfigError(f"{folder} runs its own code: review it, and allow it with --trust-remote-code.") from None
     check_finite(model, folder)
     return model.eval()
 

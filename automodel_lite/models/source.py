@@ -219,8 +219,8 @@ def check_quantization(source: str, config: PretrainedConfig) -> None:
     method = quantization and str(quantization["quant_method"])
     if method and method not in DEQUANTIZED:
         raise ConfigError(
-            f"model.pretrained={source} is quantized ({method}), and only {' and '.join(sorted(DEQUANTIZED))} weights "
-            "are dequantized here: give the checkpoint that it was made from (peft=qlora holds one in 4 bits)."
+            f"model.pretrained={source} is quantized ({method}), and only {' and '.join(sorted(DEQUANTIZED))} "
+            "weights are dequantized here: use the original checkpoint (peft=qlora holds one in 4 bits)."
         )
 
 
@@ -339,7 +339,7 @@ def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise
         raise ConfigError(
-            f"model.pretrained={source} runs code of its own: read it, and allow it on the command line with "
+            f"model.pretrained={source} runs its own code: review it, and allow it on the command line with "
             "model.trust_remote_code=true and its commit as model.revision=... ."
         ) from None
     return config

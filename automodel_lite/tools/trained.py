@@ -114,19 +114,19 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
     wanted = OmegaConf.select(raw, "security.allow_targets") or []
     if foreign := [package for package in wanted if package not in allow_targets]:
         raise ConfigError(
-            f"{folder.config} asks for code of {', '.join(foreign)}: when you trust this run, say so with "
+            f"{folder.config} needs code of {', '.join(foreign)}: if you trust this run, allow it with "
             f"--allow-targets {' '.join(foreign)}."
         )
     if OmegaConf.select(raw, "model.trust_remote_code") and not trust_remote_code:
         raise ConfigError(
-            f"{folder.config} runs code of its model's repository: when you trust this run, say so with "
+            f"{folder.config} runs code of its model's repository: if you trust this run, allow it with "
             "--trust-remote-code."
         )
     try:
         return check_config(raw)
     except ConfigError as error:
         raise ConfigError(
-            f"{folder.config} does not fit this version: take the version that the run was begun with, or mend the "
+            f"{folder.config} does not match this version: use the version that the run was started with, or fix the "
             f"file:\n{error}"
         ) from None
 

@@ -217,7 +217,7 @@ def check_weights_fit(parts: Parts, shape: MeshShape, strategy: str, size: Model
     if need > have:
         raise ConfigError(
             f"the model has {size.parameters:,} parameters: its weights alone are {gib(need)} on each {where}, which "
-            f"has {gib(have)}: take a smaller model, or more processes to share it (mesh.dp_shard)."
+            f"has {gib(have)}: use a smaller model, or more processes to shard it (mesh.dp_shard)."
         )
 
 

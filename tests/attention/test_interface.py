@@ -87,7 +87,7 @@ def test_rows_are_refused() -> None:
     install(model, ReferenceAttention())
     inputs = stream(documents([4, 5])).model_inputs()
     inputs |= {"input_ids": inputs["input_ids"].view(3, 3), "position_ids": inputs["position_ids"].view(3, 3)}
-    with pytest.raises(ConfigError, match="got 3 rows: packed attention takes one stream"):
+    with pytest.raises(ConfigError, match="got 3 rows: packed attention needs one stream"):
         model(**inputs)
 
 

@@ -69,7 +69,7 @@ REFUSED = [
     (["--conifg-name", "smoke"], "--conifg-name: unknown flag; did you mean --config-name?"),
     ([*PRESET, "--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder."),
     ([*PRESET, "--config-path", "nowhere"], "--config-path nowhere: there is no such folder."),
-    ([*PRESET, "--cfg", "job", "--info"], "--cfg and --info exclude each other: give one of them."),
+    ([*PRESET, "--cfg", "job", "--info"], "--cfg and --info are mutually exclusive: use one of them."),
     ([*PRESET, "--resolve"], "--resolve belongs to --cfg job|hydra|all."),
     ([*PRESET, "hydra.run.dir=x"], "hydra.run.dir=x: the folder of a run is output_dir: set output_dir=x."),
     ([*PRESET, "hydra.job.chdir=true"], "hydra.job.chdir=true: a run does not change its working directory: remove this setting."),
@@ -80,7 +80,7 @@ REFUSED = [
         "seed=0,1: several values: add --multirun to sweep over them, or write a list as seed=[0,1], "
         "or one text as 'seed=\"0,1\"'.",
     ),
-    ([*PRESET, "~dataset.seed"], "~dataset.seed: no file sets it, so there is nothing to take out: it has its default, 0."),
+    ([*PRESET, "~dataset.seed"], "~dataset.seed: no file sets it, so there is nothing to remove: it has its default, 0."),
     (["--experimental-rerun", "x.pickle"], "--experimental-rerun x.pickle: there is no such file."),
     (
         [*PRESET, "hydra/launcher=basik", "-m", "seed=0,1"],

@@ -133,7 +133,7 @@ def test_one_of_several_paths_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_address_is_no_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^dataset.path=https://x/a.jsonl is an address: fetch the file, or give"):
+    with pytest.raises(ConfigError, match=r"^dataset.path=https://x/a.jsonl is a URL: download the file, or use"):
         FilesDataset("https://x/a.jsonl")
 
 

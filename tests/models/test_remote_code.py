@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_refused_unless_it_is_trusted(model_folder: Path, tmp_path: Path) -> None:
     chosen = ["model=pretrained", f"model.pretrained={model_folder}"]
-    with pytest.raises(ConfigError, match=r"runs code of its own: read it, and allow it on the command line"):
+    with pytest.raises(ConfigError, match=r"runs its own code: review it, and allow it on the command line"):
         train(tmp_path / "run", *chosen)
     with pytest.raises(ConfigError, match=r"allow it with --trust-remote-code"):
         load_generator(str(model_folder))
@@ -56,7 +56,7 @@ def test_a_trusted_one_goes_the_whole_way(model_folder: Path, tmp_path: Path) ->
     assert (run / "hf" / "modeling_mine.py").read_text() == CODE
     generator = load_generator(exported_folder(str(run)), trust_remote_code=True)
     assert type(generator.model).__name__ == "MineForCausalLM"
-    with pytest.raises(ConfigError, match=r"config.yaml runs code of its model's repository: when you trust this run"):
+    with pytest.raises(ConfigError, match=r"config.yaml runs code of its model's repository: if you trust this run"):
         export_hf.main([str(run), "--to", str(tmp_path / "again")])
     assert not (tmp_path / "again").exists()
     assert export_hf.main([str(run), "--to", str(tmp_path / "again"), "--trust-remote-code"]) == 0
@@ -68,5 +68,5 @@ def test_a_run_of_a_stranger_allows_itself_nothing(model_folder: Path, tmp_path:
     config = (run / "config.yaml").read_text()
     assert "allow_targets: []" in config
     (run / "config.yaml").write_text(config.replace("allow_targets: []", "allow_targets: [os]"))
-    with pytest.raises(ConfigError, match=r"config.yaml asks for code of os: when you trust this run"):
+    with pytest.raises(ConfigError, match=r"config.yaml needs code of os: if you trust this run"):
         export_hf.main([str(run)])

@@ -87,7 +87,7 @@ def test_parts_that_cannot_be(tmp_path: Path) -> None:
         prepare_data.main(config_of_parts(tmp_path, "tokenize.part=3"))
     with pytest.raises(ConfigError, match=r"tokenize.part=0: a stream is tokenized while it is trained on"):
         prepare_data.main(config_of_parts(tmp_path, "dataset=streaming", "~dataset.val_frac", "tokenize.part=0"))
-    with pytest.raises(ConfigError, match=r"tokenize.part=0 is for recipes/prepare_data.py alone"):
+    with pytest.raises(ConfigError, match=r"tokenize.part=0 is only for recipes/prepare_data.py"):
         inspect_data.main(config_of_parts(tmp_path, "tokenize.part=0"))
 
 

@@ -156,7 +156,7 @@ def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: 
         ConfigError, match=r"strategy: was .*FSDP.*, now null\nStart a new run with name=..., or continue"
     ):
         folder.check(config)
-    with pytest.raises(ConfigError, match=r"config.yaml does not fit this version: take the version that the run was"):
+    with pytest.raises(ConfigError, match=r"config.yaml does not match this version: use the version that the run was"):
         load_run_config(folder)
 
 
