@@ -58,7 +58,7 @@ BROKEN = {
     ),
     "half a surrogate in a role": (
         changed(messages=[{"role": "\ud800", "content": "x"}, ROW["messages"][1]]),
-        r"a.jsonl:2: the text to tokenize holds half of a surrogate pair",
+        r"a.jsonl:2: the text to tokenize contains an unpaired surrogate",
     ),
     "huge number": (b'{"messages": ' + b"9" * 5000 + b"}\n", r"a.jsonl:2: (not JSON that can be read|column messages)"),
     "tools no list": (changed(tools={"a": 1}), r"a.jsonl:2: column tools must be a list, not dict."),

@@ -58,5 +58,5 @@ def test_others_are_refused_before_anything_is_loaded(method: str, tmp_path: Pat
     save(tiny_model("llama"), tmp_path / "model")
     (tmp_path / "model/model.safetensors").unlink()
     change_config(tmp_path / "model", quant_method=method, bits=4, load_in_4bit=True)
-    with pytest.raises(ConfigError, match=rf"is quantized \({method}\).*: give the checkpoint that it was made from"):
+    with pytest.raises(ConfigError, match=rf"is quantized \({method}\).*: use the original checkpoint"):
         run(tmp_path, "full")

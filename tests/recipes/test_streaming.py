@@ -51,5 +51,5 @@ def test_a_stopped_stream_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training.max_steps=null: the length of a stream is not known"):
+    with pytest.raises(ConfigError, match=r"training.max_steps=null: the length of a stream is unknown"):
         train("llama_packed", tmp_path / "run", *stream_of(tmp_path), "training.max_steps=null")
