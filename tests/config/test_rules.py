@@ -65,9 +65,9 @@ def test_a_wrong_value_is_named_with_its_rule(override: str) -> None:
     ("override", "sentence"),
     [
         ("dataset.path=", "dataset.path= must be a path, and it is empty: was a shell variable not set?"),
-        ("dataset.path=null", "dataset.path=null must be text or a list."),
-        ("dataset.path=[a,7]", "dataset.path=['a', 7] must be text or a list."),
-        ("dataset.path=x dataset.val_path={easy: 3}", "dataset.val_path={'easy': 3} must be text or a list or a group of keys or null."),
+        ("dataset.path=null", "dataset.path=null must be text or a list of texts."),
+        ("dataset.path=[a,7]", "dataset.path=['a', 7] must be text or a list of texts."),
+        ("dataset.path=x dataset.val_path={easy: 3}", "dataset.val_path={'easy': 3} must be text or a list of texts or a group of keys or null."),
         ("dataset.path=x dataset.val_frac=1", "dataset.val_frac=1 must be at least 0 and below 1."),
     ],
     ids=["empty", "null", "list", "by name", "fraction"],
