@@ -31,11 +31,19 @@ import numpy as np
 import torch
 
 from automodel_lite.config.schema import DataloaderConfig
-from automodel_lite.data.loader import BatchShape, MicroBatchSampler, deal_to_ranks, epoch_order, read_batches
+from automodel_lite.data.loader import (
+    BatchShape,
+    MicroBatchSampler,
+    deal,
+    deal_to_ranks,
+    epoch_order,
+    imbalance,
+    pack_costs,
+    read_batches,
+)
 from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit, lower_bound
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.packing.report import deal, imbalance, pack_costs
 from automodel_lite.data.token_rows import TokenRows
 from automodel_lite.models.flops import CostModel
 from automodel_lite.nemo_api.packed_sequence import pack_dataset

@@ -28,13 +28,15 @@ from automodel_lite.data.loader import (
     StepBatches,
     TrainingPlan,
     batch_shape,
+    deal,
     deal_to_ranks,
     epoch_order,
+    pack_costs,
     read_batches,
     steps_per_epoch,
 )
 from automodel_lite.data.packing.packs import PackedDataset, Packer
-from automodel_lite.data.packing.report import PackingReport, deal, pack_costs, packing_report
+from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.streams import StreamedPacks, TokenStream
 from automodel_lite.data.tokenize import (
     Job,

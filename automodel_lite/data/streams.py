@@ -41,7 +41,7 @@ from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.thd import IGNORE_INDEX
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
@@ -148,7 +148,8 @@ class PackStream(torch.utils.data.IterableDataset):
     def _hold(self, place: Place, row: dict[str, Any]) -> bool:
         """Keeps the row for a pack; False when it is dropped."""
         number = place[0]
-        input_ids, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
+        columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
+        input_ids, labels = columns["input_ids"], columns["labels"]
         if len(input_ids) != len(labels) or not len(input_ids):
             raise DataError(
                 f"document {number} has {len(input_ids)} input_ids and {len(labels)} labels: both must be equal, of "
@@ -163,8 +164,8 @@ class PackStream(torch.utils.data.IterableDataset):
             if self.overlong == "drop":
                 self.num_dropped += 1
                 return False
-            input_ids, labels = input_ids[: self.packed_sequence_size], labels[: self.packed_sequence_size]
-        self._held[self._arrived] = (place, {"input_ids": input_ids, "labels": labels})
+            columns = {name: values[: self.packed_sequence_size] for name, values in columns.items()}
+        self._held[self._arrived] = (place, columns)
         self._arrived += 1
         return True
 

@@ -10,6 +10,7 @@ import torch
 
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.streams import PackStream
 from automodel_lite.data.token_rows import RowsWriter, flatten, load_rows
 from automodel_lite.thd import COLUMNS, Column
 
@@ -36,6 +37,11 @@ def test_a_new_column_is_written_packed_and_collated(tmp_path: Path) -> None:
     assert batch["weights"].dtype == torch.float32
     assert batch["weights"].tolist() == [[0.5, 1.0, 0.0, -1.0, 2.0, 0.0, -1.0, -1.0]] * 2
     assert torch.equal(packed_sequence_thd_collater(packs.__getitems__([0, 0]))["weights"], batch["weights"])
+
+
+def test_a_new_column_of_a_stream_is_packed_and_cut() -> None:
+    pack = next(PackStream(lambda start: iter(TWO[start:]), 2, overlong="truncate"))
+    assert pack["weights"].tolist() == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packs", "loose rows"])

@@ -35,10 +35,12 @@ from automodel_lite.data.packing.plan import (
     plan_packs,
     strategy_of,
 )
-from automodel_lite.data.packing.report import BALANCES
 from automodel_lite.data.token_rows import Rows, TokenRows
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
+
+BALANCES = ("none", "step", "window")
+
 
 MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
 

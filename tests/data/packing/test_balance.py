@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automodel_lite.data.loader import deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, plan_packs
-from automodel_lite.data.packing.report import deal, imbalance, pack_costs
 from automodel_lite.models.flops import CostModel
 
 LLAMA_3_8B = CostModel.of_decoder(
