@@ -413,9 +413,7 @@ class TrainFinetuneRecipe:
         write_card(self.folder.path, exported, hub.push)
         if hub.push:
             try:
-                with activity(f"uploading to {hub.push}"):
-                    address = push(self.folder.path, exported, hub.push, hub.private)
-                self.console.say("uploaded", address)
+                self.console.say("uploaded", push(self.folder.path, exported, hub.push, hub.private))
             except ConfigError as error:
                 self.console.say("uploaded", f"WARNING: {error}")
 

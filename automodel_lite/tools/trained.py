@@ -4,7 +4,9 @@ card (README.md of the exported folder), and the upload to the Hugging Face hub.
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import disable_progress_bars
 from omegaconf import OmegaConf
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
@@ -279,10 +282,13 @@ def _is_hub_name(name: object) -> bool:
 
 
 def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:
-    """Uploads an exported folder in one commit, the repository made if there is none; returns its address.
+    """Uploads an exported folder, the repository made if there is none; returns its address.
 
-    Raises ConfigError, with the cure, when the hub refuses it or is not reached.
+    What the hub holds already is not sent again. Raises ConfigError, with the cure, when it refuses or is not reached.
     """
+    if not sys.stderr.isatty():  # the hub's bars are for a terminal; a log gets a line every 30 seconds
+        disable_progress_bars()
+        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
     cure = f"python recipes/export_hf.py {run} --push {repo}"
     try:
         api = HfApi()
