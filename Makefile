@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-gpu-paths survey newest lint clean
+.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving survey newest lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -36,6 +36,16 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	$(PYTHON) -m venv .venv-gpu-oldest
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 --editable ".[dev,liger,qlora]"
+	touch $@
+
+# the exported folder in an engine of its own (mlx-lm, on a CPU)
+test-serving: .venv-serving/.ready
+	.venv-serving/bin/python -m pytest -m slow tests/run/test_serving.py
+
+.venv-serving/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-serving
+	.venv-serving/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-serving/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" mlx-lm "mlx[cpu]"
 	touch $@
 
 # the distributed tests against the newest transformers, in an environment of its own: a change of its engine is noticed

@@ -16,6 +16,7 @@ from dataclasses import replace
 from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range, argument
+from automodel_lite.config.schema import check_alone
 
 POSITIVE = argument(float, Range(above=0))
 FRACTION = argument(float, Range(above=0, most=1))
@@ -24,6 +25,7 @@ ONE_OR_MORE = argument(int, Range(1, 10**8))
 
 def main(argv: list[str] | None = None) -> None:
     args, overrides = parser().parse_known_args(argv)
+    check_alone()
     config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
     from automodel_lite.training.build import build_parts
     from automodel_lite.training.dry_run import try_model

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import PathText, Range, argument
+from automodel_lite.config.schema import check_alone
 from automodel_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _SORTED_BATCHES = 16  # prompts of so many batches are sorted by length, so that
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError."""
     args = parser().parse_args(argv)
+    check_alone()
     if (args.prompts is None) != (args.out is None) or (args.prompts and args.prompt):
         raise ConfigError("--prompts in.jsonl and --out out.jsonl must be given together, without a prompt.")
     if args.out and args.out.exists():

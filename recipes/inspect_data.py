@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from automodel_lite.config.schema import Config
+from automodel_lite.config.schema import Config, check_alone
 from automodel_lite.data.files import NUM_HEAD_DOCUMENTS, StreamingDataset
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import draw_histogram, draw_mask, draw_pack, packing_report
@@ -32,6 +32,7 @@ SHOWN_TOKENS = 400
 
 def main(config: Config) -> int:
     """Prints everything; raises DataError when nothing would be trained on."""
+    check_alone()
     try:
         data = prepare_first_documents(config, build_packer(config))
         packs = data.packs_of(0)

@@ -15,13 +15,14 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 from dataclasses import replace
 
-from automodel_lite.config.schema import Config
+from automodel_lite.config.schema import Config, check_alone
 from automodel_lite.data.loader import batch_shape
 from automodel_lite.data.prepare import prepare_data, prepare_part
 
 
 def main(config: Config) -> int:
     """Fills the cache and prints what is in it; of many tasks, the last one to finish joins their parts."""
+    check_alone()
     tokenize = config.tokenize
     if tokenize.part is not None:
         notes, missing = prepare_part(config)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import argument
+from automodel_lite.config.schema import check_alone
 from automodel_lite.errors import ConfigError
 
 
@@ -21,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         "--to", type=argument(Path), help="where to write (default: the run's folder; of several: report)"
     )
     args = parser.parse_args(argv)
+    check_alone()
 
     from automodel_lite.tools.report import write_report
 

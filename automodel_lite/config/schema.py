@@ -269,6 +269,14 @@ def check_launched() -> None:
         launched("MASTER_PORT", 0)
 
 
+def check_alone() -> None:
+    """Raises ConfigError in one of several processes, for work that is not shared out among them."""
+    if world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size()} processes would each do all of this work: start it with python, in one process."
+        )
+
+
 def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
     processes.

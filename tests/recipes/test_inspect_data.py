@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -96,6 +97,15 @@ def test_a_strategy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture, s
     few = ["dataset.num_chats=40", f"packed_sequence={strategy}", "packed_sequence.packed_sequence_size=256"]
     assert prepare_data.main(config_of(tmp_path, *few)) == 0
     assert f"  strategy            {strategy}, 256 tokens per pack, seed 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [prepare_data, inspect_data], ids=["prepare", "inspect"])
+def test_one_process_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: ModuleType) -> None:
+    config = config_of(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 processes would each do all of this work"):
+        recipe.main(config)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
