@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -22,6 +21,7 @@ from automodel_lite.__main__ import TOOLS
 from automodel_lite.cli import compose_config
 from automodel_lite.cli.line import RECIPES, is_sweep, parsed
 from automodel_lite.config.check import check_config
+from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -81,8 +81,8 @@ def test_it_composes(command: Command):
         return
     for which in (0, -1):  # of a sweep the first job and the last
         overrides = [one_value(text, which) for text in line.overrides if not text.startswith("hydra")]
-        raw = compose_config(line.preset, overrides)
-        assert not [line for line in problems(raw) if "has no value" not in line]  # a name or model is the reader's own
+        found = problems(line.preset, overrides)
+        assert not [line for line in found if "has no value" not in line]  # a name or model is the reader's own
 
 
 def one_value(override: str, which: int) -> str:
@@ -92,12 +92,47 @@ def one_value(override: str, which: int) -> str:
     return f"{key}={(re.findall(r'[0-9][0-9.e-]*', values) if '(' in values else values.split(','))[which]}"
 
 
-def problems(raw: DictConfig) -> list[str]:
+def problems(preset: str | None, overrides: list[str]) -> list[str]:
     try:
-        check_config(raw)
+        check_config(compose_config(preset, overrides))
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+def settings_of_moving() -> list[str]:
+    """Code spans in the last column of the page's tables: `key`, or `key=value`."""
+    rows = [line.split(" | ") for line in (ROOT / "docs/moving.md").read_text().splitlines() if line.startswith("| ")]
+    spans = {span for row in rows if len(row) == 2 for span in re.findall(r"`([^`]+)`", row[1])}
+    return sorted(span for span in spans if re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)*(=[\w.-]+)?", span))
+
+
+def test_what_one_moves_to_is_a_setting():
+    """A key is known, and takes the value that is written with it; each key stands once in a composition."""
+    settings = [text for text in settings_of_moving() if "=" in text or "." in text or text in vars(Config("x"))]
+    assert len(settings) > 80
+    needed = {
+        "name": "x",
+        "model.pretrained": "x",
+        "dataset.path": "x",
+        "peft": "lora",
+        "lr_scheduler": "wsd",
+        "logger": "wandb",
+    }
+    rounds = [{text: "null" for text in settings if "=" not in text} | needed]
+    for key, _, value in (text.partition("=") for text in settings if "=" in text):
+        for given in rounds[1:]:
+            if given.get(key) in (None, needed.get(key)):
+                given[key] = value
+                break
+        else:
+            rounds.append(needed | {key: value})
+    for given in rounds:
+        overrides = [f"{key}={value}" for key, value in given.items()]
+        wrong = [
+            line for line in problems("finetune", overrides) if re.search("unknown|must be one of|no such option", line)
+        ]
+        assert not wrong
 
 
 @pytest.mark.slow

@@ -69,13 +69,11 @@ def test_wrong_arguments(run: Path, tool: str, arguments: list[str], sentence: s
 
 
 @pytest.mark.parametrize("tool", ["generate", "report", "estimate"])
-def test_work_of_one_process_is_refused_to_several(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tool: str
-) -> None:
+def test_work_of_one_process_is_refused_to_several(run: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = {"generate": [str(run), "Hi"], "report": [str(run)], "estimate": ["--config-name", "smoke"]}
     sentence = "WORLD_SIZE=2 processes would each do all of this work: start it with python, in one process."
-    assert answer(tool, *arguments[tool], capsys=capsys) == sentence
+    assert answer(tool, *arguments[tool]) == sentence
 
 
 def _weights_of_nan(folder: Path) -> None:
