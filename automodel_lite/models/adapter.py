@@ -1,4 +1,4 @@
-"""What the rest of the program knows of parameter-efficient training; peft itself lives in `models/lora.py` alone.
+"""The interface to parameter-efficient training, and which layers get adapters; only `models/lora.py` imports peft.
 
 Adapters go beside attention, dense MLPs and shared experts, beside routed experts on request, never beside a router.
 Only the language model's layers are adapted: towers of a composite and the output head have linear layers, too. A

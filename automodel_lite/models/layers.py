@@ -1,4 +1,4 @@
-"""Finds the decoder layers of a model, and what is done to each: recomputation, compilation, tiles.
+"""Finds the decoder layers of a model, and applies recomputation, compilation and tiles to them.
 
 A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints and exports, and
 FSDP's hooks stay outside. The order is checkpoint(compile(layer)): in the reverse order dynamo meets the graph break

@@ -1,7 +1,7 @@
 """Causal LMs from a folder, a hub name or a config.
 
 Here and elsewhere the models' code is named as `transformers.PreTrainedModel`, because transformers imports it at its
-first use: 2 CPU-s that a mistake in the settings or the data does not wait for.
+first use: 2 CPU-s that an error in the settings or the data need not wait for.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ class Mesh:
 
 
 class Rendezvous:
-    """Where the ranks meet. One object a process: the jobs of a sweep run in the same ranks, one after the other, and
-    each has its process groups under a prefix of its own in the launcher's store. Under the same names the second job
-    would find the keys of the first, and hang.
+    """Where the ranks meet; one object per process. The jobs of a sweep run in the same ranks, one after the other, and
+    each has its process groups under its own prefix in the launcher's store: under the same names the second job would
+    find the keys of the first, and hang.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Rendezvous:
         return self
 
     def store(self) -> dist.Store | None:
-        """For words between the ranks of this job, before it has groups and beside them; None without a launcher."""
+        """For messages between the ranks of this job, before and beside its groups; None without a launcher."""
         if "MASTER_ADDR" not in os.environ:
             return None
         return dist.PrefixStore("words", self._of_job or self._launchers())

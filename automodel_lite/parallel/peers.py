@@ -3,9 +3,9 @@
 `Control` sends small messages over a gloo group of its own. `Peers` uses the launcher's store, from the start:
 
     settings/facts      of rank 0: every setting and version; each rank compares its own before the first step
-    failure             the first mistake that a rank met: every rank ends at once, and rank 0 prints it too
+    failure             the first error of a rank: every rank exits at once, and rank 0 prints it too
 
-A group would not do: a rank that failed is not in the collective that the others wait in, for mesh.timeout_s.
+A process group would not work: a failed rank does not join the collective in which the others wait for mesh.timeout_s.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ SLOW_TIMEOUT_S = 3600  # a slow disk is not a dead rank
 def open_control(config: MeshConfig, is_slow: bool = False) -> Control:
     """A new control group over all ranks (every rank calls it), or none without a launcher.
 
-    A slow one waits an hour for a rank that is busy: with writing a checkpoint, or with the end of the run.
+    A slow group waits an hour for a rank that is writing a checkpoint or finishing the run.
     """
     if not dist.is_initialized():
         return Control(None)
@@ -130,16 +130,16 @@ def _decoded(error: Exception) -> str:
 
 
 _LOOK_EVERY_S = 0.25
-_OWN_WORDS_S = 2.0  # for a rank to meet the same mistake itself
-_FIRST_WORDS_S = 4.0  # for rank 0 to meet it, where machines are slow to import torch
+_OWN_ERROR_S = 2.0  # for a rank to raise the same error itself
+_RANK_0_ERROR_S = 4.0  # for rank 0 to raise it, where torch is slow to import
 _PRINT_S = 5.0  # for the rank that failed to print why
 _LATEST_S = 3600.0  # for slow nodes: reading data may take as long
 MAY_DIFFER = ("cache_dir", "training.num_threads")
-"""Settings that a node may have of its own."""
+"""Settings that may differ between nodes."""
 
 
 class Peers:
-    """One object a job, on every rank."""
+    """The other ranks of the job; one object per rank."""
 
     def __init__(self, store: dist.Store | None) -> None:
         self._store = store  # None: one process, or no launcher
@@ -169,7 +169,7 @@ class Peers:
             return
         told = store.get(f"{topic}/differs").decode()
         with suppress(PeerError, dist.DistError):  # rank 0 may hold the store: it leaves last
-            self._wait_for_all(store, f"{topic}/read", _OWN_WORDS_S)
+            self._wait_for_all(store, f"{topic}/read", _OWN_ERROR_S)
         raise RanksDifferError(
             f"the processes of this job do not agree on its {topic}:\n{told}\nStart the same command on every node, "
             "with the same files and versions."
@@ -203,7 +203,7 @@ class Peers:
         """Has rank 0 met the same mistake, and printed it? Waits a moment."""
         if self._store is None:
             return rank() == 0
-        end = time.monotonic() + _FIRST_WORDS_S
+        end = time.monotonic() + _RANK_0_ERROR_S
         with suppress(dist.DistError, RuntimeError):
             while time.monotonic() < end:
                 if self._store.check(["mistake/0"]):
@@ -212,7 +212,7 @@ class Peers:
         return False
 
     def have_printed(self) -> None:
-        """This rank has said its mistake: the launcher may end it now."""
+        """This rank has printed its error: the launcher may end it now."""
         if self._store is not None:
             with suppress(dist.DistError, RuntimeError):
                 self._store.set("printed", "")
@@ -224,7 +224,7 @@ class Peers:
         assert self._store is not None
         try:
             while not self._is_over.wait(_LOOK_EVERY_S):
-                if self._store.check(["failure"]) and not self._is_over.wait(_OWN_WORDS_S):
+                if self._store.check(["failure"]) and not self._is_over.wait(_OWN_ERROR_S):
                     leave(self._failure())
                     return
         except (dist.DistError, RuntimeError):

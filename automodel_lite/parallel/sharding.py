@@ -1,4 +1,4 @@
-"""Parallelism applied to a model from outside: FSDP2, HSDP, DDP or none; the model knows no ranks."""
+"""Applies FSDP2, HSDP or DDP to a model from outside; the model itself knows nothing of ranks."""
 
 from __future__ import annotations
 

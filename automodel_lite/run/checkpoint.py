@@ -1,9 +1,9 @@
 """Saving and loading a run: complete or absent, sharded, without pickle, in the foreground or behind the training.
 
     save      stage (copy, asynchronous only) -> temporary folder -> shards of every rank -> manifest -> rename
-    load      newest complete one -> checksums -> shards; one that does not load gives way to the one before
+    load      newest complete one -> checksums -> shards; if it does not load, the one before it
 
-A save that fails (no space, a network disk that is gone) costs a warning: it leaves nothing behind, and is tried again.
+A save that fails (no space, a network disk that is gone) is a warning: it leaves nothing behind and is retried.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Checkpointer:
             config = config_yaml(self.run_config)
             check = partial(self._check_last, tensors_folder)
             self.saver.on_first(lambda: on_disk.complete(temporary, current.path, state, config, known, check))
-        except (Exception, CheckpointException) as error:  # whatever it is, the run goes on without this checkpoint
+        except (Exception, CheckpointException) as error:  # any failure: the run continues without this checkpoint
             current.error = self._cause_of_failure(error, temporary)
         else:
             if self.saver.is_first:

@@ -6,16 +6,16 @@ Steps whose loss or gradient is not finite are dumped and skipped; too many in a
         rank_00000.json           step, packs of the whole step, loss sum and gradient norm over all ranks
         rank_00000.safetensors    this rank's micro-batches: input_ids_0, labels_0, position_ids_0, cu_seqlens_0 ...
 
-When one rank fails, the others fail a moment later in a collective: their errors are consequences. Every rank leaves
-its error in logs/; a rank whose error is a consequence waits for the cause and names that instead.
+When one rank fails, the others fail a moment later in a collective: their errors are consequences. Every rank records
+its error in logs/; a rank whose error is a consequence waits for the cause and reports that instead.
 
     logs/rank_00003.log         its traceback
     logs/failure_rank_00003.json
 
-The watchdog writes the stacks of a rank that makes no progress to its log, so that a hang has a place. Another process
-keeps the time (`guard.py`). Stacks are written by a thread that holds the interpreter's lock, or, when it cannot get
-that, by the main thread about itself. faulthandler's own timer walks the frames of threads that run on: it crashed one
-healthy rank in 400 dumps.
+The watchdog writes the stacks of a rank that makes no progress to its log, so that a hang can be located. Another
+process keeps the time (`guard.py`). A thread that holds the interpreter's lock writes the stacks, or, when it cannot
+get the lock, the main thread writes its own. faulthandler's own timer walks the frames of running threads: it crashed
+one healthy rank in 400 dumps.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def log_of(folder: Path, rank: int) -> Path:
 
 
 def has_failed(folder: Path) -> bool:
-    """Has a rank left an error?"""
+    """Has any rank recorded an error?"""
     return any(folder.glob("failure_rank_*.json"))
 
 

@@ -1,4 +1,4 @@
-"""One job at a time in a run's folder, and a job that lost the folder stops.
+"""One job at a time works in a run's folder, and a job that lost the folder stops.
 
 The lock is a file with the host, process and job of its holder, and a counter that the holder raises every few seconds.
 It works on network file systems, where flock does not: a file that is linked into place whole, and a pulse that one can

@@ -1,4 +1,4 @@
-"""What the person in front of the run sees: a block at the start, then a row per logged step. Rank 0 alone prints."""
+"""What the user sees: a block at the start, then a row per logged step. Only rank 0 prints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The model of a run: loaded or made, given its attention kernel and its loss, checked, spread over the mesh.
+"""Builds the model of a run: weights, attention kernel and loss, spread over the mesh, then checked.
 
-Recomputation and compilation of the decoder layers and of the fused loss are tried out before the first step.
+Compiled layers and the compiled loss run once before the first step.
 """
 
 from __future__ import annotations

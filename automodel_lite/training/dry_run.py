@@ -4,7 +4,7 @@ The data is read and tokenized (the cache is kept for the run), packs are planne
 parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No weights are loaded,
 nothing is written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes meant.
 
-`try_settings` opens every run, dry or not: what could only fail later is tried on stand-ins that cost nothing. The
+`try_settings` runs first in every run: what could only fail later is tried on stand-ins that cost nothing. The
 model is described by its config on the meta device, where it has shapes and no weights, and run on a few tokens; the
 optimizer gets two parameters and makes one step; the schedule is evaluated along its course.
 """

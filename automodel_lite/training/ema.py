@@ -24,7 +24,7 @@ class WeightAverage:
     """After each step of the optimizer: average = decay x average + (1 - decay) x weight, in fp32; the first is the
     weight itself. With a decay of 0 there is none.
 
-    A GPU's weights are copied behind its work and averaged when the next step has been launched, so nothing waits.
+    A GPU's weights are copied asynchronously and averaged when the next step has been launched, so nothing waits.
     """
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
