@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -98,8 +99,9 @@ def check_layers(compiles: bool | str, how: str) -> None:
 
 
 def has_fp8(model: nn.Module) -> bool:
-    """Are linear layers torchao's, whose products round to fp8? By name: torchao may not be installed."""
-    return any(type(module).__name__ == "Float8Linear" for module in model.modules())
+    """Are linear layers torchao's, whose products round to fp8? torchao is imported only where training.fp8 is set."""
+    torchao = sys.modules.get("torchao.float8.float8_linear")
+    return torchao is not None and any(isinstance(module, torchao.Float8Linear) for module in model.modules())
 
 
 def _checkpointed(forward: Callable[..., Any], offloads: bool, contexts: dict[str, Any]) -> Callable[..., Any]:
