@@ -195,11 +195,12 @@ class TrainFinetuneRecipe:
         if self.mesh.rank == 0:
             self.folder.open(self.config, self.data.shape.global_batch_size, self.data.packer.slot_multiple)
             newest = self.checkpointer.newest
-            self.folder.write_status("running", self.num_steps, checkpoint=newest.name if newest else None)
-            if self.report:
-                self.report.to_json(self.folder.packing)
-                self.folder.lengths.write_text(json.dumps(self.data.lengths()))
-            self.folder.rewind_metrics(self.num_steps)
+            with self.folder.being_written():
+                self.folder.write_status("running", self.num_steps, checkpoint=newest.name if newest else None)
+                if self.report:
+                    self.report.to_json(self.folder.packing)
+                    self.folder.lengths.write_text(json.dumps(self.data.lengths()))
+                self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
         self.watchdog.start(rank(), self.lock.token)
         is_first = self.mesh.rank == 0
@@ -210,7 +211,8 @@ class TrainFinetuneRecipe:
         """Trains; logs, validates and saves when due; exports and evaluates at the end."""
         training = self.config.training
         if self.mesh.rank == 0:
-            self.folder.write_facts(self.lines)
+            with self.folder.being_written():
+                self.folder.write_facts(self.lines)
         every = self.config.checkpoint.every_steps
         position = position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps, every)
         self.console.say("run", position)

@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -122,10 +122,16 @@ class RunFolder:
             training=replace(config.training, global_batch_size=global_batch_size),
             packed_sequence={**config.packed_sequence, "slot_multiple": slot_multiple},
         )
-        try:
+        with self.being_written():
             self.logs.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, config_yaml(config))
-            self.checkpoints.mkdir(exist_ok=True)  # last: it marks a run that has begun
+            self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
+
+    @contextmanager
+    def being_written(self) -> Iterator[None]:
+        """Raises ConfigError for what the file system refuses: a full disk, a folder that is read-only."""
+        try:
+            yield
         except OSError as error:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 
@@ -158,14 +164,22 @@ class RunFolder:
     def write_status(self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None) -> None:
         """state   running | preempted, interrupted (start the same command again) | finished | failed"""
         facts = {"state": state, "step": step, "reason": scrub(reason), "checkpoint": checkpoint}
-        write_atomically(self.status, json.dumps(facts) + "\n")
+        try:
+            write_atomically(self.status, json.dumps(facts) + "\n")
+        except OSError:
+            if not self.status.is_file():
+                raise
+            with open(self.status, "r+", encoding="utf-8") as file:  # no room for another file: over the old one
+                file.write(json.dumps(facts) + "\n")
+                file.truncate()
 
     def end(self, state: str, reason: str, step: int | None = None, checkpoint: str | None = None) -> None:
         """The same for a run that ends, from any rank: the first cause is kept, and a full disk must not hide it."""
         now = self.read_status()
-        if now.get("state") == "running":
-            with suppress(OSError):
-                self.write_status(state, step or now.get("step"), reason[:2000], checkpoint or now.get("checkpoint"))
+        if now.get("state") != "running":
+            return
+        with suppress(OSError):
+            self.write_status(state, step or now.get("step"), reason[:2000], checkpoint or now.get("checkpoint"))
 
     def read_status(self) -> dict[str, Any]:
         """What STATUS.json says; nothing when it is missing or damaged."""

@@ -22,18 +22,36 @@ from automodel_lite.run.folder import RunFolder, config_yaml_values
 
 
 class JsonlLogger:
-    """Appends rows to a file. NaN and infinities are written as text, so that every line is valid JSON."""
+    """Appends rows to a file. NaN and infinities are written as text, so that every line is valid JSON. Rows for which
+    the disk has no room wait for the next one, with a warning.
+    """
 
-    def __init__(self, path: Path, is_silent: bool = False) -> None:
-        self._file = None if is_silent else open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
+    def __init__(self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print) -> None:
+        self._file = None if is_silent else open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        self._pending = b""
+        self._say = say
 
     def log(self, row: dict[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps({key: _json_value(value) for key, value in row.items()}) + "\n")
+            line = json.dumps({key: _json_value(value) for key, value in row.items()}) + "\n"
+            self._write(line.encode(), is_first=not self._pending)
 
     def close(self) -> None:
         if self._file:
+            self._write(b"", is_first=False)
+            if num_lost := self._pending.count(b"\n"):
+                self._say(f"WARNING: {num_lost} rows of metrics.jsonl are lost: there was no room for them")
             self._file.close()
+
+    def _write(self, line: bytes, is_first: bool) -> None:
+        assert self._file
+        self._pending += line
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) or 0 :]
+        except OSError as error:
+            if is_first:
+                self._say(f"WARNING: metrics.jsonl cannot be written ({error.strerror}); its rows wait for room")
 
 
 def _json_value(value: Any) -> Any:
@@ -174,7 +192,8 @@ def open_metrics(
 
     state   what `MetricsLog.state()` was at the checkpoint that the run continues from, {} for a fresh run
     """
-    metrics = MetricsLog(JsonlLogger(folder.metrics, is_silent=not is_first), say)
+    with folder.being_written():
+        metrics = MetricsLog(JsonlLogger(folder.metrics, is_silent=not is_first, say=say), say)
     values = config_yaml_values(config)
     for name, node in {**config.logger, **config.callbacks}.items() if is_first else ():
         info = RunInfo(scrub(config.name), folder.path, values, step, state.get(name, {}), metrics.end)

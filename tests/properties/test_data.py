@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ from tests.data.templates import LLAMA3, byte_tokenizer
 from tests.properties.explore import explore
 
 TOKENIZER = byte_tokenizer(LLAMA3)
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # where a sync to the disk costs nothing
 texts = st.text(max_size=12)
 answers = st.text(st.characters(codec="utf-8", exclude_characters="⟦⟧"), min_size=1, max_size=12).filter(str.strip)
 anything = st.recursive(
@@ -67,7 +69,7 @@ def good_rows(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
 def trained_texts(path: Path, **options: Any) -> list[str]:
     """What the rows of a file train, decoded, a text per row; checks the labels on the way."""
     documents = FilesDataset(str(path), **options)
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as cache:
         rows = tokenize_documents(documents, TOKENIZER, cache_dir=cache, train_on="assistant").train
         found = []
         for index in range(len(rows)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -606,6 +607,34 @@ def test_a_screen_that_takes_nothing_more_ends_no_run() -> None:
     screen = ScrubbedStream(open("/dev/full", "w"))  # noqa: SIM115
     for _ in range(3):
         print("x" * 100_000, file=screen, flush=True)
+
+
+def _no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_the_status_is_true_where_no_other_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_status("running", 123456, "", "step_00123456")
+    Faults(monkeypatch, tmp_path, at, _no_space).is_on = True
+    folder.end("failed", "no room")
+    assert folder.read_status() == {
+        "state": "failed",
+        "step": 123456,
+        "reason": "no room",
+        "checkpoint": "step_00123456",
+    }
+
+
+@pytest.mark.parametrize("at", [1, 5, 8, 11])
+def test_a_disk_that_is_full_at_the_start_is_a_sentence(tmp_path: Path, at: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Faults(patch, tmp_path / "run", at, _no_space).is_on = True
+        with pytest.raises((ConfigError, RunStoppedError), match="No space left|no space"):
+            train(tmp_path / "run", "training.max_steps=1")
 
 
 @pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])

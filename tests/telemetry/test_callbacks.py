@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.telemetry.callbacks import Callback, EarlyStopping, RunInfo, open_metrics
+from automodel_lite.telemetry.callbacks import Callback, EarlyStopping, JsonlLogger, RunInfo, open_metrics
 from tests.recipes.runs import config_of, rows_of, train
 
 
@@ -203,3 +203,18 @@ def test_trackio_runs_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     train("smoke", tmp_path / "run", "logger=trackio", "training.max_steps=2")
     assert list((tmp_path / "trackio").glob("*.db"))
+
+
+def test_rows_wait_for_room_on_the_disk(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    jsonl = JsonlLogger(path, say=told.append)
+    with open("/dev/full", "wb", buffering=0) as full:
+        usual, jsonl._file = jsonl._file, full
+        jsonl.log({"step": 1})
+        jsonl.log({"step": 2})
+        jsonl._file = usual
+    assert told == ["WARNING: metrics.jsonl cannot be written (No space left on device); its rows wait for room"]
+    jsonl.log({"step": 3})
+    jsonl.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
