@@ -633,7 +633,7 @@ def test_the_status_is_true_where_no_other_file_can_be_written(
 def test_a_disk_that_is_full_at_the_start_is_a_sentence(tmp_path: Path, at: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         Faults(patch, tmp_path / "run", at, _no_space).is_on = True
-        with pytest.raises((ConfigError, RunStoppedError), match="No space left|no space"):
+        with pytest.raises((ConfigError, RunStoppedError), match=r"No space left|no space"):
             train(tmp_path / "run", "training.max_steps=1")
 
 
