@@ -132,7 +132,8 @@ def _moments(
     experts = _expert_weights(model, size) / shape.ep
     layer = (size.largest_layer - _expert_weights(model, size)) / shape.tp + experts
     hidden, head = text.hidden_size, size.head_weights / shape.tp
-    table = size.embedding / shape.tp - (0 if text.tie_word_embeddings else head)
+    is_tied = size.embedding < 2 * size.head_weights  # counted once; a composite's text config may not know
+    table = size.embedding / shape.tp - (0 if is_tied else head)
     shards = shape.dp_shard * shape.cp
     copies = 2 if shape.world_size > shape.dp_replicate else 1
     inputs = compute * hidden * local

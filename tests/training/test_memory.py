@@ -26,6 +26,7 @@ from automodel_lite.training.memory import (
     plan_memory,
     remedies,
 )
+from benchmarks.tiny_models import tiny_config
 from recipes.train_ft import main
 from tests.recipes.runs import config_of
 
@@ -105,6 +106,18 @@ def test_fsdp_keeps_whole_gradients_over_micro_batches():
     estimate = estimate_memory(parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
     once = estimate_memory(build_parts(config_with()), MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
     assert estimate.gradients >= 4 * size.parameters > once.gradients
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_text_config_that_does_not_know_whether_its_head_is_tied(is_tied: bool):
+    """Qwen2-VL: a tied head and its table are gathered, and their gradients reduced, as one."""
+    config = tiny_config("qwen2_vl")
+    config.tie_word_embeddings = is_tied
+    assert not hasattr(config.get_text_config(), "tie_word_embeddings")
+    size = model_size(config)
+    assert (size.embedding < 2 * size.head_weights) == is_tied
+    two = estimate_memory(build_parts(config_with()), MeshShape(1, 2, 1), "fsdp", config, size, None, torch.bfloat16)
+    assert two.total > two.weights > 0
 
 
 def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
