@@ -18,6 +18,7 @@ import automodel_lite
 from automodel_lite import hf_collater, install_attention
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import DataError
+from automodel_lite.thd import AttentionOptions, Segments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,11 +93,11 @@ def test_the_kernel_of_ones_own_agrees_with_the_reference(monkeypatch: pytest.Mo
     cu_q, cu_k = torch.tensor([0, 3, 8, 10], dtype=torch.int32), torch.tensor([0, 5, 10, 12], dtype=torch.int32)
     q, k, v = torch.randn(10, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
     for window in (None, 2):
-        options = {"scale": 0.3, "window": window, "softcap": None, "sinks": None}
+        how = Segments(cu_q, cu_k, 5, 5), AttentionOptions(0.3, window)
         got = []
         for kernel in (mine, ReferenceAttention()):
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = kernel(*inputs, cu_q, cu_k, 5, 5, **options)
+            out = kernel(*inputs, *how)
             out.square().sum().backward()
             got.append([out.detach(), *(x.grad for x in inputs)])
         for ours, reference in zip(*got):
