@@ -295,18 +295,23 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 
 def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: DataloaderConfig) -> StatefulDataLoader:
-    """A StatefulDataLoader over collated micro-batches; its own state is not used (the cursor is the position)."""
+    """Collated micro-batches."""
+    pins = config.pin_memory and torch.cuda.is_available()
+    options = worker_options(config)
     return StatefulDataLoader(
-        packs,
-        batch_sampler=sampler,
-        collate_fn=packed_sequence_thd_collater,
-        pin_memory=config.pin_memory and torch.cuda.is_available(),
-        num_workers=config.num_workers,
-        multiprocessing_context="fork" if config.num_workers else None,  # a rank that is killed takes its workers along
-        prefetch_factor=config.prefetch_factor if config.num_workers else None,
-        snapshot_every_n_steps=_NEVER,
-        worker_init_fn=outlive_signals,
+        packs, batch_sampler=sampler, collate_fn=packed_sequence_thd_collater, pin_memory=pins, **options
     )
+
+
+def worker_options(config: DataloaderConfig) -> dict[str, Any]:
+    """Arguments of a StatefulDataLoader. Its own state is not used: the cursor, or each turn of a stream, has it."""
+    return {
+        "num_workers": config.num_workers,
+        "multiprocessing_context": "fork" if config.num_workers else None,  # a killed rank takes its workers along
+        "prefetch_factor": config.prefetch_factor if config.num_workers else None,
+        "snapshot_every_n_steps": _NEVER,
+        "worker_init_fn": outlive_signals,
+    }
 
 
 def outlive_signals(worker: int) -> None:

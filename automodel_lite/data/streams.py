@@ -33,7 +33,7 @@ from automodel_lite.data.cache import short_hash
 from automodel_lite.data.documents import Document
 from automodel_lite.data.encode import Encoder, Sample, SampleRenderer
 from automodel_lite.data.files import StreamingDataset
-from automodel_lite.data.loader import BatchShape, Cursor, StepBatches, TrainingPlan, outlive_signals
+from automodel_lite.data.loader import BatchShape, Cursor, StepBatches, TrainingPlan, worker_options
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.packs import PackedDataset, Packer, lay_out, packed_sequence_thd_collater
 from automodel_lite.data.token_rows import flatten, next_token_labels
@@ -243,7 +243,6 @@ class TokenStream:
 Pack = dict[str, Any]
 ShardState = dict[str, Any]
 Turn = tuple[int, Pack | None, ShardState | None]  # shard, its next pack and its state behind it; None: it has ended
-_NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -362,7 +361,9 @@ class StreamedPacks:
         first = cursor.packs // self.shape.dp_size % len(own)
         shards = [*own[first:], *own[:first]]
         states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
-        read = iter(read_turns(ShardTurns(self.tokens, self.packer, shards, states), self.dataloader))
+        turns = ShardTurns(self.tokens, self.packer, shards, states)
+        options = worker_options(self.dataloader)
+        read = iter(StatefulDataLoader(turns, batch_size=None, collate_fn=_as_it_is, **options))
         ahead = next(read, None)
         for shard in itertools.cycle(shards):
             if ahead is None:
@@ -418,20 +419,6 @@ class ShardTurns(IterableDataset):
         if shard in self.states:
             packs.load_state_dict(self.states[shard])
         return packs
-
-
-def read_turns(turns: ShardTurns, config: DataloaderConfig) -> StatefulDataLoader:
-    """A StatefulDataLoader over turns; its own state is not used (each turn carries the state behind it)."""
-    return StatefulDataLoader(
-        turns,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=config.num_workers,
-        multiprocessing_context="fork" if config.num_workers else None,  # a rank that is killed takes its workers along
-        prefetch_factor=config.prefetch_factor if config.num_workers else None,
-        worker_init_fn=outlive_signals,
-        snapshot_every_n_steps=_NEVER,
-    )
 
 
 def _as_it_is(turn: Turn) -> Turn:

@@ -187,17 +187,15 @@ def packing_report(
         costs = pack_costs(plan, lengths, cost_model)[seeded_order(len(plan), plan.seed, plan.epoch)]
         before = imbalance(costs, **layout)
         after = imbalance(costs[deal(costs, balance, **layout, seed=plan.seed)], **layout)
+    shown = {name: count for name, count in asdict(counts).items() if name != "pieces"}
     return PackingReport(
+        **shown,
         strategy=plan.strategy,
         packed_sequence_size=plan.packed_sequence_size,
         slot_multiple=plan.slot_multiple,
         seed=plan.seed,
         epoch=plan.epoch,
-        documents=counts.documents,
-        tokens=counts.tokens,
         packs=len(plan),
-        packed_documents=counts.packed_documents,
-        packed_tokens=counts.packed_tokens,
         packs_before_max_packs=plan.num_packs_made,
         lower_bound_packs=plan.lower_bound,
         fill_frac=counts.packed_tokens / positions,
@@ -211,13 +209,6 @@ def packing_report(
         longest_tokens=int(lengths.max()),
         median_tokens=int(np.median(lengths)),
         mean_tokens=counts.tokens / counts.documents,
-        dropped_documents=counts.dropped_documents,
-        dropped_tokens=counts.dropped_tokens,
-        truncated_documents=counts.truncated_documents,
-        cut_tokens=counts.cut_tokens,
-        split_documents=counts.split_documents,
-        left_out_documents=counts.left_out_documents,
-        left_out_tokens=counts.left_out_tokens,
         balance=balance,
         imbalance_before=before,
         imbalance_after=after,
