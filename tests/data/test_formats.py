@@ -460,7 +460,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
         DataError, match=r"a.jsonl:6: the file was truncated while it was being read: it had 175,000 bytes"
     ):
         rows[5]
-    with pytest.raises(DataError, match=r"a.jsonl:5000: the file was cut short"):
+    with pytest.raises(DataError, match=r"a.jsonl:5000: the file was truncated"):
         rows[4999]
 
 
