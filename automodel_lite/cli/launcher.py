@@ -31,7 +31,10 @@ from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, RunStopp
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
 
 FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
-_RANK = "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
+_RANK = (  # Ctrl-C ends it without a traceback until our own handlers are there
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
+)
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _signals: list[int] = []  # that were forwarded
 _NOTICED_WITHIN_S = 60.0
@@ -150,6 +153,8 @@ def _last_words(error: ChildFailedError) -> int:
         if text and text != SAVED:
             print(f"\n{text}", file=sys.stderr)
         return first.exitcode
+    if -first.exitcode in _signals:
+        raise StoppedEarly(-first.exitcode)
     _raise(rank, first, text)
 
 

@@ -84,6 +84,24 @@ def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: 
     assert "run the same command again to continue from step_" in out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("after_s", [0.1, 0.4])
+def test_signals_before_the_first_step_are_one_sentence(number: int, code: int, after_s: float, tmp_path: Path) -> None:
+    process = start(f"output_dir={tmp_path}/run", *QUICK)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until = time.monotonic() + 60
+    while not children.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    time.sleep(after_s)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert f"stopped by {signal.Signals(number).name} before the first step: nothing to save" in err
+
+
 def two_machines(first: list[str], second: list[str]) -> list[tuple[int, str]]:
     """Exit code and stderr of two launchers that stand for two machines."""
     with socket.socket() as free:
