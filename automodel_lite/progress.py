@@ -53,9 +53,9 @@ class Progress:
             )
 
     def note(self, text: str) -> None:
-        """`text` stands beside the bar."""
+        """`text` stands beside the bar, which is shown at once."""
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(text)
 
     def add(self, count: int = 1) -> None:
         """`count` more are done."""

@@ -89,19 +89,19 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
 def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     """Writes each row of --prompts with what the model says to it, in their order and as they come."""
     from automodel_lite.data.files import read_questions
+    from automodel_lite.progress import Progress
     from automodel_lite.training.evaluation import answers_to
 
+    num_rows = sum(1 for _ in read_questions(args.prompts))  # and a bad row is named before the first answer
     rows = read_questions(args.prompts)
-    num_done = 0
-    with args.out.open("x", encoding="utf-8") as file:
+    with Progress("answering", num_rows, "questions") as progress, args.out.open("x", encoding="utf-8") as file:
         while window := list(islice(rows, args.batch_size * _SORTED_BATCHES)):
             questions = [asked_by(question, args) for _, question in window]
-            options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-            for (row, _), text in zip(window, answers_to(questions, generator, args.batch_size, **options)):
+            options = (args.batch_size, args.max_new_tokens, args.temperature)
+            for (row, _), text in zip(window, answers_to(questions, generator, *options, progress)):
                 file.write(json.dumps({**row, "generated": text}, ensure_ascii=False, default=str) + "\n")
             file.flush()
-            num_done += len(window)
-    print(f"{num_done:,} answers written to {args.out}")
+    print(f"{num_rows:,} answers written to {args.out}")
 
 
 def asked_by(question: Question, args: argparse.Namespace) -> Question:

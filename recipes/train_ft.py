@@ -231,6 +231,7 @@ class TrainFinetuneRecipe:
             for axis in (self.mesh.cp, self.mesh.tp):
                 check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
         self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
+        self.bar.note("first step")
         mesh, say = self.mesh, self.console.say
         profiler = StepProfiler(training.profile_steps, self.folder.path, mesh.rank, mesh.device, say)
         while self.num_steps < self.plan.max_steps and not (self.boundary.stop_reason or self.end_reason):

@@ -55,6 +55,12 @@ def test_a_bar_on_a_terminal_with_lines_above_it() -> None:
     assert shown.count("a line") == 4
 
 
+def test_a_note_is_seen_before_the_first_is_done() -> None:
+    code = "from automodel_lite.progress import Progress; Progress('training', 6, 'steps').note('first step')"
+    assert "training:   0%" in (shown := on_a_terminal(code))
+    assert "first step" in shown
+
+
 def test_another_rank_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert on_a_terminal(WORK).replace("a line", "").strip() == ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -163,12 +164,16 @@ def answers_to(
     batch_size: int,
     max_new_tokens: int,
     temperature: float = 0.0,
+    progress: Progress | None = None,
 ) -> list[str]:
-    """The model's answers, in the order of the questions; those of like length share a batch."""
+    """The model's answers, in the order of the questions; those of like length share a batch.
+
+    progress   of all questions, when these are a part of them
+    """
     lengths = [sum(len(str(turn["content"])) for turn in question.messages) for question in questions]
     order = sorted(range(len(questions)), key=lengths.__getitem__)
     answers = [""] * len(questions)
-    with Progress("answering", len(questions), "questions") as progress:
+    with nullcontext(progress) if progress else Progress("answering", len(questions), "questions") as shown:
         for start in range(0, len(order), batch_size):
             places = order[start : start + batch_size]
             asked = [questions[place] for place in places]
@@ -181,7 +186,7 @@ def answers_to(
             )
             for place, text in zip(places, texts):
                 answers[place] = text
-            progress.add(len(places))
+            shown.add(len(places))
     return answers
 
 
