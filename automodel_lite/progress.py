@@ -55,6 +55,7 @@ class Progress:
     def note(self, text: str) -> None:
         """`text` stands beside the bar, which is shown at once."""
         if self._bar is not None:
+            self._bar.delay = 0.0  # what was shown before BAR_AFTER_S is cleared at the end too
             self._bar.set_postfix_str(text)
 
     def add(self, count: int = 1) -> None:

@@ -56,9 +56,17 @@ def test_a_bar_on_a_terminal_with_lines_above_it() -> None:
 
 
 def test_a_note_is_seen_before_the_first_is_done() -> None:
-    code = "from automodel_lite.progress import Progress; Progress('training', 6, 'steps').note('first step')"
-    assert "training:   0%" in (shown := on_a_terminal(code))
+    code = """
+from automodel_lite.progress import Progress
+with Progress("training", 6, "steps") as work:
+    work.note("first step")
+    work.add(6)
+print("done")
+"""
+    shown = on_a_terminal(code)
+    assert "training:   0%" in shown
     assert "first step" in shown
+    assert shown.strip().splitlines()[-1].split("\r")[-1] == "done"  # the bar is gone
 
 
 def test_another_rank_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
