@@ -204,8 +204,8 @@ def _take_from_base(layer: Any) -> None:
             setattr(copy.get_submodule(module), weight, nn.Parameter(original.detach().clone()))
         return
     for magnitude in layer.lora_magnitude_vector.values():
-        local, weight = (local(x) for x in (magnitude.weight, layer.get_base_layer().weight))
-        local.copy_(torch.linalg.norm(weight.float(), dim=1))
+        weight = local(layer.get_base_layer().weight)
+        local(magnitude.weight).copy_(torch.linalg.norm(weight.float(), dim=1))
 
 
 @contextlib.contextmanager
