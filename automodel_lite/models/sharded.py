@@ -9,13 +9,15 @@ meets, renames and fuses weights on the way, and casts each to the dtype of its 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +53,7 @@ def load_shards(load: Callable[..., Any], spread: Spread) -> Any:
         return model
 
     hooks = _replaced(transformers.PreTrainedModel, "maybe_distribute_model", classmethod(shard))
-    with hooks, _replaced(modeling_utils, "safe_open", _open_without_mapping):
+    with hooks, _replaced(modeling_utils, "safe_open", _open_rows):
         loaded = load(distributed_config=DistributedConfig())  # of one rank: the engine itself shards nothing
     model = loaded[0]
     del model.config.distributed_config
@@ -64,11 +66,64 @@ def load_shards(load: Callable[..., Any], spread: Spread) -> Any:
     return loaded
 
 
-def _open_without_mapping(path: str, **options: Any) -> Any:
-    """Pages of a mapped file count as memory of the process until it is closed: half of the file, where a rank of four
-    reads a quarter.
+class RowFile:
+    """A safetensors file of which nothing is read but the rows that are asked for. The library itself reads the whole
+    tensor (`pread`), so that every rank would read the whole checkpoint, or maps the file (`mmap`): its pages count as
+    memory of the process until it is closed.
     """
-    return safe_open(path, **options | ({"backend": "pread"} if "backend" in options else {}))
+
+    def __init__(self, path: str) -> None:
+        self._checked = safe_open(path, framework="pt")  # nothing is read through it but names, shapes and dtypes
+        self._path, self._file = path, os.open(path, os.O_RDONLY)
+        num_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        header = json.loads(os.pread(self._file, num_bytes, 8))
+        self.starts = {name: 8 + num_bytes + header[name]["data_offsets"][0] for name in self.keys()}
+
+    def keys(self) -> list[str]:
+        names: list[str] = self._checked.keys()
+        return names
+
+    def get_slice(self, name: str) -> Any:
+        known = self._checked.get_slice(name)
+        return Rows(self, self.starts[name], known) if known.get_shape() else known
+
+    def read(self, start: int, values: Tensor) -> None:
+        """Fills `values`, which are contiguous."""
+        buffer: Any = values.view(-1).view(torch.uint8).numpy()
+        rest = memoryview(buffer)
+        while rest:
+            num_read = os.preadv(self._file, [rest], start)
+            if not num_read:
+                raise SafetensorError(f"{self._path} ends at byte {start}")
+            start, rest = start + num_read, rest[num_read:]
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
+        self._checked.__exit__(*error)
+
+
+class Rows:
+    """What safetensors' `get_slice` gives: indexed, it is a tensor."""
+
+    def __init__(self, file: RowFile, start: int, known: Any) -> None:
+        self._file, self._start, self._known = file, start, known
+        self.get_shape, self.get_dtype = known.get_shape, known.get_dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows, *rest = index if isinstance(index, tuple) else (index,)
+        shape = self.get_shape()
+        first, end, step = rows.indices(shape[0]) if isinstance(rows, slice) else (0, shape[0], 1)
+        assert step == 1
+        values: Tensor = self._known[0:0].new_empty([max(end - first, 0), *shape[1:]])
+        if values.numel():
+            self._file.read(self._start + first * values[0].nbytes, values)
+        inside = (slice(None), *rest)
+        return values[inside].contiguous() if rest else values
+
+
+def _open_rows(path: str, **options: Any) -> Any:
+    """In place of `safe_open`, where the engine is about to slice."""
+    return RowFile(path) if "backend" in options else safe_open(path, **options)
 
 
 def draw_shards(

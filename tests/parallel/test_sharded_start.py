@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import Config
+from automodel_lite.models.sharded import RowFile
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
 from automodel_lite.run.export import export
 from automodel_lite.seed import seed_all
@@ -101,6 +104,41 @@ def test_loaded_weights_are_those_of_one_process(tmp_path: Path, checkpoints: Pa
 
 
 @pytest.mark.slow
+def test_experts_fewer_than_ranks_are_those_of_one_process(tmp_path: Path, checkpoints: Path) -> None:
+    """Two experts on four ranks lie on two of them each, loaded from fused files and drawn."""
+    fused = ["model=pretrained", f"model.pretrained={checkpoints / 'gpt_oss_sinks_window'}"]
+    drawn = [value.replace("experts=4", "experts=2") for value in FROM_SCRATCH["experts"]]
+    configs = [(config_of("smoke", tmp_path, *overrides), torch.float32) for overrides in (fused, drawn)]
+    for differences in run_ranks(largest_difference, 4, configs):
+        assert differences == [0.0, 0.0]
+
+
+INDICES = [..., slice(1, 5), (slice(2, 9),), (slice(3, None), slice(4, 7)), (slice(None), slice(0, 2)), slice(4, 4)]
+
+
+def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
+    values = {"matrix": torch.randn(64, 1024), "halves": torch.randn(10, 8).bfloat16(), "vector": torch.arange(12)}
+    save_file(values | {"scalar": torch.tensor(3.0)}, tmp_path / "weights")
+    file, library = RowFile(str(tmp_path / "weights")), safe_open(tmp_path / "weights", framework="pt")
+    assert file.keys() == library.keys()
+    for name in values:
+        ours, theirs = file.get_slice(name), library.get_slice(name)
+        assert (ours.get_shape(), ours.get_dtype()) == (theirs.get_shape(), theirs.get_dtype())
+        for index in INDICES if values[name].ndim == 2 else INDICES[:2]:
+            assert torch.equal(ours[index], theirs[index])
+            assert ours[index].dtype == values[name].dtype
+    assert float(file.get_slice("scalar")[...]) == 3.0
+    before = _bytes_read()
+    file.get_slice("matrix")[16:32]
+    assert _bytes_read() - before < 2 * 16 * 1024 * 4  # of 4 times as many
+
+
+def _bytes_read() -> int:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_pretrained", [True, False], ids=["pretrained", "from-scratch"])
 def test_a_rank_never_holds_the_model(tmp_path: Path, is_pretrained: bool) -> None:
     """253 M parameters, 0.94 GiB in fp32: peak memory of each rank from its imports to its last check, and of the export,
@@ -114,30 +152,32 @@ def test_a_rank_never_holds_the_model(tmp_path: Path, is_pretrained: bool) -> No
         model.save_pretrained(tmp_path / "base", max_shard_size="100MB")
         overrides = ["model=pretrained", f"model.pretrained={tmp_path / 'base'}"]
     config = config_of("smoke", tmp_path / "run", *overrides)
-    (start, export, whole), (start_of_two, *_) = (
+    (start, export, whole, num_read), (start_of_two, *_) = (
         map(max, zip(*run_ranks(peaks_of_a_rank, world, config))) for world in (4, 2)
     )
     assert whole > 0.9
     assert start <= 0.45 * whole
     assert start < 0.75 * start_of_two
     assert export <= 0.7 * whole
+    if is_pretrained:  # a fourth of the files, which are in bf16, and what is imported late
+        assert whole / 8 <= num_read <= 0.17 * whole
 
 
 TINY = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
 
 
-def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float, float]:
-    """GiB above the imports, at the start and in the export, and of the whole model in fp32."""
+def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float, float, float]:
+    """GiB above the imports, at the start and in the export, of the whole model in fp32, and read from files."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import recipes.train_ft  # noqa: F401 - before it is measured
 
-    mesh, before = init_mesh(config.mesh), _peak_gib()
+    mesh, before, num_read = init_mesh(config.mesh), _peak_gib(), _bytes_read()
     built = build_model(build_parts(config), tokenizer(8), mesh)
-    start = _peak_gib() - before
+    start, num_read = _peak_gib() - before, _bytes_read() - num_read
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     export(Path(config.output_dir), built.model, tokenizer(8), built.source_dtype, 1, None)
-    return start, _peak_gib() - before, built.num_parameters * 4 / 2**30
+    return start, _peak_gib() - before, built.num_parameters * 4 / 2**30, num_read / 2**30
 
 
 def _peak_gib() -> float:
