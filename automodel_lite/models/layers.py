@@ -47,8 +47,6 @@ KEPT_OPS = frozenset(
     }
 )
 """Selective checkpointing keeps the results of these; norms, rotations and activations are cheap to repeat."""
-HOST = torch.device("cpu")
-"""Where the inputs of layers wait; the simulation names another device, to count this one alone."""
 _KEPT_NAMESPACES = frozenset({"torch_attn", "flash_attn"})  # of torch's varlen_attn and the flash-attn package
 
 
@@ -117,7 +115,7 @@ def _checkpointed(forward: Callable[..., Any], offloads: bool, contexts: dict[st
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     """torch's `save_on_cpu`, which waits for the device at every copy; here the copy waits its turn on the device."""
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=tensor.is_cuda)
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
 
 

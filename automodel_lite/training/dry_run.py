@@ -84,7 +84,7 @@ def _memory(
     if rank() != 0:
         return ""
     strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True, is_quantized=parts.is_quantized)
-    if strategy != "fsdp" or parts.mesh.cpu_offload:
+    if strategy != "fsdp":
         return by_arithmetic
     from automodel_lite.training.simulation import GPUS_GB, SLACK, simulate  # a run that trains has no use for it
 

@@ -58,12 +58,11 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 class Muon(SmallAdamW):
     """torch.optim.Muon's update on the group with a momentum, AdamW in fp32 on the others."""
 
-    def step_group(self, group: dict[str, Any], parameters: list[tuple[int, nn.Parameter]]) -> None:
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         if "momentum" not in group:
             super().step_group(group, parameters)
             return
-        matrices = [parameter for _, parameter in parameters]
-        for together in _alike(matrices):
+        for together in _alike(parameters):
             updates = [self._momentum(parameter, group) for parameter in together]
             for parameter, direction in zip(together, orthogonal(together, updates)):
                 _, skipped = self.scale_and_skip(parameter.device)

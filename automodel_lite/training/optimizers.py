@@ -186,17 +186,19 @@ class SmallAdamW(Optimizer):
         super().__init__(groups, defaults)
         self.moments, self.block_size, self.rounding = moments, block_size, rounding
         self._step_supports_amp_scaling = True
+        parameters = (p for group in self.param_groups for p in group["params"])
+        self._places = {p: place_of(p, number) for number, p in enumerate(parameters)}
+        self._books = {p.device: (codebook(True, p.device), codebook(False, p.device)) for p in self._places}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient; `closure` is not called."""
-        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for group in self.param_groups:
-            self.step_group(group, [(numbers[id(p)], p) for p in group["params"] if p.grad is not None])
+            self.step_group(group, [p for p in group["params"] if p.grad is not None])
 
-    def step_group(self, group: dict[str, Any], parameters: list[tuple[int, nn.Parameter]]) -> None:
-        for number, parameter in parameters:
-            self._step_one(parameter, group, number)
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._step_one(parameter, group)
 
     def scale_and_skip(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """What gradients are divided by, and whether nothing may change."""
@@ -204,7 +206,7 @@ class SmallAdamW(Optimizer):
         skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
         return scale, skipped > 0
 
-    def _step_one(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
+    def _step_one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         block = block_of(tuple(parameter.shape), self.block_size)
         if not state:
@@ -215,15 +217,14 @@ class SmallAdamW(Optimizer):
             mine["step"] += ~skipped
             return
         rate = torch.full((), group["lr"], device=parameter.device)
-        books = codebook(True, parameter.device), codebook(False, parameter.device)
         gradient = local(parameter.grad)  # type: ignore[arg-type]
         step = _compiled_update if parameter.device.type == "cuda" else update
         step(
             local(parameter),
             gradient,
             mine,
-            place=place_of(parameter, number),
-            books=books,
+            place=self._places[parameter],
+            books=self._books[parameter.device],
             rate=rate,
             scale=scale,
             skipped=skipped,
@@ -401,7 +402,6 @@ def _mixed(value: Tensor) -> Tensor:
     return value ^ ((value >> 16) & 0xFFFF)
 
 
-@functools.cache
 def codebook(is_signed: bool, device: torch.device) -> Tensor:
     """The 256 values of dynamic tree quantization, rising, 0 and 1 among them: fine near 0, where most moments are.
 

@@ -21,8 +21,10 @@ import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -31,13 +33,11 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
-from automodel_lite.models import layers
 from automodel_lite.models.flops import chosen_experts
 from automodel_lite.models.layers import (
     chosen_tile,
     decoder_layers,
     freeze_towers,
-    local,
     recompute_layers,
     tile_layers,
 )
@@ -49,11 +49,13 @@ from automodel_lite.parallel.sharding import ParallelModel, choose_precision
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, to_thd
+from automodel_lite.training import optimizers
 from automodel_lite.training.build import Parts, assemble, check_axes, with_exchange
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
 
-SIMULATED_HOST = torch.device("meta")
+GPU = torch.device("cpu", 0)
+"""Fake tensors tell it from the host, which is "cpu" without a number, and copy between the two."""
 DOCUMENT_TOKENS = 2048  # of each simulated document; boundaries do not change what is held
 GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
 SLACK = 3 << 30  # bytes of a GPU that the driver, the allocator and the kernels' workspaces take
@@ -115,20 +117,23 @@ def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, red
     held = _Held(shape, _routed_tokens(batch, model_config, shape), model_config.get_text_config().vocab_size)
     with _fake_world(shape) as mesh:
         of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
-        with _watching_resizes(held), _host_elsewhere():
+        with _watching_resizes(held), _as_on_a_gpu():
             drawn = replace(parts, model=_Drawn(parts.model, model_config, fake, held))
             model, _ = assemble(drawn, _NO_TOKENIZER, mesh, "fsdp", dtype)
             model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
+            optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
             with fake, held:
-                return _run(parts, model, of_rank.map_tensors(fake.from_tensor), held, shape)
+                inputs = of_rank.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
+                return _run(parts, model, optimizer, inputs, held, shape)
 
 
-def _run(parts: Parts, model: ParallelModel, inputs: ThdBatch, held: _Held, shape: MeshShape) -> Simulation:
+def _run(
+    parts: Parts, model: ParallelModel, optimizer: Optimizer, inputs: ThdBatch, held: _Held, shape: MeshShape
+) -> Simulation:
     lm = model.loss_model.lm
     install(lm, _CountedAttention())
     tile_layers(decoder_layers(lm), chosen_tile(parts.training, len(inputs.labels)))
     recompute_layers(decoder_layers(lm), parts.training.activation_checkpointing, parts.training.recompute_every_layers)
-    optimizer = parts.optimizer(model.loss_model)
     held.enter("optimizer")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -138,7 +143,7 @@ def _run(parts: Parts, model: ParallelModel, inputs: ThdBatch, held: _Held, shap
     num_micro_batches = min(
         2, global_batch_size_of(parts.training, shape.dp) // (parts.training.micro_batch_size * shape.dp)
     )
-    loss_sum = torch.zeros(())
+    loss_sum = torch.zeros((), device=GPU)
     for number in range(1, num_micro_batches + 1):
         with model.accumulate(is_last=number == num_micro_batches):
             held.enter("forward")
@@ -190,7 +195,7 @@ class _Drawn(CausalLM):
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)
-            torch.empty(max(p.numel() for p in model.parameters()))  # the one that is read
+            torch.empty(max(p.numel() for p in model.parameters()), device=device)  # the one that is read
         return model.train()
 
 
@@ -363,7 +368,7 @@ def _fake_world(shape: MeshShape) -> Iterator[Mesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.world_size)
     try:
         sizes = (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
-        yield Mesh(shape, torch.device("cpu"), init_device_mesh("cpu", sizes, mesh_dim_names=AXES))
+        yield Mesh(shape, GPU, init_device_mesh("cpu", sizes, mesh_dim_names=AXES))
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # plans name the groups of this world
@@ -386,19 +391,20 @@ def _watching_resizes(held: _Held) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _host_elsewhere() -> Iterator[None]:
-    """What is offloaded goes where it is not counted."""
-    layers.HOST = SIMULATED_HOST
+def _as_on_a_gpu() -> Iterator[None]:
+    """FSDP's device is the GPU; an update in place is one kernel there, which allocates nothing."""
+    of_mesh, update = fsdp._get_device_from_mesh, optimizers.update
+    fsdp._get_device_from_mesh, optimizers.update = lambda mesh: GPU, lambda *args, **kwargs: None
     try:
         yield
     finally:
-        layers.HOST = torch.device("cpu")
+        fsdp._get_device_from_mesh, optimizers.update = of_mesh, update
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, DTensor):
         yield from _tensors(value.to_local())
-    elif isinstance(value, FakeTensor) and value.device != SIMULATED_HOST:
+    elif isinstance(value, FakeTensor) and value.device == GPU:
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -406,4 +412,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _local_bytes(value: Tensor) -> int:
-    return local(value).nbytes
+    """On the GPU."""
+    return sum(part.nbytes for part in _tensors(value))

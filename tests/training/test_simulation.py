@@ -82,6 +82,17 @@ def test_memory_falls_with_ranks_and_with_recomputation() -> None:
     assert recomputed.peaks["forward"] - offloaded.peaks["forward"] == pytest.approx(inputs, rel=0.01)
 
 
+def test_what_is_offloaded_is_on_the_host() -> None:
+    """Shards, their gradients and moments; a copy of a layer's shards is on the GPU while it is gathered."""
+    there, here = (world(1, 1, 1, overrides=(FULL, f"mesh.cpu_offload={how}")) for how in ("true", "false"))
+    assert there.weights == there.gradients == there.optimizer == 0
+    assert there.peaks["load"] < 2**18  # buffers
+    assert there.peaks["optimizer"] < 2**18
+    states = 4 * 4 * PARAMETERS
+    assert 4 * LAYER < there.peaks["backward"] < here.peaks["backward"] - states / 2
+    assert there.sent == here.sent
+
+
 def test_context_parallel_ranks_share_the_tokens() -> None:
     alone, shared = world(1, 4, 1), world(1, 1, 4)
     assert shared.weights == alone.weights
@@ -132,6 +143,17 @@ def test_one_process_holds_the_whole_model() -> None:
     assert found.optimizer == pytest.approx(8 * PARAMETERS, rel=1e-3)
 
 
+@pytest.mark.parametrize(("optimizer", "bytes_per_weight"), [("adamw_bf16", 4), ("adamw_8bit", 2)])
+def test_small_states(optimizer: str, bytes_per_weight: int) -> None:
+    """Their update in place is one kernel on a GPU, so that the optimizer is no peak; a real one works afterwards."""
+    bf16 = ("training.master_weights=bf16", "training.precision=bf16")
+    found = world(1, 8, 1, overrides=(f"optimizer={optimizer}", *bf16))
+    assert found.weights == found.gradients == 2 * PARAMETERS // 8
+    assert found.optimizer == pytest.approx(bytes_per_weight * PARAMETERS / 8, rel=0.03)
+    assert found.peaks["optimizer"] < 2 * (found.weights + found.gradients + found.optimizer)
+    assert memory.optimizer_bytes(parts(f"optimizer={optimizer}").optimizer) == pytest.approx(bytes_per_weight, 0.03)
+
+
 def test_the_dry_run_of_one_process_answers_for_a_world(capsys: pytest.CaptureFixture[str]) -> None:
     asked = config("mesh.dp_shard=16", "mesh.cp=2", "training.global_batch_size=16", "training.precision=bf16")
     assert dry_run(asked) == 0
@@ -168,15 +190,16 @@ WORLDS = {
     "cp": ("Qwen3-8B", ["mesh.cp=4", "mesh.cp_exchange=all_to_all", FULL]),
     "tp": ("Llama-3.1-8B-Instruct", ["mesh.dp_shard=8", "mesh.tp=4", FULL]),
     "experts": ("Qwen3-30B-A3B", ["mesh.dp_shard=8", FULL]),
+    "fewer-experts-than-ranks": ("Qwen3-30B-A3B", ["mesh.dp_shard=1024", FULL]),
     "ep": ("Qwen3-30B-A3B", ["mesh.dp_shard=8", "mesh.ep=8", FULL]),
 }
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_the_arithmetic_says_what_is_counted(name: str) -> None:
-    """Of models as wide as those that are trained, of four layers."""
+    """Of models as wide as those that are trained, of four layers; mixtures of two, where no layer is behind another."""
     shape, overrides = WORLDS[name]
-    model = shipped(shape, num_hidden_layers=4)
+    model = shipped(shape, num_hidden_layers=2 if "experts" in name else 4)
     found, estimate = counted(model, ["packed_sequence.packed_sequence_size=8192", *overrides])
     assert estimate.total == pytest.approx(found.peak, rel=0.03)
     if name == "tp":
