@@ -100,6 +100,9 @@ class ModelSize:
     layer_weights: float  # in matrices of the language model's layers, those that one token visits
     num_layers: int
     largest_layer: int  # parameters
+    num_experts: int  # stacked in that layer; 0 = none
+    expert_weights: int  # of that layer, all of its experts
+    all_experts: int  # weights of all layers' experts
     embedding: int  # parameters of the language model outside its layers, tied ones once
     head_weights: int
     towers: int  # parameters of a composite that text does not meet: vision, audio, their projections
@@ -132,6 +135,8 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
     text = lm.config.get_text_config()
     visited = sum(_visited_weights(layer, text) for layer in layers)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    experts = [[p for name, p in layer.named_parameters() if ".experts." in f".{name}"] for layer in layers]
+    largest = experts[sizes.index(max(sizes))]
     total = sum(p.numel() for p in lm.parameters())
     of_text = sum(p.numel() for p in {*decoder.parameters(), *head.parameters()})
     return ModelSize(
@@ -139,6 +144,9 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
         layer_weights=visited,
         num_layers=len(layers),
         largest_layer=max(sizes),
+        num_experts=min((p.shape[0] for p in largest if p.ndim == 3), default=0),
+        expert_weights=sum(p.numel() for p in largest),
+        all_experts=sum(p.numel() for of_layer in experts for p in of_layer),
         embedding=of_text - sum(sizes),
         head_weights=head.weight.numel(),
         towers=total - of_text,

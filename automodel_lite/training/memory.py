@@ -33,6 +33,7 @@ from automodel_lite.models.flops import ModelSize, chosen_experts, model_size, s
 from automodel_lite.models.layers import chosen_tile
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
 from automodel_lite.parallel.mesh import MeshShape, mesh_shape
+from automodel_lite.parallel.sharding import copies_of_experts
 
 if TYPE_CHECKING:
     from automodel_lite.training.build import Parts
@@ -88,6 +89,9 @@ def estimate_memory(
     compute, master = dtype.itemsize, 2 if parts.training.master_weights == "bf16" else _FP32
     trained = Trained(size.parameters - size.towers, adapter)
     shards = shape.world_size // shape.dp_replicate if strategy == "fsdp" else 1
+    summed, copies = trained.weights, _copies_of_experts(shape, size) if strategy == "fsdp" else 1
+    size = replace(size, parameters=size.parameters + (copies - 1) * size.all_experts)
+    trained = replace(trained, model=size.parameters - size.towers)
     frozen = (size.towers if adapter is None else size.parameters) * compute
     tokens = parts.training.micro_batch_size * parts.packed_sequence_size
     on_gpu = 0.0 if parts.mesh.cpu_offload else 1.0
@@ -104,7 +108,7 @@ def estimate_memory(
         return replace(held, gradients=held.gradients * (2 if strategy == "ddp" else 1))
     before = 0.0
     if batch_shape(parts.training, shape.dp).micro_steps > 1:
-        before = held.gradients if reduces_every or shape.tp > 1 else _FP32 * trained.weights
+        before = held.gradients if reduces_every or shape.tp > 1 else _FP32 * summed
     local, is_trained = tokens / shape.cp, adapter is None
     moments = _moments(held, before, shape, model, size, local, compute, kept, is_trained)
     return max(moments, key=lambda moment: moment.total)
@@ -129,13 +133,14 @@ def _moments(
     next are: those of the head while the last layer is at work, then those of the layer behind.
     """
     text = model.get_text_config()
-    experts = _expert_weights(model, size) / shape.ep
-    layer = (size.largest_layer - _expert_weights(model, size)) / shape.tp + experts
+    experts, copies = size.expert_weights / shape.ep, _copies_of_experts(shape, size)
+    layer = (size.largest_layer - size.expert_weights) / shape.tp + experts
+    apart = experts if copies > 1 else 0.0  # gathered and reduced by themselves, while the rest of the layer waits
     hidden, head = text.hidden_size, size.head_weights / shape.tp
     is_tied = size.embedding < 2 * size.head_weights  # counted once; a composite's text config may not know
     table = size.embedding / shape.tp - (0 if is_tied else head)
     shards = shape.dp_shard * shape.cp
-    copies = 2 if shape.world_size > shape.dp_replicate else 1
+    gathers = 2 if shape.world_size > shape.dp_replicate else 1
     inputs = compute * hidden * local
     at_work = held.activations - kept
     rows = local * hidden * (_FP32 + 4 * compute)  # the last norm, the rows of the loss and their gradient
@@ -144,22 +149,36 @@ def _moments(
     at_loss = replace(
         held,
         gradients=before + (reduced * table if before == held.gradients else 0.0),
-        working_copy=copies * compute * head + whole_head,
+        working_copy=gathers * compute * head + whole_head,
         activations=kept + rows,
     )
     made = compute * (experts or _inner_width(model, size) * hidden / shape.tp) if is_trained else 0.0
-    of_layers = max(held.gradients - reduced * (2 * layer + table) / shards, 0.0)
+    of_layer = reduced * (layer + (copies - 1) * experts) / shards
+    of_layers = [max(held.gradients - number * of_layer - reduced * table / shards, 0.0) for number in (1, 2)]
     last = replace(
         held,
         gradients=before + reduced * head + made,
-        working_copy=copies * compute * layer,
+        working_copy=compute * (gathers * (layer - apart) + apart),
         activations=kept + at_work + inputs,
         logits=0.0,
     )
-    behind = replace(last, gradients=before + reduced * layer + made, activations=last.activations - inputs)
-    first = replace(behind, gradients=max(before, of_layers) + reduced * layer + made, activations=at_work + 3 * inputs)
+    behind = replace(last, gradients=before + reduced * (layer - apart) + made, activations=last.activations - inputs)
+    second = replace(
+        behind, gradients=max(before, of_layers[1]) + reduced * (layer - apart) + made, activations=at_work + 3 * inputs
+    )
+    first = replace(  # nothing is gathered ahead
+        second,
+        gradients=second.gradients - max(before, of_layers[1]) + max(before, of_layers[0]),
+        working_copy=compute * layer,
+        activations=at_work + 2 * inputs,
+    )
     end = replace(held, gradients=held.gradients + reduced * table, activations=0.0, logits=0.0)
-    return [at_loss, last, behind, first, end]
+    return [at_loss, last, first, end, *([behind, second] if size.num_layers > 2 else [])]
+
+
+def _copies_of_experts(shape: MeshShape, size: ModelSize) -> int:
+    is_split = shape.tp > 1 or shape.ep > 1
+    return 1 if is_split else copies_of_experts(size.num_experts, shape.dp_shard * shape.cp)
 
 
 def plan_memory(
@@ -235,18 +254,20 @@ def _activations(
     local, hidden = tokens / shape.cp, text.hidden_size
     attended, kv = _attention_widths(model, size)
     inner = _inner_width(model, size)
-    norms = 2 * (_FP32 + 2 * compute) * hidden  # each: its input in fp32, the normed, the scaled
+    tile = min(local, chosen_tile(parts.training, int(local)) or local)
+    of_norm = compute if tile < local else _FP32 + 2 * compute  # its input; untiled in fp32, with the normed and scaled
+    norms = 2 * (of_norm + (compute if tile < local else 0)) * hidden
     if size.has_head_norms:
-        norms += (_FP32 + 2 * compute) * (attended + kv) / 2 / shape.tp
-    copies = (
-        3 * (chosen_experts(text) or 1) * hidden if _expert_weights(model, size) else 0
-    )  # of tokens, for each expert
-    mlp_tokens = local if copies else min(local, chosen_tile(parts.training, int(local)) or local)
+        norms += of_norm * (attended + kv) / 2 / shape.tp
+    copies = 3 * (chosen_experts(text) or 1) * hidden if size.expert_weights else 0  # of tokens, for each expert
+    mlp_tokens = local if copies else tile
     layer = (
         local * (norms + compute * ((attended + kv) / shape.tp + copies)) + mlp_tokens * compute * 4 * inner / shape.tp
     )
     if shape.cp > 1 and parts.mesh.cp_exchange in ("auto", "all_gather"):
         layer += tokens * compute * kv  # gathered keys and values
+    elif shape.cp > 1 and parts.mesh.cp_exchange == "all_to_all":
+        layer += local * compute * attended / 2  # outputs that have come back
     how = parts.training.activation_checkpointing
     num_layers = size.num_layers
     num_recomputed = 0 if how == "none" else -(-num_layers // parts.training.recompute_every_layers)
@@ -256,6 +277,8 @@ def _activations(
     slopes = (
         mlp_tokens * compute * (-2 * inner - copies / 3 if copies else 2 * inner) / shape.tp
     )  # experts' are made last
+    if tile < local:
+        slopes += local * compute * hidden  # of the MLP's input, filled tile by tile
     at_work = layer if num_recomputed else 0.0
     return (num_layers - num_recomputed) * layer + num_recomputed * local * kept, at_work + slopes
 
@@ -273,13 +296,6 @@ def _inner_width(model: PretrainedConfig, size: ModelSize) -> float:
     hidden = model.get_text_config().hidden_size
     of_attention = hidden * sum(_attention_widths(model, size))
     return max(size.layer_weights / size.num_layers - of_attention, 0) / (3 * hidden)
-
-
-def _expert_weights(model: PretrainedConfig, size: ModelSize) -> float:
-    """Of the largest layer; 0 where a token visits all weights."""
-    is_mixture = (chosen_experts(model.get_text_config()) or 1) > 1
-    of_attention = model.get_text_config().hidden_size * sum(_attention_widths(model, size))
-    return max(size.largest_layer - of_attention, 0.0) if is_mixture else 0.0
 
 
 def _logits(loss: Loss, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool) -> float:
@@ -414,6 +430,8 @@ def estimate(
     replicas = (
         2 * _FP32 * size.parameters / (shards * shape.tp) * (shape.dp_replicate - 1) / shape.dp_replicate
     )  # HSDP's all-reduce
+    copies = _copies_of_experts(shape, size)
+    replicas += 2 * _FP32 * size.all_experts * (copies - 1) / shards
     in_layers = _exchange_bytes(model, tokens / shape.tp, shape.cp) * (3 if recomputed > 1 else 2)
     in_layers += micro_steps * _tensor_parallel_bytes(
         model, size, tokens / micro_steps / shape.cp, shape.tp, recomputed > 1

@@ -9,7 +9,7 @@ import torch
 
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.parallel.mesh import MeshShape, init_mesh
-from automodel_lite.parallel.sharding import choose_strategy
+from automodel_lite.parallel.sharding import choose_strategy, copies_of_experts
 from tests.run.small_run import losses, train, train_on
 
 
@@ -24,6 +24,15 @@ def test_a_rank_takes_a_gpu_that_it_sees(num_visible: int, index: int, monkeypat
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     assert init_mesh(MeshConfig(strategy="none")).device == torch.device("cuda", index)
     assert taken == [torch.device("cuda", index)]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_shards", "copies"),
+    [(128, 1024, 8), (128, 128, 1), (128, 64, 1), (60, 1024, 16), (8, 64, 8), (3, 4, 1), (0, 64, 1)],
+)
+def test_experts_are_sharded_over_no_more_ranks_than_there_are(num_experts: int, num_shards: int, copies: int) -> None:
+    """60 over 64 of 1,024 ranks: every rank gathers padding for 4 of 64, not for 964."""
+    assert copies_of_experts(num_experts, num_shards) == copies
 
 
 def test_one_gpu_is_sharded_like_many() -> None:

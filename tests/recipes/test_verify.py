@@ -42,12 +42,17 @@ def verify_on_rank(rank: int, world_size: int, folder: Path, overrides: list[str
     return verify(folder, *overrides)
 
 
+EXPERTS = ["model.config.model_type=qwen3_moe", "+model.config.num_experts=4", "+model.config.moe_intermediate_size=24"]
+
+
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
         (2, ["mesh.cp=2"]),
         pytest.param(4, ["mesh.cp=2", "mesh.strategy=ddp", "mesh.cp_exchange=all_to_all"], marks=pytest.mark.slow),
         pytest.param(4, ["mesh.dp_replicate=2", "mesh.cp=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["mesh.ep=2", *EXPERTS], marks=pytest.mark.slow),
     ],
     ids=str,
 )
