@@ -64,7 +64,7 @@ def test_weights_that_are_not_finite_are_named(value: float) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
     install(model, ReferenceAttention())
-    with pytest.raises(ConfigError, match=r"not finite: .*model.layers.1.mlp.up_proj.weight holds inf or NaN"):
+    with pytest.raises(ConfigError, match=r"not finite: .*model.layers.1.mlp.up_proj.weight contains inf or NaN"):
         check_packing_isolation(model)
 
 

@@ -489,7 +489,7 @@ def test_validation_documents(tmp_path: Path) -> None:
     val = [split.val["val"][i]["prompt"] for i in range(2)]
     assert sorted(val + [split.train[i]["prompt"] for i in range(3)]) == ["q0", "q1", "q2", "q3", "q4"]
     assert val == [again.val["val"][i]["prompt"] for i in range(2)]
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="set only one of them"):
         FilesDataset(path, val_frac=0.4, val_path=other)
 
 

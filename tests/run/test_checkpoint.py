@@ -315,7 +315,10 @@ def _another_shape(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_flip_a_bit, r"step_00000002 does not load: .*another checksum .*\(tensors/rank_00000.safetensors\)"),
+        (
+            _flip_a_bit,
+            r"step_00000002 does not load: .*does not match its checksum .*\(tensors/rank_00000.safetensors\)",
+        ),
         (_cut, "step_00000002 is skipped: tensors/rank_00000.safetensors has .* bytes instead of"),
         (_lose_a_shard, "step_00000002 is skipped: rank_00000.safetensors is missing"),
         (_lose_the_manifest, "step_00000002 is skipped: COMPLETE.json is missing"),

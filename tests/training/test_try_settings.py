@@ -121,7 +121,7 @@ def test_an_optimizer_of_your_own_that_refuses_a_value() -> None:
 
 def test_a_mistake_costs_no_tokenizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.train_ft.prepare_data", lambda *_: pytest.fail("the data were read"))
-    with pytest.raises(ConfigError, match="cannot work"):
+    with pytest.raises(ConfigError, match="does not work"):
         train(tmp_path / "run", "model.config.hidden_size=33")
 
 
