@@ -32,10 +32,11 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-paths/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ao,liger,qlora]" triton
 	touch $@
 
+# numpy: the interpreter of its Triton (3.6) fails on 2.4
 .venv-gpu-oldest/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-gpu-oldest
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
-	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 --editable ".[dev,liger,qlora]"
+	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,liger,qlora]"
 	touch $@
 
 # the exported folder in an engine of its own (mlx-lm, on a CPU)
