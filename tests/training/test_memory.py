@@ -267,7 +267,7 @@ def test_weights_that_no_memory_holds_are_named_before_they_are_made() -> None:
     size = model_size(LlamaConfig(hidden_size=10**6, intermediate_size=64, num_hidden_layers=2, vocab_size=64))
     shape = MeshShape(dp_replicate=1, dp_shard=2, cp=1)
     with pytest.raises(
-        ConfigError, match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: take"
+        ConfigError, match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: use"
     ):
         check_weights_fit(parts, shape, "fsdp", size, torch.device("cpu"))
     check_weights_fit(parts, shape, "fsdp", replace(size, parameters=10**6), torch.device("cpu"))
