@@ -18,7 +18,6 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import is_timm_available
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
@@ -279,6 +278,8 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
     """Raises ConfigError for sizes that no model can have, and for a missing package; libraries meet them late, or
     never.
     """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES  # with the names of all families
+
     towers = [config_value(config, key) for key in config.sub_configs]
     classes = [MODEL_MAPPING_NAMES.get(tower.model_type) for tower in towers if tower]
     if "TimmWrapperModel" in classes and not is_timm_available():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
@@ -33,6 +33,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.models.adapter import Adapter, Peft
 from automodel_lite.models.flops import chosen_experts
 from automodel_lite.models.layers import (
     chosen_tile,
@@ -118,7 +119,8 @@ def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, red
     with _fake_world(shape) as mesh:
         of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         with _watching_resizes(held), _as_on_a_gpu():
-            drawn = replace(parts, model=_Drawn(parts.model, model_config, fake, held))
+            adapters: Any = _Adapters(parts.peft) if parts.peft else None
+            drawn = replace(parts, model=_Drawn(parts.model, model_config, fake, held), peft=adapters)
             model, _ = assemble(drawn, _NO_TOKENIZER, mesh, "fsdp", dtype)
             model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
             optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
@@ -173,6 +175,22 @@ def _run(
         at_peak=held.at_peak(),
         sent=sent,
     )
+
+
+class _Adapters:
+    """Adapters without memory, in sight when the weights are given some."""
+
+    def __init__(self, peft: Peft) -> None:
+        self._peft, self.check = peft, peft.check
+
+    def adapt(self, model: transformers.PreTrainedModel, base: str) -> Adapter:
+        adapter = self._peft.adapt(model, base)
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, empty)
+        object.__setattr__(adapter, "hidden", contextlib.nullcontext)
+        return adapter
 
 
 class _Drawn(CausalLM):

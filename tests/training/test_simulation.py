@@ -163,6 +163,21 @@ def test_the_dry_run_of_one_process_answers_for_a_world(capsys: pytest.CaptureFi
     assert "fits GPUs of 16 GB and more" in shown
 
 
+@pytest.mark.parametrize("peft", ["lora", "dora"])
+def test_adapters_alone_have_gradients_and_states(peft: str) -> None:
+    rank = 8 * 4 * (4 * 256 + 2 * 256 + 2 * 128)  # of the four matrices of attention, on each of which sit two
+    overrides = (
+        f"peft={peft}",
+        "peft.r=8",
+        "peft.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+        "training.precision=bf16",
+    )
+    found = world(1, 2, 1, overrides=(*overrides, "model=pretrained", "model.pretrained=any"))
+    adapters = rank + (4 * (2 * 256 + 2 * 128) if peft == "dora" else 0)
+    assert found.gradients == 4 * adapters // 2
+    assert found.weights == (2 * PARAMETERS + 4 * adapters) // 2
+
+
 def test_a_softcap_does_not_stop_it() -> None:
     gemma = transformers.Gemma2Config(
         hidden_size=64,
