@@ -35,7 +35,8 @@ def cpu_seconds(*command: str) -> float:
     "arguments", [["--help"], ["--config-name", "llama_packed", "--cfg", "job"]], ids=["help", "cfg"]
 )
 def test_questions_are_answered_without_torch(arguments: list[str]) -> None:
-    assert cpu_seconds("recipes/train_ft.py", *arguments) <= 0.8  # torch alone takes 1.3
+    limit = 0.8  # torch alone takes 1.3; a busy neighbor of the core can double a single measurement
+    assert any(cpu_seconds("recipes/train_ft.py", *arguments) <= limit for _ in range(5))
 
 
 def imported_of(names: str, code: str) -> list[str]:
