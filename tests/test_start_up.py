@@ -22,6 +22,7 @@ ONLY_MODELS = (
 )
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.getcwd()}
+ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)  # a second start would compile everything again
 
 
 def cpu_seconds(*command: str) -> float:
