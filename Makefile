@@ -14,7 +14,7 @@ test: $(READY)
 
 # whole jobs: killed, requeued, on SLURM, on two hosts; they wait more than they compute
 test-system: $(READY)
-	$(BIN)/python -m pytest -m "system and not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "system and not slow" -n 3 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio,mlflow]" trl
