@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
     from automodel_lite.training.build import build_parts
     from automodel_lite.training.dry_run import try_model
-    from automodel_lite.training.memory import Hardware, estimates
+    from automodel_lite.training.scaling import Hardware, estimate
 
     parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
     try_model(parts.model)
@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
         gpus_per_node=args.gpus_per_node,
     )
     print("gpus   dp x cp   tokens per step   compute s   exposed traffic s   step s   tokens/s/gpu   memory GiB/gpu")
-    for row in estimates(parts, model, hardware, args.gpus, args.document_tokens):
-        print(row)
+    for gpus in args.gpus:
+        print(estimate(parts, model, hardware, gpus, args.document_tokens))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,14 +8,12 @@
     logits        of the rows that the loss has at one time
 
 The allocator's slack, the kernels' workspaces and communication buffers come on top: some 1 to 3 GiB on a GPU.
-
-`estimate` adds step time and traffic, for any number of GPUs (docs/scaling.md).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,10 +27,10 @@ from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.schema import launched
 from automodel_lite.data.loader import batch_shape
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.flops import ModelSize, chosen_experts, model_size, step_flops
+from automodel_lite.models.flops import ModelSize, chosen_experts
 from automodel_lite.models.layers import chosen_tile
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
-from automodel_lite.parallel.mesh import MeshShape, mesh_shape
+from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import copies_of_experts
 
 if TYPE_CHECKING:
@@ -89,7 +87,7 @@ def estimate_memory(
     compute, master = dtype.itemsize, 2 if parts.training.master_weights == "bf16" else _FP32
     trained = Trained(size.parameters - size.towers, adapter)
     shards = shape.world_size // shape.dp_replicate if strategy == "fsdp" else 1
-    summed, copies = trained.weights, _copies_of_experts(shape, size) if strategy == "fsdp" else 1
+    summed, copies = trained.weights, expert_copies(shape, size) if strategy == "fsdp" else 1
     size = replace(size, parameters=size.parameters + (copies - 1) * size.all_experts)
     trained = replace(trained, model=size.parameters - size.towers)
     frozen = (size.towers if adapter is None else size.parameters) * compute
@@ -133,7 +131,7 @@ def _moments(
     next are: those of the head while the last layer is at work, then those of the layer behind.
     """
     text = model.get_text_config()
-    experts, copies = size.expert_weights / shape.ep, _copies_of_experts(shape, size)
+    experts, copies = size.expert_weights / shape.ep, expert_copies(shape, size)
     layer = (size.largest_layer - size.expert_weights) / shape.tp + experts
     apart = experts if copies > 1 else 0.0  # gathered and reduced by themselves, while the rest of the layer waits
     hidden, head = text.hidden_size, size.head_weights / shape.tp
@@ -176,7 +174,7 @@ def _moments(
     return [at_loss, last, first, end, *([behind, second] if size.num_layers > 2 else [])]
 
 
-def _copies_of_experts(shape: MeshShape, size: ModelSize) -> int:
+def expert_copies(shape: MeshShape, size: ModelSize) -> int:
     is_split = shape.tp > 1 or shape.ep > 1
     return 1 if is_split else copies_of_experts(size.num_experts, shape.dp_shard * shape.cp)
 
@@ -353,122 +351,3 @@ def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None) -> str:
 def gib(num_bytes: float) -> str:
     """`11.2 GiB`, or `4.0 MiB` below half a GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-_BF16, _FP32 = 2, 4
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Of one GPU; bandwidths in one direction."""
-
-    peak_flops: float
-    mfu_frac: float  # that compute alone reaches
-    in_node_bytes_per_s: float
-    between_nodes_bytes_per_s: float
-    gpus_per_node: int = 8
-
-    def bandwidth(self, num_ranks: int) -> float:
-        """Of a ring over so many neighboring ranks: its slowest link decides."""
-        return self.in_node_bytes_per_s if num_ranks <= self.gpus_per_node else self.between_nodes_bytes_per_s
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One optimizer step on `gpus` GPUs; bytes and seconds of one GPU."""
-
-    gpus: int
-    dp: int
-    cp: int
-    tokens: float  # of all GPUs
-    compute_s: float
-    gather_bytes: float  # parameters: forward and backward of every micro-batch
-    reduce_bytes: float  # gradients: once
-    exchange_bytes: float  # keys and values between context-parallel ranks, activations between tensor-parallel ones
-    exposed_s: float  # traffic that computing does not hide
-    memory_bytes: float
-
-    @property
-    def step_s(self) -> float:
-        return self.compute_s + self.exposed_s
-
-    def __str__(self) -> str:
-        return (
-            f"{self.gpus:4d}   {f'{self.dp} x {self.cp}':>7s}   {self.tokens:13,.0f}   {self.compute_s:9.3f}   "
-            f"{self.exposed_s:17.3f}   {self.step_s:6.3f}   {self.tokens / self.step_s / self.gpus:12,.0f}   "
-            f"{self.memory_bytes / 2**30:14.1f}"
-        )
-
-
-def estimates(
-    parts: Parts, model: PretrainedConfig, hardware: Hardware, gpus: Sequence[int], document_tokens: int
-) -> list[Estimate]:
-    """Weak scaling: each data-parallel rank keeps its packs per step. `document_tokens` is the mean length."""
-    return [estimate(parts, model, hardware, number, document_tokens) for number in gpus]
-
-
-def estimate(
-    parts: Parts, model: PretrainedConfig, hardware: Hardware, gpus: int, document_tokens: int, micro_steps: int = 1
-) -> Estimate:
-    """A full fine-tuning step under FSDP2 in bf16; `mesh.dp_shard=-1` takes all ranks that remain.
-
-    Raises ConfigError when the mesh does not fit the number of GPUs.
-    """
-    shape = mesh_shape(replace(parts.mesh, dp_shard=-1), gpus)
-    size = model_size(model)
-    flops = step_flops(model, size, None)
-    tokens = parts.training.micro_batch_size * parts.packed_sequence_size * micro_steps  # a dp rank
-    pairs = tokens / document_tokens * document_tokens * (document_tokens + 1) / 2
-    recomputed = 4 / 3 if parts.training.activation_checkpointing in ("full", "offload") else 1.0
-    work = flops.of(tokens, tokens, pairs) * recomputed / (shape.cp * shape.tp)
-    compute_s = work / (hardware.peak_flops * hardware.mfu_frac)
-    shards = shape.dp_shard * shape.cp
-    part = (shards - 1) / shards
-    gathered_twice = size.parameters - size.embedding  # the root's own parameters stay whole until its backward
-    gather = micro_steps * _BF16 * (2 * gathered_twice + size.embedding) * part / shape.tp
-    reduce = _FP32 * size.parameters * part / shape.tp
-    replicas = (
-        2 * _FP32 * size.parameters / (shards * shape.tp) * (shape.dp_replicate - 1) / shape.dp_replicate
-    )  # HSDP's all-reduce
-    copies = _copies_of_experts(shape, size)
-    replicas += 2 * _FP32 * size.all_experts * (copies - 1) / shards
-    in_layers = _exchange_bytes(model, tokens / shape.tp, shape.cp) * (3 if recomputed > 1 else 2)
-    in_layers += micro_steps * _tensor_parallel_bytes(
-        model, size, tokens / micro_steps / shape.cp, shape.tp, recomputed > 1
-    )
-    exchange_s = in_layers / hardware.bandwidth(shape.cp * shape.tp)
-    traffic_s = (gather + reduce) / hardware.bandwidth(shards) + replicas / hardware.bandwidth(gpus)
-    num_layers = size.num_layers
-    exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange_s
-    one_step = replace(parts, training=replace(parts.training, global_batch_size=None))
-    strategy = "fsdp" if gpus > 1 else "none"
-    memory = estimate_memory(one_step, shape, strategy, model, size, None, torch.bfloat16)
-    return Estimate(
-        gpus,
-        shape.dp,
-        shape.cp,
-        tokens * shape.dp,
-        compute_s,
-        gather,
-        reduce + replicas,
-        in_layers,
-        exposed_s,
-        memory.total,
-    )
-
-
-def _exchange_bytes(model: PretrainedConfig, tokens: float, cp: int) -> float:
-    """Keys and values that a rank receives in one pass over the layers; they meet nothing that would hide them."""
-    kv_width = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in layer_shapes(model))
-    return float(tokens * kv_width * _BF16 * (cp - 1) / cp)
-
-
-def _tensor_parallel_bytes(
-    model: PretrainedConfig, size: ModelSize, local: float, tp: int, is_recomputed: bool
-) -> float:
-    """All-reduces of a micro-batch: the embedding's, of each layer two results and the gradients of five inputs (of q,
-    k, v, gate and up), one result again when it is recomputed; and the head, which each rank gathers.
-    """
-    all_reduces = size.num_layers * (8 if is_recomputed else 7) + 1
-    hidden = _BF16 * local * model.get_text_config().hidden_size
-    return (2 * all_reduces * hidden + _BF16 * size.head_weights) * (tp - 1) / tp

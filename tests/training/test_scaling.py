@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.training.build import Parts, build_parts
-from automodel_lite.training.memory import Hardware, estimate
+from automodel_lite.training.scaling import Hardware, estimate
 
 HARDWARE = Hardware(1e12, 0.5, in_node_bytes_per_s=1e9, between_nodes_bytes_per_s=1e8)
 MODEL = LlamaConfig(
@@ -58,6 +58,16 @@ def test_context_parallel_exchanges_keys_and_values() -> None:
     two = estimate(parts_of("mesh.cp=2"), MODEL, HARDWARE, 2, 8)
     assert two.exchange_bytes == 2 * (2 * 64 * (2 * 1 * 4) * 2) / 2
     assert (two.dp, two.cp, two.tokens) == (1, 2, 64)
+
+
+def test_each_exchange_has_its_own_traffic() -> None:
+    dealt, ring = (
+        estimate(parts_of("mesh.cp=2", f"mesh.cp_exchange={name}"), MODEL, HARDWARE, 2, 8)
+        for name in ("all_to_all", "ring")
+    )
+    q, kv, out = 2 * 4, 2 * 2 * 4, 2 * 4  # one key head is not enough for two ranks
+    assert dealt.exchange_bytes == 2 * (2 * 32 * (q + kv + out) * 2) / 2
+    assert ring.exchange_bytes == 2 * (32 * (2 * 1 * 4) * 2) * 3  # the gradients travel with what they are of
 
 
 def test_replicas_spare_the_network() -> None:

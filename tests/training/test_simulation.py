@@ -13,7 +13,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.training import memory
+from automodel_lite.training import memory, scaling
 from automodel_lite.training.build import Parts, build_parts
 from automodel_lite.training.dry_run import dry_run, planned_shape
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
@@ -218,7 +218,7 @@ def test_the_arithmetic_says_what_is_counted(name: str) -> None:
     found, estimate = counted(model, ["packed_sequence.packed_sequence_size=8192", *overrides])
     assert estimate.total == pytest.approx(found.peak, rel=0.03)
     if name == "tp":
-        moved = memory.estimate(parts("packed_sequence.packed_sequence_size=8192", *overrides), model, HARDWARE, 32, 1)
+        moved = scaling.estimate(parts("packed_sequence.packed_sequence_size=8192", *overrides), model, HARDWARE, 32, 1)
         assert found.sent["tp"] == pytest.approx(moved.exchange_bytes, rel=0.001)
 
 
@@ -231,11 +231,11 @@ def test_the_arithmetic_of_whole_models(shape: str, ranks: int) -> None:
     size = ["packed_sequence.packed_sequence_size=8192", f"mesh.dp_shard={ranks}", FULL]
     found, estimate = counted(shipped(shape), size)
     assert estimate.total == pytest.approx(found.peak, rel=0.03)
-    moved = memory.estimate(parts(*size), shipped(shape), HARDWARE, ranks, 2048)
+    moved = scaling.estimate(parts(*size), shipped(shape), HARDWARE, ranks, 2048)
     assert sum(found.sent.values()) == pytest.approx(moved.gather_bytes + moved.reduce_bytes, rel=0.03)
 
 
-HARDWARE = memory.Hardware(1e15, 0.5, 3e11, 4e10)
+HARDWARE = scaling.Hardware(1e15, 0.5, 3e11, 4e10)
 
 
 def shipped(name: str, **changes: int) -> transformers.PretrainedConfig:
