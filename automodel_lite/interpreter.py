@@ -59,9 +59,8 @@ class Deadline:
     ) -> None:
         with self._lock:
             self._thread_id = None
-        if (
-            self._is_over and kind is not DeadlineExceeded
-        ):  # on its way, or swallowed inside the block: by a __del__, say
+        if self._is_over and kind is not DeadlineExceeded:
+            # it is on its way, or was swallowed inside the block: by a __del__, for example
             _raise_in(threading.get_ident(), None)
             raise DeadlineExceeded
 

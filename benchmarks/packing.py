@@ -339,15 +339,7 @@ def hard(n: int) -> None:
 
 
 def balance(n: int) -> None:
-    llama_3_8b = CostModel.of_decoder(
-        num_layers=32,
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=128256,
-    )
+    llama_3_8b = CostModel(per_token=6 * 7.504e9, per_pair=12.0 * 32 * 4096)  # weights without the input embedding
     for name, lengths, size in mixes(n):
         if name.startswith(("web", "90 %")):
             plan = plan_packs(lengths, size)

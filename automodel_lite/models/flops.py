@@ -36,27 +36,6 @@ class CostModel:
     window: int | None = None
     window_frac: float = 0.0
 
-    @staticmethod
-    def of_decoder(
-        *,
-        num_layers: int,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        vocab_size: int,
-        experts_per_token: int = 1,
-        window: int | None = None,
-        window_frac: float = 0.0,
-    ) -> CostModel:
-        """From the integers of a model config: gated MLP, grouped-query attention, an output head; 6 FLOPs per weight
-        and token, 12 per pair and attention channel (two products, forward and twice backward)."""
-        attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-        mlp = 3 * hidden_size * intermediate_size * experts_per_token
-        weights = num_layers * (attention + mlp) + hidden_size * vocab_size
-        return CostModel(6.0 * weights, 12.0 * num_layers * num_heads * head_dim, window, window_frac)
-
     def pairs(self, lengths: np.ndarray) -> np.ndarray:
         """Visible pairs of causal documents, float64: s (s + 1) / 2, fewer where a window cuts them."""
         s = lengths.astype(np.float64)

@@ -86,7 +86,6 @@ class Checkpointer:
     fence: Callable[[], None] = lambda: None  # raises RunStoppedError when the folder is another job's by now
     newest: Path | None = None  # loaded or written by this process
     failed_step: int | None = None  # of the last save, when it failed
-    blocked_s: float = 0.0  # time that saving has taken from the training
     longest_s: float = 0.0  # of a save, from its start to the rename
     _token: str = field(init=False)  # of this process' temporary folders: a job that was thought dead has others
     _is_pending: bool = False
@@ -125,9 +124,7 @@ class Checkpointer:
             return True
         tensors, scalars = flat_state(model, optimizer)
         tensors = as_boxes(tensors)
-        state = json.loads(
-            json.dumps({**state, "optimizer_scalars": scalars})
-        )  # a copy, so later changes do not reach it
+        state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy: later changes stay out of it
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_pending = current, False
         if self.config.mode == "sync" or wait:
@@ -137,7 +134,6 @@ class Checkpointer:
             staged = self._stage(tensors)
             current.thread = threading.Thread(target=self._write, args=(current, staged, state), daemon=True)
             current.thread.start()
-        self.blocked_s += time.monotonic() - began
         return self.newest == path
 
     def holds(self, step: int) -> bool:

@@ -24,13 +24,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import stream_of, tolerance_std
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.adapter import Adapter
-from automodel_lite.models.layers import has_fp8, text_part
+from automodel_lite.models.layers import has_fp8, local, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code
 from automodel_lite.parallel.mesh import Mesh
@@ -354,7 +353,7 @@ def _compare(trained: nn.Module, read: nn.Module, dtypes: dict[str, torch.dtype]
     """Raises RuntimeError when this rank's part of a weight that was read back is not the trained one, bit for bit."""
     weights = read.state_dict()
     for name, value in trained.state_dict().items():
-        want, got = (x.to_local() if isinstance(x, DTensor) else x for x in (value, weights[name]))
+        want, got = local(value), local(weights[name])
         stored = dtypes.get(name, want.dtype)
         if not torch.equal(want.to(stored), got.to(want.device, stored)):
             raise RuntimeError(f"the exported weight {name} differs from the trained one.")

@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.models.source import quantization_of
 from automodel_lite.run import durable
 
-_INDEX = "model.safetensors.index.json"
 _NO_SETTINGS = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"})
+INDEX = "model.safetensors.index.json"
 _OF_PROCESSORS = ("*processor*.json",)
 
 
@@ -151,13 +151,12 @@ def _add(folder: Path, ours: dict[str, Path], theirs: dict[str, Path]) -> None:
     places = {key: renamed[path] for key, path in ours.items()} | dict.fromkeys(weights, names[-1])
     total = sum((folder / name).stat().st_size for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2))
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
 LARGEST_FILE_BYTES = 5 << 30
 LEAST_FILE_BYTES = 64 << 20
 """A model is split so far that each rank has a file to write, but into no smaller ones."""
-INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r".*?\.\d+\.|")
 """`model.layers.3.` of a parameter's name."""
 _CODES = {

@@ -24,9 +24,11 @@ def test_ranks_get_the_line_without_the_launchers_flags() -> None:
     assert without_flags(line) == ["--config-name", "smoke", "seed=1", "-m"]
 
 
+CORES = len(os.sched_getaffinity(0))
 WRONG = [
     ({"nproc": "0"}, "--nproc 0 must be a number of processes, gpu or auto."),
     ({"nproc": "two"}, "--nproc two must be a number of processes, gpu or auto."),
+    ({"nproc": "99999"}, f"--nproc 99999 must be at most {max(16, 4 * CORES)}: this machine has {CORES} cores."),
     ({"nnodes": 2}, "--nnodes 2 needs --rdzv HOST:PORT, the same on all machines: one of them and a port."),
     ({"max_restarts": -1}, "--max-restarts -1 must be at least 0."),
 ]

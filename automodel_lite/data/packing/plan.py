@@ -20,11 +20,9 @@ Strategies see slots: the lengths of documents rounded up to slot_multiple. Each
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -314,32 +312,6 @@ class PackPlan:
             for start in range(0, len(values), BLOCK):
                 digest.update(np.ascontiguousarray(values[start : start + BLOCK], "<i8").data)
         return digest.hexdigest()[:16]
-
-    def save(self, folder: str | Path) -> None:
-        """Writes plan.json and one .npy file an array, which `load` maps into memory."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        scalars = {name: value for name, value in vars(self).items() if name not in _ARRAYS}
-        for name in _ARRAYS:
-            array = vars(self)[name]
-            if array is not None:
-                np.save(folder / f"{name}.npy", array)
-        scalars["counts"] = asdict(self.counts)
-        scalars["whole"] = self.starts is None
-        (folder / "plan.json").write_text(json.dumps(scalars, indent=1))
-
-    @staticmethod
-    def load(folder: str | Path) -> PackPlan:
-        folder = Path(folder)
-        if not (folder / "plan.json").is_file():
-            raise DataError(f"{folder} holds no pack plan (plan.json is missing): make it with PackPlan.save.")
-        scalars = json.loads((folder / "plan.json").read_text())
-        absent = ("starts", "stops") if scalars.pop("whole") else ()
-        arrays = {n: None if n in absent else np.load(folder / f"{n}.npy", mmap_mode="r") for n in _ARRAYS}
-        return PackPlan(**{**scalars, **arrays, "counts": PlanCounts(**scalars["counts"])})
-
-
-_ARRAYS = ("doc_ids", "offsets", "tokens_per_pack", "starts", "stops")
 
 
 def plan_packs(

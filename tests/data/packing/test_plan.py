@@ -229,21 +229,6 @@ def test_split_cuts_over_long_documents_into_pieces() -> None:
     assert plan.offsets.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_save_and_load(tmp_path) -> None:
-    for arguments in ({}, {"overlong": "split"}):
-        plan = plan_packs([3, 9, 4, 5], 8, **arguments)
-        plan.save(tmp_path)
-        loaded = PackPlan.load(tmp_path)
-        assert isinstance(loaded.doc_ids, np.memmap)
-        assert loaded.fingerprint() == plan.fingerprint()
-        assert (loaded.counts, loaded.lower_bound, len(loaded)) == (plan.counts, plan.lower_bound, len(plan))
-
-
-def test_load_of_a_folder_without_a_plan(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"holds no pack plan \(plan.json is missing\)"):
-        PackPlan.load(tmp_path)
-
-
 def test_padding_segments_are_bounded() -> None:
     assert padding_segments(0) == []
     assert padding_segments(700) == [512, 188]
