@@ -6,15 +6,19 @@ Rank 0 alone shows anything; of several processes of a node, the one that does t
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 LINE_EVERY_S = 10.0
 BAR_AFTER_S = 0.5
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:,}/{total:,}{unit} [{elapsed}<{remaining}]"
+_NOTED = "{desc}: {percentage:3.0f}%|{bar}| {n:,}/{total:,}{unit} [{elapsed}{postfix}]"
 
 
 def is_shown() -> bool:
@@ -28,7 +32,7 @@ class Progress:
         with Progress("tokenizing train", total=100_000, unit="documents") as progress:
             progress.add(512)
 
-    On a terminal `tokenizing train:  41%|████▏     | 41,472/100,000 [00:03<00:05, 12,310 documents/s]`; in a log
+    On a terminal `tokenizing train:  41%|████▏     | 41,472/100,000 documents [00:03<00:05]`; in a log
     `tokenizing train: 41,472 of 100,000 documents (41 %), 12,310/s, 5 s left`. Both go to the standard error stream.
     """
 
@@ -40,12 +44,12 @@ class Progress:
         if is_shown() and total and sys.stderr.isatty():
             from tqdm import tqdm  # a log needs no bar
 
-            unit = f" {unit}" if unit else "it"
             self._bar = tqdm(
                 desc=what,
                 total=total,
                 initial=num_done,
-                unit=unit,
+                unit=f" {unit}" if unit else "",
+                bar_format=_BAR,
                 leave=False,
                 delay=BAR_AFTER_S,
                 dynamic_ncols=True,
@@ -53,8 +57,9 @@ class Progress:
             )
 
     def note(self, text: str) -> None:
-        """`text` stands beside the bar, which is shown at once."""
+        """`text` stands beside the bar, which is shown at once, in the place of its own estimate."""
         if self._bar is not None:
+            self._bar.bar_format = _NOTED
             self._bar.delay = 0.0  # what was shown before BAR_AFTER_S is cleared at the end too
             self._bar.set_postfix_str(text)
 
@@ -100,6 +105,17 @@ def activity(what: str) -> Iterator[None]:
 
     with tqdm(desc=f"{what} ...", bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr):
         yield
+
+
+def wrapped(text: str, indent: int, stream: TextIO | None = None) -> str:
+    """Lines no wider than the terminal, broken at words, the later ones indented; as it is where there is none."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, tabsize=1
+    )
 
 
 def print_above_bars(text: str) -> None:

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import set_seed  # --help needs no torch
 
     from automodel_lite.models.generate import load_generator
-    from automodel_lite.run.export import exported_folder
+    from automodel_lite.run.checkpoint_folder import exported_folder
     from automodel_lite.telemetry.console import quiet_libraries
 
     quiet_libraries()

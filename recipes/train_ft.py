@@ -57,7 +57,7 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.seed import seed_all, use_deterministic
 from automodel_lite.telemetry.callbacks import open_metrics
-from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.telemetry.console import Console, duration, quiet_libraries
 from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, sum_counts
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
@@ -214,7 +214,7 @@ class TrainFinetuneRecipe:
             with self.folder.being_written():
                 self.folder.write_facts(self.lines)
         every = self.config.checkpoint.every_steps
-        position = position_line(self.folder.path, self.origin, self.num_steps, self.plan.max_steps, every)
+        position = position_line(self.folder.shown, self.origin, self.num_steps, self.plan.max_steps, every)
         self.console.say("run", position)
         SIGNALS.defer()
         SIGNALS.watch(
@@ -309,7 +309,7 @@ class TrainFinetuneRecipe:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
         row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
-        self.bar.note(f"loss {row.loss:.4f}")
+        self.bar.note(f"loss {row.loss:.4f}, ETA {duration(row.eta_s)}")
         self.tell(row.as_row() | self.data.left_out(self.cursor, self.mesh))
         self.page.update()
 
@@ -390,7 +390,7 @@ class TrainFinetuneRecipe:
             with activity("exporting"):
                 exported = self.export()
             loader = "peft.PeftModel" if self.built.adapter else "AutoModelForCausalLM"
-            self.console.say("exported", f"{exported}: loads with {loader}.from_pretrained")
+            self.console.say("exported", f"{self.folder.shown}/{exported.name}: loads with {loader}.from_pretrained")
             if self.config.evaluation and self.mesh.rank == 0:
                 is_foreign = runs_remote_code(self.built.model.loss_model.lm)
                 generator = load_generator(str(exported), is_foreign, on_cpu=True)  # the GPU is full
@@ -403,10 +403,10 @@ class TrainFinetuneRecipe:
         self.check_saved()
         if self.mesh.rank == 0:
             self.folder.write_status("finished", self.num_steps, self.end_reason or "")
-        self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.path}")
+        self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.shown}")
         if self.page.is_drawn:
-            self.console.say("report", str(self.page.path))
-        self.console.say("next", "\n".join(self.folder.next_commands("finished")))
+            self.console.say("report", f"{self.folder.shown}/{self.page.path.name}")
+        self.console.commands("next", self.folder.next_commands("finished"))
         self.close()
         return 0
 

@@ -44,6 +44,7 @@ from automodel_lite.config.components import CONF_DIR, left_out
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.interpreter import collecting_seldom
+from automodel_lite.progress import activity
 from automodel_lite.run.stopping import SIGNALS
 
 
@@ -126,7 +127,7 @@ def without_warnings_of_torch() -> Iterator[None]:
 def imported(main: str) -> Callable[[Config], int | None]:
     """The function that "recipes.train_ft:main" names."""
     module, function = main.removeprefix("recipes.").split(":")
-    with collecting_seldom():
+    with collecting_seldom(), activity("importing torch and transformers"):
         loaded = importlib.import_module(f"{RECIPES_PACKAGE}.{module}")
     found: Callable[[Config], int | None] = vars(loaded)[function]
     return found

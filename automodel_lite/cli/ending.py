@@ -30,6 +30,7 @@ from automodel_lite.errors import (
     RanksDifferError,
     RunStoppedError,
 )
+from automodel_lite.progress import wrapped
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
 
@@ -151,7 +152,14 @@ def _print(message: str, rank: str) -> None:
     """Our own launcher prints what is in the error file, as its last words; but no tracebacks."""
     if LAUNCHED_BY_US in os.environ and _ERROR_FILE in os.environ and not message.startswith("Traceback "):
         return
-    print(f"\n{'' if rank == '0' else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
+    print(_lines(f"{'' if rank == '0' else f'[rank {rank}] '}{message}"), file=sys.stderr, flush=True)
+
+
+def _lines(message: str) -> str:
+    """As it is shown, below what is on the screen."""
+    if message.startswith("Traceback "):
+        return f"\n{message}"
+    return "\n" + "\n".join(wrapped(line, len(line) - len(line.lstrip()), sys.stderr) for line in message.splitlines())
 
 
 def _tell_the_launcher(message: str, code: int) -> None:
@@ -177,7 +185,7 @@ def _repeat_behind_torchrun(words: str) -> None:
     with contextlib.suppress(OSError):
         repeater = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         assert repeater.stdin
-        repeater.stdin.write(f"\n{words}\n".encode())
+        repeater.stdin.write(f"{_lines(words)}\n".encode())
         repeater.stdin.close()
 
 

@@ -338,7 +338,8 @@ def _detected(
     found: Format, columns: Sequence[str], renames: Mapping[str, str], media: tuple[str, ...] = ()
 ) -> Detected:
     mapped = ", ".join(f"{canonical} = {column}" for canonical, column in renames.items())
-    description = f"columns {','.join(columns)} → {found.name}" + (f" ({mapped})" if mapped else "")
+    description = f"columns {','.join(columns)}" + (f" → {found.name}" if list(columns) != [found.name] else "")
+    description += f" ({mapped})" if mapped else ""
     used = {*renames.values(), *(name for sign in found.signs for name in sign), *found.optional}
     ignored = [name for name in columns if name not in used]
     return Detected(found, renames, description + (f", ignored: {', '.join(ignored)}" if ignored else ""), media)

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: which are complete, which are kept, and how one comes and goes. No torch, one process.
+"""Checkpoints on disk: which are complete, which are kept, how one comes and goes, and whether an export is of the
+newest one. No torch, one process.
 
 checkpoints/
     step_00000100/
@@ -24,9 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.errors import ConfigError
 from automodel_lite.run import durable
 
 MANIFEST = "COMPLETE.json"
+MARK = "automodel_lite.json"  # of an exported folder: {"step": 500, "files": [...]}
 STATE = "state.json"
 TENSORS = "tensors"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -200,3 +203,55 @@ def _val_loss(checkpoint: Path) -> float | None:
 def _is_inside(name: str) -> bool:
     parts: Sequence[str] = Path(name).parts
     return not Path(name).is_absolute() and ".." not in parts and "\0" not in name and bool(parts)
+
+
+def exported_folder(source: str) -> str:
+    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`, whichever is of the newest checkpoint; anything else as it is.
+
+    Raises ConfigError for a run that has exported nothing, or nothing since it was trained further.
+    """
+    run = Path(source).expanduser()
+    if not (run / "config.yaml").is_file():
+        return str(run) if run.is_dir() else source
+    found = [
+        folder for folder in (run / "hf", run / "adapter") if (folder / "config.json").is_file() or _is_adapter(folder)
+    ]
+    for folder in found:
+        if not is_stale(folder):
+            return str(folder)
+    if found:
+        raise ConfigError(
+            f"{found[0]} is of {_describe(found[0])}, and {source} was trained further since: "
+            f"python recipes/export_hf.py {source} writes it again."
+        )
+    raise ConfigError(f"{source} has no hf/ or adapter/ yet: python recipes/export_hf.py {source} writes them.")
+
+
+def is_stale(folder: Path) -> bool:
+    """Is there a checkpoint of a later step than the export's? Without a mark, one that was written later."""
+    manifests = {
+        step: path for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}") if (step := step_of(path.parent))
+    }
+    if not manifests:
+        return False
+    newest = max(manifests)
+    step = _step(folder)
+    if step is not None:
+        return newest > step
+    return manifests[newest].stat().st_mtime > max(path.stat().st_mtime for path in folder.iterdir())
+
+
+def _step(folder: Path) -> int | None:
+    try:
+        return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _describe(folder: Path) -> str:
+    step = _step(folder)
+    return "an earlier step" if step is None else f"step {step}"
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()

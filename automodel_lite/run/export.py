@@ -34,12 +34,11 @@ from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel, fully_shard_model
-from automodel_lite.run.checkpoint_folder import MANIFEST, step_of
+from automodel_lite.run.checkpoint_folder import MARK
 from automodel_lite.run.durable import write_file
 from automodel_lite.run.weight_files import stored_dtypes, take_over, write_weights
 from automodel_lite.thd import ThdBatch
 
-MARK = "automodel_lite.json"
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|index\.json)")
 
 
@@ -72,58 +71,6 @@ def replace(temporary: Path, folder: Path, step: int) -> None:
         os.rename(folder, aside)
     os.rename(temporary, folder)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def exported_folder(source: str) -> str:
-    """`runs/x` -> `runs/x/hf` or `runs/x/adapter`, whichever is of the newest checkpoint; anything else as it is.
-
-    Raises ConfigError for a run that has exported nothing, or nothing since it was trained further.
-    """
-    run = Path(source).expanduser()
-    if not (run / "config.yaml").is_file():
-        return str(run) if run.is_dir() else source
-    found = [
-        folder for folder in (run / "hf", run / "adapter") if (folder / "config.json").is_file() or _is_adapter(folder)
-    ]
-    for folder in found:
-        if not is_stale(folder):
-            return str(folder)
-    if found:
-        raise ConfigError(
-            f"{found[0]} is of {_describe(found[0])}, and {source} was trained further since: "
-            f"python recipes/export_hf.py {source} writes it again."
-        )
-    raise ConfigError(f"{source} has no hf/ or adapter/ yet: python recipes/export_hf.py {source} writes them.")
-
-
-def is_stale(folder: Path) -> bool:
-    """Is there a checkpoint of a later step than the export's? Without a mark, one that was written later."""
-    manifests = {
-        step: path for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}") if (step := step_of(path.parent))
-    }
-    if not manifests:
-        return False
-    newest = max(manifests)
-    step = _step(folder)
-    if step is not None:
-        return newest > step
-    return manifests[newest].stat().st_mtime > max(path.stat().st_mtime for path in folder.iterdir())
-
-
-def _step(folder: Path) -> int | None:
-    try:
-        return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _describe(folder: Path) -> str:
-    step = _step(folder)
-    return "an earlier step" if step is None else f"step {step}"
-
-
-def _is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
 
 
 def _users_own(folder: Path, ours: list[str]) -> list[Path]:

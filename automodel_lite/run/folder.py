@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import scrub, scrub_tree
+from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
 
 # settings that do not shape the numbers: free to change between the restarts of a run
@@ -135,22 +137,30 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 
+    @property
+    def shown(self) -> str:
+        """The path as one types it: relative to the working directory where it is inside."""
+        here = Path.cwd()
+        return str(self.path.relative_to(here)) if self.path.is_relative_to(here) else str(self.path)
+
     def write_facts(self, lines: Sequence[tuple[str, str]]) -> None:
         """run.json: the command line, and the (topic, text) lines that the run printed at its start."""
-        command = shlex.join(["torchrun" if "RANK" in os.environ else "python", *sys.argv])
-        facts = {"command": scrub(command), "lines": [[topic, scrub(text)] for topic, text in lines]}
+        facts = {"command": scrub(typed_command()), "lines": [[topic, scrub(text)] for topic, text in lines]}
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
 
     def next_commands(self, state: str) -> list[str]:
-        """What to type next, by how the run ended."""
+        """What to type next, by how the run ended; `generate` and vLLM get an export of the newest checkpoint only."""
         command = str(json_object(self.facts).get("command", ""))
         if state in ("preempted", "interrupted", "failed"):
             return [f"{command}   # continues from the newest checkpoint"] if command else []
         if state != "finished":
             return []
-        hf = self.path / "hf"
-        exported = [f"vllm serve {hf}"] if hf.is_dir() else [f"automodel-lite export {self.path}"]
-        return [f'automodel-lite generate {self.path} "..."', *exported]
+        run, ours = shlex.quote(self.shown), typed_program()
+        fresh = [name for name in ("hf", "adapter") if (self.path / name).is_dir() and not is_stale(self.path / name)]
+        generate, export = f'{ours} generate {run} "..."', f"{ours} export {run}"
+        if not fresh:
+            return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
+        return [generate, f"vllm serve {run}/hf" if "hf" in fresh else f"{export}   # the adapter merged, for vLLM"]
 
     def rewind_metrics(self, step: int) -> None:
         """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes
@@ -223,6 +233,31 @@ class RunFolder:
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "
             "or continue with a larger training.max_steps and checkpoint.accept_changes=true."
         )
+
+
+def typed_command() -> str:
+    """The command line of this run, of the launcher where there is one, as it can be typed again in this folder."""
+    words = sys.orig_argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher is the parent of its ranks
+        with suppress(OSError):
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1] or words
+    python, *rest = words
+    if rest and "/" in python and Path(rest[0]).absolute().parent == Path(python).absolute().parent:
+        python, *rest = rest  # a script that was installed beside its interpreter
+    return shlex.join([_typed(Path(python)), *rest])
+
+
+def typed_program() -> str:
+    """`automodel-lite`, or its path where its environment is not active."""
+    script = Path(sys.executable).with_name("automodel-lite")
+    return _typed(script) if script.exists() else f"{_typed(Path(sys.executable))} -m automodel_lite"
+
+
+def _typed(program: Path) -> str:
+    """Its name, if that is what the shell finds; otherwise its path, the shorter one."""
+    if (found := shutil.which(program.name)) and Path(found).parent == program.parent:
+        return program.name
+    return min(str(program), os.path.relpath(program), key=len)
 
 
 def json_object(path: Path) -> dict[str, Any]:

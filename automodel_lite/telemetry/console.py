@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-import textwrap
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
-from automodel_lite.progress import print_above_bars
+from automodel_lite.progress import print_above_bars, wrapped
 from automodel_lite.redact import scrub
 from automodel_lite.telemetry.metrics import StepMetrics
 
@@ -42,9 +40,17 @@ class Console:
         for number, line in enumerate(scrub(text).splitlines() or [""]):
             self.print(wrapped(f"{topic if number == 0 else '':<10} {line}", indent=11))
 
+    def commands(self, topic: str, commands: Sequence[str]) -> None:
+        """Lines to copy: a terminal breaks those that are too long, and copies them whole."""
+        for number, command in enumerate(commands):
+            self._print(f"{topic if number == 0 else '':<10} {scrub(command)}")
+
     def print(self, text: str) -> None:
+        self._print("\n".join(wrapped(line, indent=11) for line in text.splitlines()))
+
+    def _print(self, text: str) -> None:
         if not self.is_silent:
-            print_above_bars("\n".join(wrapped(line, indent=11) for line in text.splitlines()))
+            print_above_bars(text)
 
     def step(self, m: StepMetrics) -> None:
         if self._rows % 25 == 0:
@@ -54,16 +60,6 @@ class Console:
             f"{m.step:7d}  {m.loss:8.4f}  {m.lr:8.2e}  {m.grad_norm:9.3f}  {m.tokens_per_s:8,.0f}  {m.fill_frac:5.1%}"
             f"  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}" + ("" if m.mfu_frac is None else f"  {m.mfu_frac:5.1%}")
         )
-
-
-def wrapped(text: str, indent: int) -> str:
-    """Lines no wider than the terminal, broken at words, the later ones indented; as it is where there is none."""
-    if not sys.stdout.isatty():
-        return text
-    width = max(40, shutil.get_terminal_size().columns)
-    return textwrap.fill(
-        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, tabsize=1
-    )
 
 
 def duration(seconds: float) -> str:

@@ -60,7 +60,7 @@ def data_lines(data: PackSource) -> list[Line]:
     return [("data", data.documents.description), *(("", note) for note in data.notes)]
 
 
-def position_line(folder: Path, checkpoint: Path | None, step: int, max_steps: int, save_every: int) -> str:
+def position_line(folder: str, checkpoint: Path | None, step: int, max_steps: int, save_every: int) -> str:
     """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
     origin = f"continues from {checkpoint.name}" if checkpoint else "fresh"
     if step >= max_steps:
@@ -74,7 +74,8 @@ def _device(mesh: Mesh, built: BuiltModel) -> str:
     processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     num_threads = torch.get_num_threads()
-    threads = f", {num_threads} thread{'s' if num_threads > 1 else ''} each" if mesh.device.type == "cpu" else ""
+    each = " each" if shape.world_size > 1 else ""
+    threads = f", {num_threads} thread{'s' if num_threads > 1 else ''}{each}" if mesh.device.type == "cpu" else ""
     return f"{name}: {processes} ({axes_text(shape)}, {built.strategy}){threads}"
 
 
@@ -144,8 +145,9 @@ def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int
     epochs = f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}" if plan.num_epochs else " of a stream"
     num_packs = min(shape.global_batch_size, report.packs) if report else shape.global_batch_size
     documents = f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
+    packs = f"{shape.global_batch_size} pack{'s' if shape.global_batch_size > 1 else ''}"
     lines = [
-        f"{plan.max_steps:,}{epochs}; a step is {shape.global_batch_size} packs{documents} in micro-batches of "
+        f"{plan.max_steps:,}{epochs}; a step is {packs}{documents} in micro-batches of "
         f"{shape.micro_batch_size} on {shape.dp_size} data-parallel rank{'s' if shape.dp_size > 1 else ''}"
     ]
     if report and report.packs < shape.global_batch_size:

@@ -8,7 +8,7 @@ import pytest
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
-from automodel_lite.run.export import exported_folder
+from automodel_lite.run.checkpoint_folder import exported_folder
 from recipes import export_hf
 from tests.run.small_run import train
 

@@ -18,7 +18,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.run import export, weight_files
-from automodel_lite.run.export import exported_folder
+from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.tools.trained import load_trained
 from automodel_lite.training.build import assemble, build_parts
 from recipes import average, export_hf
