@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
 
@@ -31,6 +32,11 @@ class RunStoppedError(RuntimeError):
 def one_line(error: object, limit: int = 300) -> str:
     """The message of an error that is quoted in a sentence; its type where it has no message."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def shown(value: Any) -> str:
+    """A value of the configuration as it is typed: null, true, 0.1."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from automodel_lite.cli.help import comments_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe, parameter_hints, rules_of
 from automodel_lite.config.components import CONF_DIR, locate, options_of
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, shown
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\
@@ -67,8 +67,8 @@ def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
     for name in names:
         item = by_name[name]
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
-        shown = "must be set" if default == REQUIRED else f"`{_yaml(default)}`"
-        rows.append((f"`{prefix}{name}`", _type(hints[name]), shown, comments.get(name, "")))
+        text = "must be set" if default == REQUIRED else f"`{shown(default)}`"
+        rows.append((f"`{prefix}{name}`", _type(hints[name]), text, comments.get(name, "")))
     return _table(("key", "type", "default", "meaning"), rows)
 
 
@@ -87,7 +87,7 @@ def _left_out(body: str) -> Iterator[str]:
         return
     for name, item in options_of(target[2]).items():
         if not re.search(rf"^ *{name}:", body, flags=re.MULTILINE):
-            yield f"{f'{target[1]}{name}: {_yaml(item.default)}':<26} # {item.comment}"
+            yield f"{f'{target[1]}{name}: {shown(item.default)}':<26} # {item.comment}"
 
 
 def _comment_and_body(path: Path) -> tuple[str, str]:
@@ -117,10 +117,6 @@ def _ranges(option: Path) -> str:
         return ""
     rules = [f"`{name}` {', '.join(texts)}" for name, hint in hints.items() if (texts := list(rules_of(hint)))]
     return f"\nRanges: {'; '.join(rules)}.\n" if rules else ""
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _table(head: tuple[str, ...], rows: object) -> str:

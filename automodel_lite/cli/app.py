@@ -42,7 +42,7 @@ from automodel_lite.cli.sources import (
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import CONF_DIR, left_out
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, shown
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.progress import activity
 from automodel_lite.run.stopping import SIGNALS
@@ -290,7 +290,7 @@ def _as_override(value: Any) -> str:
         return "[" + ",".join(map(_as_override, value)) + "]"
     if isinstance(value, str):
         return "'" + value.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return shown(value)
 
 
 def _existing(path: str) -> str:

@@ -36,7 +36,7 @@ from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import CONF_DIR, IS_INSTALLED, options_of
 from automodel_lite.config.rules import OneOf, Range
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, shown
 
 EXAMPLES = (
     "torchrun recipes/train_ft.py --config-name llama_packed",
@@ -161,8 +161,7 @@ def _keys(node: DictConfig, prefix: str, with_values: bool) -> Iterator[str]:
         if isinstance(value, dict):
             yield f"{prefix}{name}."
         elif with_values:
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            yield f"{prefix}{name}={shown.replace(' ', '')}"
+            yield f"{prefix}{name}={shown(value).replace(' ', '')}"
         else:
             yield f"{prefix}{name}="
 

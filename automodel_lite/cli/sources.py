@@ -29,9 +29,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli.line import check_options, chosen, group_of, opened, split
 from automodel_lite.config.check import check_config, with_defaults
-from automodel_lite.config.components import CONF_DIR
+from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, shown
 
 _KEY = re.compile(r"[+~]*[\w@:/$-]+(\.[\w@:/$-]+)*\s*")
 _NO_OPTION = re.compile(r"Could not find '(.+)/([^/]+)' Available options in '.+?': (.*?) Config search path")
@@ -182,9 +182,9 @@ _NOT_SET = re.compile(r"Could not delete from config\. '(.+)' does not exist\.")
 
 def _not_set(key: str, raw: DictConfig) -> str:
     """The sentence for `~key` of a key that no file sets."""
-    keys = dict(_flat(OmegaConf.to_container(with_defaults(raw), resolve=False), ""))
+    keys = dict(flatten(OmegaConf.to_container(with_defaults(raw), resolve=False)))
     if key in keys:
-        return f"~{key}: no file sets it, so there is nothing to remove: it has its default, {_show(keys[key])}."
+        return f"~{key}: no file sets it, so there is nothing to remove: it has its default, {shown(keys[key])}."
     return f"~{key}: unknown key{did_you_mean(key, list(keys)) or '.'}"
 
 
@@ -344,7 +344,7 @@ def settled(
     """
     known = groups_of(sources)
     typed = [split(text)[0] for text in overrides if not group_of(text, known)]
-    composed = dict(_flat(OmegaConf.to_container(raw, resolve=False), ""))
+    composed = dict(flatten(OmegaConf.to_container(raw, resolve=False)))
     changed: dict[str, Any] = {}
     lines = []
     presets = layers(sources, preset)
@@ -364,9 +364,9 @@ def settled(
                 continue
             if is_typed and is_own:
                 changed[key] = value
-                lines.append(f"{key}={_show(value)} ({name} over {rival.name})")
+                lines.append(f"{key}={shown(value)} ({name} over {rival.name})")
             else:
-                lines.append(f"{key}={_show(rival.values[key])} ({rival.name} over {name})")
+                lines.append(f"{key}={shown(rival.values[key])} ({rival.name} over {name})")
     if changed:
         raw = raw.copy()
         for key, value in changed.items():
@@ -387,7 +387,7 @@ def layers(sources: Sources, name: str, seen: tuple[str, ...] = ()) -> list[Laye
     defaults = plain.pop("defaults", None) or []
     header = next((match[1] for line in path.read_text().splitlines() if (match := _PACKAGE.match(line))), None)
     prefix = "" if header == "_global_" else header or folder.replace("/", ".")
-    own = Layer(f"{name}.yaml", path, dict(_flat(plain, f"{prefix}." if prefix else "")))
+    own = Layer(f"{name}.yaml", path, dict(flatten(plain, prefix)))
     found: list[Layer] = []
     for entry in defaults if "_self_" in defaults else [*defaults, "_self_"]:
         if entry == "_self_":
@@ -422,15 +422,3 @@ def _values(found: list[Layer]) -> dict[str, tuple[Any, str]]:
 
 def _is_typed(key: str, typed: list[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in typed)
-
-
-def _flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in node.items() if isinstance(node, dict) else ():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -27,7 +27,7 @@ from automodel_lite.config.components import (
 )
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
 from automodel_lite.config.schema import Config, Part, size_problems
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, did_you_mean, shown
 from automodel_lite.redact import secret_in
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
@@ -104,16 +104,16 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
     for key, value in node.items():
         path = f"{prefix}{key}"
         if key not in hints:
-            leaf, shown = _first_leaf(path, value)
-            yield f"{leaf}={_show(shown)}: unknown key{did_you_mean(leaf, known_keys()) or '.'}"
+            leaf, leaf_value = _first_leaf(path, value)
+            yield f"{leaf}={shown(leaf_value)}: unknown key{did_you_mean(leaf, known_keys()) or '.'}"
         elif is_dataclass(hints[key]):
             if isinstance(value, dict):
                 yield from _schema_problems(value, hints[key], f"{path}.")
             else:
-                yield f"{path}={_show(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
+                yield f"{path}={shown(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
         elif hints[key] == Part:
             if not isinstance(value, dict):
-                yield f"{path}={_show(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
+                yield f"{path}={shown(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
         else:
             yield from _value_problems(path, value, hints[key])
 
@@ -220,7 +220,7 @@ def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
     """The sentence for an argument that the chosen option does not take; another one of the group may."""
     path = f"{key}.{name}"
     if near := did_you_mean(path, options):
-        return f"{path}={_show(value)}: unknown key{near}"
+        return f"{path}={shown(value)}: unknown key{near}"
     texts = {file.stem: file.read_text() for file in sorted((CONF_DIR / key).glob("*.yaml"))}
     takers = [
         f"{key}={option}"
@@ -229,8 +229,8 @@ def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
         or any(name in options_of(target) for target in re.findall(r"^_target_:\s*([\w.]+)", text, re.MULTILINE))
     ]
     if takers:
-        return f"{path}={_show(value)} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
-    return f"{path}={_show(value)}: unknown key; if the preset sets it, ~{path} removes it."
+        return f"{path}={shown(value)} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
+    return f"{path}={shown(value)}: unknown key; if the preset sets it, ~{path} removes it."
 
 
 def _names_code(hint: Any) -> bool:
@@ -240,12 +240,12 @@ def _names_code(hint: Any) -> bool:
 def _value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
     """What is wrong with a value: its type, or a rule that stands in the type."""
     if not matches(value, hint):
-        yield f"{path}={_show(value)} must be {describe(hint)}."
+        yield f"{path}={shown(value)} must be {describe(hint)}."
         return
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, Rule)]
-        yield from (f"{path}={_show(value)} must be {text}" for text in texts if text)
+        yield from (f"{path}={shown(value)} must be {text}" for text in texts if text)
         yield from _value_problems(path, value, args[0])
     elif origin in (typing.Union, types.UnionType):
         yield from _value_problems(path, value, next(arg for arg in args if matches(value, arg)))
@@ -364,7 +364,3 @@ def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
 
 def _first_option(key: str) -> str:
     return {"model": "pretrained", "dataset": "path", "optimizer": "lr"}.get(key, "_target_")
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -239,6 +239,15 @@ def with_options(node: Any) -> Any:
     return {key: with_options(value) for key, value in node.items()} | defaults
 
 
+def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; an empty group is one."""
+    if isinstance(node, dict) and (node or not prefix):
+        for key, value in node.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
 def moved_target(path: str) -> str:
     """The same class or function of this package where it is now, for a path of an older version."""
     if path in own_targets() or not path.startswith("automodel_lite."):

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import automodel_lite
+from automodel_lite.config.components import flatten
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError, DataError, PeerError, RanksDifferError, RunStoppedError
 from automodel_lite.parallel.mesh import RENDEZVOUS, rank, world_size
@@ -293,16 +294,9 @@ def versions() -> dict[str, str]:
     return found | {"version of python": platform.python_version(), "files of automodel_lite": code.hexdigest()[:12]}
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """`{"a": {"b": 1}}` -> `{"a.b": 1}`, without what may differ."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{path}.")
-        elif path not in MAY_DIFFER:
-            found[path] = value
-    return found
+    return {key: value for key, value in flatten(dict(values)) if key not in MAY_DIFFER}
 
 
 def _differences(first: dict[str, str], mine: dict[str, str]) -> list[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import moved_target
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, one_line, shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
@@ -108,7 +108,7 @@ class RunFolder:
         if changes := self._changes(config):
             raise ConfigError(
                 f"{self.path} was started with different settings:\n"
-                + "\n".join(f"  {key}: was {_show(old)}, now {_show(new)}" for key, old, new in changes)
+                + "\n".join(f"  {key}: was {shown(old)}, now {shown(new)}" for key, old, new in changes)
                 + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
             )
 
@@ -334,15 +334,6 @@ def _with_moved_targets(node: Any) -> Any:
     return found | ({"_target_": moved_target(found["_target_"])} if isinstance(found.get("_target_"), str) else {})
 
 
-def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
-
-
 def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, old value, new value) of every setting that shapes the numbers and differs."""
     for key in dict.fromkeys([*old, *new]):
@@ -362,7 +353,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -10,8 +10,8 @@ from typing import Any
 import mlflow
 from mlflow.entities import Metric, Param
 
+from automodel_lite.config.components import flatten
 from automodel_lite.redact import scrub
-from automodel_lite.run.folder import flatten
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
 
 _MAX_PARAM_CHARS = 500  # of older servers

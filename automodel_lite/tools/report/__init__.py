@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.durable import write_atomically
-from automodel_lite.run.folder import RunFolder, flatten, json_object, saved_config
+from automodel_lite.run.folder import RunFolder, json_object, saved_config
 
 Curve = tuple[list[int], list[float]]  # steps, values
 
