@@ -19,8 +19,9 @@ from typing import Annotated
 import numpy as np
 
 from automodel_lite.config.rules import Count, OneOf, PathStr
-from automodel_lite.data.documents import Question
-from automodel_lite.data.token_rows import ID_DTYPE, Rows, WholeFile, check_not_cut
+from automodel_lite.data.cache import short_hash
+from automodel_lite.data.documents import DocumentList, Documents, DocumentSet, Question, TokenizedData
+from automodel_lite.data.token_rows import ID_DTYPE, RowCounts, Rows, WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK
 from automodel_lite.thd import IGNORE_INDEX
@@ -104,8 +105,11 @@ class MemmapCorpus:
     bos_id: Count | None = None  # prepended to documents that do not start with it
     eos_id: Count | None = None  # appended to documents that do not end with it
 
-    train: Rows = field(init=False)
-    val: dict[str, Rows] = field(init=False)
+    rows: Rows = field(init=False)
+    val_rows: dict[str, Rows] = field(init=False)
+    train: DocumentSet = field(init=False, default=DocumentList((), "no text"))
+    val: dict[str, DocumentSet] = field(init=False, default_factory=dict)
+    datasets: dict[str, Documents] = field(init=False, default_factory=dict)
     kind: str = field(init=False, default="rows")
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
@@ -114,16 +118,27 @@ class MemmapCorpus:
     def __post_init__(self) -> None:
         paths = [self.path] if isinstance(self.path, str) else list(self.path)
         parts = [self._open(path, "dataset.path") for path in paths]
-        self.train = parts[0] if len(parts) == 1 else JoinedRows(parts)
+        self.rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
         named = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
-        self.val = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
-        self.description = f"{', '.join(Path(path).name for path in paths)}: {len(self.train):,} documents, "
-        self.description += f"{self.train.num_tokens:,} tokens, mapped as they are"
+        self.val_rows = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
+        self.description = f"{', '.join(Path(path).name for path in paths)}: {len(self.rows):,} documents, "
+        self.description += f"{self.rows.num_tokens:,} tokens, mapped as they are"
         stamps = [
             f"{path} {_bin_path(path).stat().st_size} B at {_bin_path(path).stat().st_mtime_ns}" for path in paths
         ]
         self.identity = f"memmap({'; '.join(stamps)}; separator_id={self.separator_id}, bos_id={self.bos_id}, "
         self.identity += f"eos_id={self.eos_id})"
+
+    def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
+        sets = {"train": self.rows} | {f"val/{name}": rows for name, rows in self.val_rows.items()}
+        for name, rows in sets.items():
+            check_token_ids(rows, name, vocab_size)
+        counts = {
+            name: RowCounts(len(rows), len(rows), rows.num_tokens, int(np.maximum(rows.lengths - 1, 0).sum()))
+            for name, rows in sets.items()
+        }
+        notes = tuple(f"{name}: {counts[name]}" for name in sets)
+        return TokenizedData(self.rows, self.val_rows, counts, notes, short_hash(self.identity))
 
     def _open(self, path: str, key: str) -> MemmapRows:
         if not _bin_path(path).is_file():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from automodel_lite.config.rules import Seed
-from automodel_lite.data.documents import Documents, DocumentSet, Question
-from automodel_lite.data.memmap import MemmapCorpus
+from automodel_lite.data.cache import short_hash
+from automodel_lite.data.documents import Documents, DocumentSet, Question, TokenizedData
 from automodel_lite.data.readers import ConcatenatedRows
 from automodel_lite.data.token_rows import Rows
 from automodel_lite.errors import ConfigError
@@ -23,7 +24,7 @@ MANY_REPEATS = 4  # times that a document may be seen an epoch before the table 
 class Part:
     """One dataset of a mixture: `weight` (one, or one per epoch) or `repeat`, and a cap on its documents."""
 
-    dataset: Documents | MemmapCorpus
+    dataset: Documents
     weight: float | Sequence[float] | None = None
     repeat: float = 1.0
     max_documents: int | None = None
@@ -74,16 +75,17 @@ class Mixture:
         self.description = "; ".join(f"{name} = {part.dataset.description}" for name, part in self.parts.items())
 
     @property
+    def datasets(self) -> dict[str, Documents]:
+        return {name: part.dataset for name, part in self.parts.items()}
+
+    @property
     def train(self) -> DocumentSet:
         """The documents of all datasets, one after the other, as a tokenizer is trained on them."""
-        return ConcatenatedRows(
-            [p.dataset.train for p in self.parts.values() if not isinstance(p.dataset, MemmapCorpus)]
-        )
+        return ConcatenatedRows([dataset.train for dataset in self.datasets.values()])
 
     @property
     def val(self) -> dict[str, DocumentSet]:
-        parts = {name: p.dataset for name, p in self.parts.items() if not isinstance(p.dataset, MemmapCorpus)}
-        return {key: rows for name, dataset in parts.items() for key, rows in prefixed(name, dataset.val).items()}
+        return _prefixed({name: dataset.val for name, dataset in self.datasets.items()})
 
     @property
     def identity(self) -> str:
@@ -96,6 +98,20 @@ class Mixture:
     def differs_by_epoch(self) -> bool:
         """Do other epochs draw other documents?"""
         return any(part.weight is not None or part.repeat % 1 for part in self.parts.values())
+
+    def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
+        rows = {name: data.train for name, data in datasets.items()}
+        train = self.mix(rows)
+        notes = [f"{name}: {note}" for name, data in datasets.items() for note in data.notes]
+        return TokenizedData(
+            train=train,
+            val=_prefixed({name: data.val for name, data in datasets.items()}),
+            counts={f"{name}/{key}": counts for name, data in datasets.items() for key, counts in data.counts.items()},
+            notes=(*notes, *self.table(train)),
+            fingerprint=short_hash(" ".join([self.identity, *(data.fingerprint for data in datasets.values())])),
+            drawn=partial(self.mix, rows) if self.differs_by_epoch else None,
+            longest=self.longest(rows),
+        )
 
     def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
         """The rows of an epoch, drawn from the rows of each dataset and shuffled."""
@@ -203,6 +219,8 @@ def _part(name: str, settings: Mapping[str, Any]) -> Part:
     return part
 
 
-def prefixed(name: str, sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets of a part under the mixture's names: its `val` is called like the part, others `part/name`."""
-    return {name if key == "val" else f"{name}/{key}": value for key, value in sets.items()}
+def _prefixed(sets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Sets of every part under the mixture's names: a part's `val` is called like the part, others `part/name`."""
+    return {
+        name if key == "val" else f"{name}/{key}": value for name, own in sets.items() for key, value in own.items()
+    }

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
-from automodel_lite.data.documents import Documents
+from automodel_lite.data.documents import Documents, TokenizedData
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import (
     BatchShape,
@@ -40,7 +40,6 @@ from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.streams import StreamedPacks, TokenStream
 from automodel_lite.data.tokenize import (
     Job,
-    TokenizedData,
     tokenize_documents,
     tokenize_part,
     tokenize_validation,

@@ -9,11 +9,10 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,11 +30,9 @@ from automodel_lite.data.cache import (
     find_damage,
     short_hash,
 )
-from automodel_lite.data.documents import Document, Documents, DocumentSet
+from automodel_lite.data.documents import Document, Documents, DocumentSet, MadeOfRows, TokenizedData
 from automodel_lite.data.encode import Encoder, Sample, SampleRenderer, TrainOn
 from automodel_lite.data.files import StreamingDataset
-from automodel_lite.data.memmap import MemmapCorpus, check_token_ids
-from automodel_lite.data.mixture import Mixture, prefixed
 from automodel_lite.data.token_rows import (
     CONTENT_HASH,
     Chunk,
@@ -230,25 +227,8 @@ def _chunk_in_process(wanted: range) -> Chunk:
 RULES_VERSION = "4"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
-@dataclass(frozen=True)
-class TokenizedData:
-    """Rows of a dataset: `train`, `val` by name, their `counts` (`"train"`, `"val/<name>"`), and notes to print."""
-
-    train: Rows
-    val: Mapping[str, Rows]
-    counts: dict[str, RowCounts]
-    notes: tuple[str, ...]
-    fingerprint: str  # of the training rows' content: other documents, tokenizer, template or mask rule change it
-    drawn: Callable[[int], Rows] | None = None  # epoch -> its training rows, where they differ by epoch
-    longest: int = 0  # of all that may be drawn
-
-    def train_of(self, epoch: int) -> Rows:
-        """The rows of an epoch, 0 is the first."""
-        return self.drawn(epoch) if self.drawn and epoch else self.train
-
-
 def tokenize_documents(
-    documents: Documents | MemmapCorpus | Mixture,
+    documents: Documents,
     tokenizer: PreTrainedTokenizerFast,
     *,
     train_on: TrainOn = "assistant",
@@ -289,7 +269,7 @@ def tokenize_documents(
 
 
 def tokenize_part(
-    documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: str | Path | None = None
+    documents: Documents, job: Job, cache_dir: str | Path | None = None
 ) -> tuple[tuple[str, ...], list[int]]:
     """Tokenizes `job.part` of every set into the cache: notes to print, and the parts that are still missing.
 
@@ -330,12 +310,10 @@ def tokenize_validation(
     return {name: load_rows(entry.folder) for name, entry in entries.items()}, _notes(entries)
 
 
-def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: Path) -> TokenizedData:
-    if isinstance(documents, Mixture):
-        parts = {name: _tokenize(part.dataset, job, cache_dir) for name, part in documents.parts.items()}
-        return _mixed(documents, parts)
-    if isinstance(documents, MemmapCorpus):
-        return _mapped(documents, len(job.tokenizer))
+def _tokenize(documents: Documents, job: Job, cache_dir: Path) -> TokenizedData:
+    if isinstance(documents, MadeOfRows):
+        datasets = {name: _tokenize(dataset, job, cache_dir) for name, dataset in documents.datasets.items()}
+        return documents.tokenized(datasets, len(job.tokenizer))
     entries = {one.name: one.tokenized() for one in _sets_of(documents, job, cache_dir)}
     return TokenizedData(
         train=load_rows(entries["train"].folder),
@@ -346,15 +324,15 @@ def _tokenize(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir
     )
 
 
-def _sets_of(documents: Documents | MemmapCorpus | Mixture, job: Job, cache_dir: Path) -> Iterator[_Set]:
+def _sets_of(documents: Documents, job: Job, cache_dir: Path) -> Iterator[_Set]:
     """What is to be tokenized: the training documents and every validation set, of each dataset of a mixture."""
-    if isinstance(documents, Mixture):
-        for part in documents.parts.values():
-            yield from _sets_of(part.dataset, job, cache_dir)
-    elif not isinstance(documents, MemmapCorpus):
-        sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
-        for name, rows in sets.items():
-            yield _Set(name, documents.identity, documents.kind, rows, job, cache_dir)
+    if isinstance(documents, MadeOfRows):
+        for dataset in documents.datasets.values():
+            yield from _sets_of(dataset, job, cache_dir)
+        return
+    sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
+    for name, rows in sets.items():
+        yield _Set(name, documents.identity, documents.kind, rows, job, cache_dir)
 
 
 @dataclass(frozen=True)
@@ -425,38 +403,6 @@ class _Set:
 
 def _notes(entries: Mapping[str, CacheEntry]) -> tuple[str, ...]:
     return tuple(f"{name}: {_read_counts(entry)} · cache: {entry.note}" for name, entry in entries.items())
-
-
-def _mixed(mixture: Mixture, parts: Mapping[str, TokenizedData]) -> TokenizedData:
-    rows = {name: data.train for name, data in parts.items()}
-    train = mixture.mix(rows)
-    notes = [f"{name}: {note}" for name, data in parts.items() for note in data.notes]
-    return TokenizedData(
-        train=train,
-        val={key: rows for name, data in parts.items() for key, rows in prefixed(name, data.val).items()},
-        counts={f"{name}/{key}": counts for name, data in parts.items() for key, counts in data.counts.items()},
-        notes=(*notes, *mixture.table(train)),
-        fingerprint=short_hash(" ".join([mixture.identity, *(data.fingerprint for data in parts.values())])),
-        drawn=partial(mixture.mix, rows) if mixture.differs_by_epoch else None,
-        longest=mixture.longest(rows),
-    )
-
-
-def _mapped(corpus: MemmapCorpus, vocab_size: int) -> TokenizedData:
-    sets = {"train": corpus.train} | {f"val/{name}": rows for name, rows in corpus.val.items()}
-    for name, rows in sets.items():
-        check_token_ids(rows, name, vocab_size)
-    counts = {
-        name: RowCounts(len(rows), len(rows), rows.num_tokens, int(np.maximum(rows.lengths - 1, 0).sum()))
-        for name, rows in sets.items()
-    }
-    return TokenizedData(
-        train=corpus.train,
-        val=corpus.val,
-        counts=counts,
-        notes=tuple(f"{name}: {counts[name]}" for name in sets),
-        fingerprint=short_hash(corpus.identity),
-    )
 
 
 def _key(identity: str, job: Job) -> Key:

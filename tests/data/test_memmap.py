@@ -31,15 +31,15 @@ def as_lists(rows: Rows) -> list[tuple[list[int], list[int]]]:
 def test_round_trip(tmp_path: Path, dtype: str) -> None:
     write_memmap(tmp_path / "a", DOCUMENTS, dtype)
     corpus = MemmapCorpus(str(tmp_path / "a.bin"))
-    assert as_lists(corpus.train) == EXPECTED
-    assert corpus.train.lengths.tolist() == [3, 1, 2]
-    assert corpus.train[0]["input_ids"].dtype == dtype
+    assert as_lists(corpus.rows) == EXPECTED
+    assert corpus.rows.lengths.tolist() == [3, 1, 2]
+    assert corpus.rows[0]["input_ids"].dtype == dtype
     assert corpus.description == "a.bin: 3 documents, 6 tokens, mapped as they are"
 
 
 def test_rows_are_views_of_the_file(tmp_path: Path) -> None:
     write_memmap(tmp_path / "a", DOCUMENTS, "uint16")
-    rows = MemmapCorpus(str(tmp_path / "a")).train
+    rows = MemmapCorpus(str(tmp_path / "a")).rows
     assert not rows[0]["input_ids"].flags.owndata
     assert len(pickle.dumps(rows)) < 1000
     assert as_lists(pickle.loads(pickle.dumps(rows))) == EXPECTED
@@ -47,13 +47,13 @@ def test_rows_are_views_of_the_file(tmp_path: Path) -> None:
 
 def test_a_separator_ends_documents(tmp_path: Path) -> None:
     np.array([5, 6, 0, 7, 0, 8], np.uint16).tofile(tmp_path / "a.bin")
-    rows = MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint16", separator_id=0).train
+    rows = MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint16", separator_id=0).rows
     assert as_lists(rows) == [([5, 6, 0], [6, 0, _]), ([7, 0], [0, _]), ([8], [_])]
 
 
 def test_begin_and_end_tokens_are_put_where_they_lack(tmp_path: Path) -> None:
     write_memmap(tmp_path / "a", [[5, 6], [1, 5], [5, 2], []], "uint16")
-    rows = MemmapCorpus(str(tmp_path / "a.bin"), bos_id=1, eos_id=2).train
+    rows = MemmapCorpus(str(tmp_path / "a.bin"), bos_id=1, eos_id=2).rows
     assert as_lists(rows) == [
         ([1, 5, 6, 2], [5, 6, 2, _]),
         ([1, 5, 2], [5, 2, _]),
@@ -80,7 +80,7 @@ def megatron_pair(path: Path, sequences: list[list[int]], bounds: list[int], cod
 
 def test_megatron_pairs(tmp_path: Path) -> None:
     megatron_pair(tmp_path / "a", [[5, 6], [7], [8], [9, 1]], [0, 2, 3, 4])  # the first document has two sequences
-    assert as_lists(MemmapCorpus(str(tmp_path / "a.bin")).train) == EXPECTED
+    assert as_lists(MemmapCorpus(str(tmp_path / "a.bin")).rows) == EXPECTED
 
 
 def test_broken_megatron_indices(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_packs_are_read_from_the_file(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path) -> None:
     """Reading on would end the process by SIGBUS."""
     write_memmap(tmp_path / "a", [[1, 2, 3]] * 10_000, "uint16")
-    rows = MemmapCorpus(str(tmp_path / "a")).train
+    rows = MemmapCorpus(str(tmp_path / "a")).rows
     assert rows[9_999]["input_ids"].tolist() == [1, 2, 3]
     os.truncate(tmp_path / "a.bin", 100)
     with pytest.raises(DataError, match=r"a.bin: the file was truncated while it was being read"):

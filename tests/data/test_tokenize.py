@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_lite.data.documents import DocumentList, ToyChat
+from automodel_lite.data.documents import DocumentList, TokenizedData, ToyChat
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.token_rows import TokenRows, mark_trained, next_token_labels
-from automodel_lite.data.tokenize import TokenizedData, tokenize_documents
+from automodel_lite.data.tokenize import tokenize_documents
 from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer

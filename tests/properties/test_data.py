@@ -242,7 +242,7 @@ def test_damaged_corpora_are_read_or_named(num_cases: int, tmp_path: Path) -> No
         folder.mkdir()
         for name, content in {**files, case[0]: case[1]}.items():
             (folder / name).write_bytes(content)
-        rows = MemmapCorpus(str(folder / "whole")).train
+        rows = MemmapCorpus(str(folder / "whole")).rows
         assert sum(len(rows[index]["input_ids"]) for index in range(len(rows))) == rows.num_tokens
 
     explore(damaged(files), attempt, num_cases)
