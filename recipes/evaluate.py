@@ -9,7 +9,6 @@ all of dataset.path where there is none. `evaluation=exact_match` asks their que
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
-from automodel_lite.training.build import Parts, build_parts
 
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.evaluate:main")
@@ -29,9 +28,10 @@ from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, use_threads, wor
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.training.build import build_model
+from automodel_lite.training.build import Parts, build_model, build_parts
 from automodel_lite.training.dry_run import try_settings
 from automodel_lite.training.evaluation import questions_of, validation_loss
+from automodel_lite.training.start_lines import data_lines
 
 
 def main(config: Config) -> int:
@@ -43,8 +43,8 @@ def main(config: Config) -> int:
     parts = build_parts(config)
     try_settings(config, parts)
     data = prepare_data(config, batches)
-    for note in (data.documents.description, *data.notes):
-        console.say("data", note)
+    for topic, text in data_lines(data):
+        console.say(topic, text)
     mesh = init_mesh(config.mesh)
     use_threads(config.training.num_threads)
     print_losses(parts, data, mesh, console)

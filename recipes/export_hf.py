@@ -14,6 +14,8 @@ from pathlib import Path
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import RepoName, argument
 from automodel_lite.errors import ConfigError
+from automodel_lite.progress import activity
+from automodel_lite.run.checkpoint_folder import step_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,33 +31,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     args = parser.parse_args(argv)
 
-    from automodel_lite.parallel.mesh import rank
-    from automodel_lite.run.checkpoint_folder import step_of
-    from automodel_lite.run.export import export_hf
-    from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
-    from automodel_lite.tools.trained import load_trained, push, write_card
-
-    quiet_libraries()
     if args.to and args.to.exists():  # before anything is loaded
         raise ConfigError(f"--to {args.to} exists already: choose another folder.")
-    trained = load_trained(
-        args.run, args.checkpoint, allow_targets=args.allow_targets, trust_remote_code=args.trust_remote_code
-    )
+    with activity("loading the checkpoint"):
+        from automodel_lite.parallel.mesh import rank
+        from automodel_lite.run.export import export_hf
+        from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
+        from automodel_lite.tools.trained import load_trained, push, write_card
+
+        quiet_libraries()
+        trained = load_trained(
+            args.run, args.checkpoint, allow_targets=args.allow_targets, trust_remote_code=args.trust_remote_code
+        )
     target = args.to or args.run / "hf"
     step = step_of(trained.checkpoint) or 0
     try:
-        export_hf(
-            *(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh),
-            is_text_only=args.text_only,
-        )
+        with activity("exporting"):
+            export_hf(
+                *(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh),
+                is_text_only=args.text_only,
+            )
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error.strerror or error}).") from error
     merged = " (adapter merged)" if trained.was_merged else ""
     if rank() == 0:
+        console = Console(is_silent=False)
         write_card(args.run, target, args.push)
-        print(f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
+        console.say("exported", f"{trained.checkpoint.name} of {args.run} written to {target}{merged}")
         if args.push:
-            print(f"uploaded to {push(args.run, target, args.push, not args.public)}")
+            console.say("uploaded", push(args.run, target, args.push, not args.public))
+        console.commands("next", [f"vllm serve {target}"])
     return 0
 
 

@@ -20,6 +20,8 @@ from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import PathText, Range, argument
 from automodel_lite.config.schema import check_alone
 from automodel_lite.errors import ConfigError
+from automodel_lite.progress import Progress, activity
+from automodel_lite.run.checkpoint_folder import exported_folder
 
 if TYPE_CHECKING:
     from automodel_lite.data.documents import Question
@@ -37,14 +39,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.out and args.out.exists():
         raise ConfigError(f"--out {args.out} exists already: choose another file.")
 
-    from transformers import set_seed  # --help needs no torch
+    folder = exported_folder(args.model)
+    with activity("loading the model"):
+        from transformers import set_seed  # --help needs no torch
 
-    from automodel_lite.models.generate import load_generator
-    from automodel_lite.run.checkpoint_folder import exported_folder
-    from automodel_lite.telemetry.console import quiet_libraries
+        from automodel_lite.models.generate import load_generator
+        from automodel_lite.telemetry.console import quiet_libraries
 
-    quiet_libraries()
-    generator = load_generator(exported_folder(args.model), args.trust_remote_code)
+        quiet_libraries()
+        generator = load_generator(folder, args.trust_remote_code)
     set_seed(args.seed)
     if args.prompts:
         answer_file(generator, args)
@@ -89,7 +92,6 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
 def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     """Writes each row of --prompts with what the model says to it, in their order and as they come."""
     from automodel_lite.data.files import read_questions
-    from automodel_lite.progress import Progress
     from automodel_lite.training.evaluation import answers_to
 
     num_rows = sum(1 for _ in read_questions(args.prompts))  # and a bad row is named before the first answer

@@ -54,7 +54,7 @@ def test_table_marks_the_best():
         "| 1 | seed=1 | failed |  |",
         "| 2 * | seed=2 | finished | 1.5000 |",
         "",
-        "\\* lowest val_loss",
+        "marked *: the lowest val_loss",
     ]
     assert "| 0 * | seed=0 | finished | 2.0000 |" in table(results, is_highest_best=True)
 

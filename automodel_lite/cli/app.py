@@ -44,7 +44,7 @@ from automodel_lite.config.components import CONF_DIR, left_out
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, shown
 from automodel_lite.interpreter import collecting_seldom
-from automodel_lite.progress import activity
+from automodel_lite.progress import activity, print_above_bars
 from automodel_lite.run.stopping import SIGNALS
 
 
@@ -67,7 +67,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
         return 0  # the first rank answers
     recipe = main.split(":")[0].rpartition(".")[2]
     if line.launch and not is_question:
-        with without_warnings_of_torch():
+        with without_warnings_of_torch(), activity("importing torch"):
             from automodel_lite.cli.launcher import launch  # imports torch
 
         return launch(main, line.launch, list(argv))
@@ -127,7 +127,7 @@ def without_warnings_of_torch() -> Iterator[None]:
 def imported(main: str) -> Callable[[Config], int | None]:
     """The function that "recipes.train_ft:main" names."""
     module, function = main.removeprefix("recipes.").split(":")
-    with collecting_seldom(), activity("importing torch and transformers"):
+    with collecting_seldom():
         loaded = importlib.import_module(f"{RECIPES_PACKAGE}.{module}")
     found: Callable[[Config], int | None] = vars(loaded)[function]
     return found
@@ -158,8 +158,10 @@ class Job:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return sweep.run_job(self.config_of, raw, lambda: imported(self.main))
         try:
-            config = self.config_of(raw, self.typed)
-            code = imported(self.main)(config) or 0
+            with activity("importing torch and transformers"):  # the check of the keys reads signatures
+                config = self.config_of(raw, self.typed)
+                recipe = imported(self.main)
+            code = recipe(config) or 0
         except Exception as error:
             raise Ended(error=error) from None
         raise Ended(code)
@@ -174,7 +176,7 @@ class Job:
             config = check_config(raw)
             if os.environ.get("RANK", "0") == "0":
                 for number, text in enumerate(lines):
-                    print(f"{'' if number else 'settings':<10} {text}", flush=True)
+                    print_above_bars(f"{'' if number else 'settings':<10} {text}")
             return config
         return check_config(raw)
 

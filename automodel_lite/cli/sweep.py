@@ -296,7 +296,7 @@ def table(results: list[dict[str, Any]], metric: str = "val_loss", is_highest_be
     for result in results:
         mark = f"{result['job']}{' *' if result is best else ''}"
         lines.append(f"| {mark} | {' | '.join(_show(result.get(key, '')) for key in columns)} |")
-    note = f"\n\\* {'highest' if is_highest_best else 'lowest'} {metric}\n" if best else ""
+    note = f"\nmarked *: the {'highest' if is_highest_best else 'lowest'} {metric}\n" if best else ""
     return "\n".join(lines) + "\n" + note
 
 

@@ -25,6 +25,7 @@ def quiet_libraries() -> None:
     # Under tensor parallelism the embedding answers with a view. torch warns of `x += y` on it; no family with such a
     # plan does that, and the gradients of all layouts are compared with those of one process.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor")
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch 2.13; 2.11 knows no other
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone, as meant
 
 
