@@ -111,8 +111,13 @@ def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
     """(key, value of each run) of every setting in which runs differ; names and folders are left out."""
     flat = [dict(flatten(record.config)) for record in records]
     keys = sorted({key for values in flat for key in values} - {"name", "output_dir"})
-    table = [(key, [str(values.get(key, "-")) for values in flat]) for key in keys]
+    table = [(key, [_setting(values.get(key)) for values in flat]) for key in keys]
     return [(key, values) for key, values in table if len(set(values)) > 1]
+
+
+def _setting(value: Any) -> str:
+    """A part that was not chosen and an option that was not set look the same."""
+    return "-" if value in (None, {}) else str(value)
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -53,6 +53,13 @@ function frame(title, isWide) {
   return figure;
 }
 
+// Charts are drawn in the pixels of their column, so that labels have the same size on every screen.
+function chartSize(isWide = false) {
+  const columns = getComputedStyle(document.getElementById("charts")).gridTemplateColumns.split(" ").map(parseFloat);
+  const isTwice = isWide && columns.length > 1;
+  return [Math.max((isTwice ? 2 * columns[0] + 10 : columns[0]) - 20, 200), isTwice ? 400 : isWide ? 230 : columns.length > 1 ? 190 : 150];
+}
+
 // lines: [{name, color, xs, ys, dots, dash}]
 function lineChart(title, lines, { isWide = false, isLog = false, fromZero = false } = {}) {
   lines = lines.map((l) => {
@@ -60,7 +67,7 @@ function lineChart(title, lines, { isWide = false, isLog = false, fromZero = fal
     return { ...l, xs: ok.map((i) => l.xs[i]), ys: ok.map((i) => l.ys[i]) };
   }).filter((l) => l.xs.length);
   if (!lines.length) return null;
-  const W = isWide ? 620 : 330, H = isWide ? 400 : 190, L = 46, R = 8, T = 6, B = 22;
+  const [W, H] = chartSize(isWide), L = 46, R = 8, T = 6, B = 22;
   const xs = lines.flatMap((l) => l.xs), ys = lines.flatMap((l) => l.ys);
   const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
   let y0 = Math.min(...ys), y1 = Math.max(...ys);
@@ -123,7 +130,7 @@ function hover(figure, svg, lines, X, Y, box) {
 function phaseChart(runs) {
   const shown = runs.filter((r) => Object.keys(r.phases).length);
   if (!shown.length) return null;
-  const figure = frame("Time by phase"), W = 330, row = 34;
+  const figure = frame("Time by phase"), [W] = chartSize(), row = 34;
   const names = [...new Set(shown.flatMap((r) => Object.keys(r.phases)))];
   const svg = svgNode("svg", { viewBox: `0 0 ${W} ${shown.length * row + 6}`, role: "img", "aria-label": "Time by phase" });
   shown.forEach((run, i) => {
@@ -147,7 +154,7 @@ function legend(entries) {
   box.style.fontSize = "12px";
   for (const [name, fill] of entries) {
     const item = document.createElement("span"), dot = document.createElement("span");
-    dot.className = "dot"; dot.style.background = fill; item.style.marginRight = "10px";
+    dot.className = "dot"; dot.style.background = fill; item.style.cssText = "margin-right: 10px; white-space: nowrap";
     item.append(dot, name); box.append(item, " ");
   }
   return box;
@@ -157,7 +164,7 @@ function legend(entries) {
 function lengthChart(run) {
   const { edges, documents } = run.lengths;
   if (!documents || !documents.length) return null;
-  const W = 330, H = 190, B = 22, top = Math.max(...documents), figure = frame("Documents by length (tokens)");
+  const [W, H] = chartSize(), B = 22, top = Math.max(...documents), figure = frame("Documents by length (tokens)");
   const svg = svgNode("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "Documents by length" });
   const end = edges[edges.length - 1];
   documents.forEach((n, i) => {
@@ -176,12 +183,13 @@ function maskChart(run) {
   const pack = run.lengths.pack;
   if (!pack || !pack.length) return null;
   const size = Math.max(run.packSize || 0, pack.reduce((a, b) => a + b, 0)), figure = frame("Mask of one pack");
-  const svg = svgNode("svg", { viewBox: "0 0 330 190", role: "img", "aria-label": "Mask of one pack" });
+  const [W] = chartSize(), left = (W - 186) / 2;
+  const svg = svgNode("svg", { viewBox: `0 0 ${W} 190`, role: "img", "aria-label": "Mask of one pack" });
   const k = 186 / size;
-  svg.append(svgNode("rect", { x: 72, y: 2, width: 186, height: 186, fill: "none", class: "grid" }));
+  svg.append(svgNode("rect", { x: left, y: 2, width: 186, height: 186, fill: "none", class: "grid" }));
   let at = 0;
   pack.forEach((n, i) => {
-    const a = 72 + at * k, y = 2 + at * k, s = n * k;
+    const a = left + at * k, y = 2 + at * k, s = n * k;
     const shape = svgNode("path", { d: `M${a},${y}L${a + s},${y + s}L${a},${y + s}Z`, fill: color(i) });
     shape.append(svgNode("title", {}, `document of ${n} tokens`));
     svg.append(shape);
@@ -241,3 +249,5 @@ function controls() {
 }
 controls();
 charts();
+let drawn = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== drawn) { drawn = innerWidth; charts(); } });
