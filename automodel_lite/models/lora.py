@@ -137,6 +137,15 @@ class QLora(Lora):
         )
         return {"quantization_config": quantization, "device_map": {"": device}}
 
+    def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
+        """See `Lora.adapt`. Never packed for the CPU kernel that `eval()` selects (bitsandbytes 0.50, AVX-512): it has
+        no gradient, and the weights would stay packed in training.
+        """
+        for module in model.modules():
+            if "support_avx512bf16_for_cpu" in vars(module):
+                vars(module)["support_avx512bf16_for_cpu"] = False
+        return super().adapt(model, base)
+
 
 @dataclass(frozen=True)
 class LoraAdapter:
