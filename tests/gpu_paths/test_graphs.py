@@ -13,7 +13,7 @@ from automodel_lite.attention.flex import FlexAttention, compiled_flex
 from automodel_lite.attention.interface import install, stream_of
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import compile_layers, decoder_layers
+from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from tests.models.test_layers import pack_of
 
@@ -55,19 +55,23 @@ WITH_FLEX = {
 }
 
 
-def model_of(family: str, settings: dict[str, Any], num_layers: int, kernel: AttentionKernel) -> LossModel:
+def model_of(
+    family: str, settings: dict[str, Any], num_layers: int, kernel: AttentionKernel, dtype: torch.dtype = torch.float32
+) -> LossModel:
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**BASE, "num_hidden_layers": num_layers, **settings})
-    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    lm = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     install(lm, kernel)
     return LossModel(lm, FusedLinearCrossEntropy())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_layers_need_no_graph_after_the_first_packs(family: str) -> None:
-    """12 layers; packs of other documents, validation, growing samples, training again."""
-    model = model_of(family, FAMILIES[family], 12, ReferenceAttention())
+    """12 layers; packs of other documents, validation, growing samples, training again. In bf16, as a GPU computes: the
+    experts' grouped product is one operation there, and in fp32 a loop that reads how many tokens each expert has.
+    """
+    model = model_of(family, FAMILIES[family], 12, ReferenceAttention(), torch.bfloat16)
     first = compiled_graphs()
     compile_layers(decoder_layers(model.lm), backend="aot_eager")
     model(pack_of(20, 17, 11)).backward()
@@ -91,13 +95,18 @@ def test_compiled_layers_need_no_graph_after_the_first_packs(family: str) -> Non
 
 @pytest.mark.parametrize("family", WITH_FLEX)
 def test_flex_trains_the_families_that_need_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of a whole model against the reference kernel's, and a bounded number of graphs."""
+    """As on a GPU, inside compiled layers that are recomputed: gradients of a whole model against those of plain layers
+    on the reference kernel, and a bounded number of graphs.
+    """
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     gradients = []
     packs = [(300, 200, 12), (512,), (50, 60, 70, 332)]
     for kernel in (FlexAttention(compiled_flex("aot_eager")), ReferenceAttention()):
         model = model_of(family, WITH_FLEX[family], 4, kernel)
         before = compiled_graphs()
+        if isinstance(kernel, FlexAttention):
+            compile_layers(decoder_layers(model.lm), backend="aot_eager")
+            recompute_layers(decoder_layers(model.lm), "full", 1)
         for lengths in packs:
             torch.manual_seed(len(lengths))
             model(pack_of(*lengths)).backward()
@@ -106,7 +115,7 @@ def test_flex_trains_the_families_that_need_it(family: str, monkeypatch: pytest.
             with torch.no_grad():
                 for length in (200, 130, 300):
                     model.logits(stream_of(torch.arange(length)[None] % 64, "cpu"))
-            assert 1 <= compiled_graphs() - before <= 16
+            assert 4 <= compiled_graphs() - before <= 24
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     for one, other in zip(*gradients):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-4)

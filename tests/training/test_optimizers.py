@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.graphs import compiled_graphs, strict_graphs
 from automodel_lite.training import optimizers
 from automodel_lite.training.muon import hidden_matrices, muon, newton_schulz, orthogonal
 from automodel_lite.training.optimizers import (
@@ -201,7 +202,8 @@ def test_a_run_resumes_bit_for_bit_and_on_more_ranks(kind: tuple[str, ...], tmp_
 
 # --------------------------------------------------------------------------------------------------- weights in bf16
 def one_step(maker: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-    model = model_with_gradients().to(dtype)
+    """Of one matrix and one vector: a C++ compiler takes 10 s for each of their graphs."""
+    model = model_with_gradients()[0].to(dtype)
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad = parameter.grad.to(dtype)
@@ -229,6 +231,26 @@ def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_numbers(
     monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True))
     for one, other in zip(plain, one_step(maker, dtype)):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", [adamw_8bit, partial(adamw_bf16, rounding="kahan")], ids=["8bit", "kahan"])
+def test_the_graphs_of_a_gpu_do_not_grow_with_the_model(maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """36 parameters of 6 shapes, each with a place of its own, and a rate that changes."""
+    shapes = [(96, 64), (32, 64), (64, 96), (64, 64), (64,), (2, 48, 64)]
+    module = nn.ParameterList([nn.Parameter(torch.randn(s).bfloat16()) for _ in range(6) for s in shapes])
+    torch._dynamo.reset()
+    strict_graphs()
+    monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True, backend="eager"))
+    optimizer, before, counted = maker(module, lr=1e-2), compiled_graphs(), []
+    for rate in (1e-2, 5e-3):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        counted.append(compiled_graphs() - before)
+    assert 1 <= counted[0] == counted[1] <= 10
 
 
 def test_rounding_is_up_or_down_with_the_right_chance() -> None:
