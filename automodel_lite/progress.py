@@ -55,6 +55,7 @@ class Progress:
                 dynamic_ncols=True,
                 file=sys.stderr,
             )
+            self._bar.dynamic_ncols = _room_for_a_bar
 
     def note(self, text: str) -> None:
         """`text` stands beside the bar, which is shown at once, in the place of its own estimate."""
@@ -105,6 +106,12 @@ def activity(what: str) -> Iterator[None]:
 
     with tqdm(desc=f"{what} ...", bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr):
         yield
+
+
+def _room_for_a_bar(_: TextIO) -> tuple[int, int]:
+    """Columns and rows, without the columns where the terminal writes `^C`: a bar that it breaks in two stays."""
+    columns, rows = shutil.get_terminal_size()
+    return columns - 3, rows
 
 
 def wrapped(text: str, indent: int, stream: TextIO | None = None) -> str:

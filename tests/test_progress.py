@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def test_a_bar_on_a_terminal_with_lines_above_it() -> None:
     assert "counting:  75%" in shown
     assert "loss 1.5" in shown
     assert shown.count("a line") == 4
+    assert max(len(line) for line in re.split(r"[\r\n]", shown)) == 77  # `^C` has room behind a bar of 80 columns
 
 
 def test_a_note_is_seen_before_the_first_is_done() -> None:

@@ -151,8 +151,9 @@ class RunFolder:
     def next_commands(self, state: str) -> list[str]:
         """What to type next, by how the run ended; `generate` and vLLM get an export of the newest checkpoint only."""
         command = str(json_object(self.facts).get("command", ""))
-        if state in ("preempted", "interrupted", "failed"):
-            return [f"{command}   # continues from the newest checkpoint"] if command else []
+        if state in ("preempted", "interrupted", "failed") and command:
+            checkpoint = self.read_status().get("checkpoint")
+            return [f"{command}   # {f'continues from {checkpoint}' if checkpoint else 'starts again'}"]
         if state != "finished":
             return []
         run, ours = shlex.quote(self.shown), typed_program()

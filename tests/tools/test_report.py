@@ -92,7 +92,9 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     assert generate.endswith(f'automodel-lite generate {tmp_path}/a "..."')
     assert folder.next_commands("preempted") == []
     folder.write_facts([])
-    assert folder.next_commands("preempted")[0].endswith("# continues from the newest checkpoint")
+    assert folder.next_commands("preempted")[0].endswith("   # starts again")
+    folder.write_status("preempted", 4, checkpoint="step_00000004")
+    assert folder.next_commands("preempted")[0].endswith("   # continues from step_00000004")
     record.rows.append({"step": 5, "loss": "nan"})
     assert warnings_of(record)[1] == "the loss was not finite at steps 5"
 
