@@ -6,9 +6,10 @@
     python benchmarks/gpu_check.py --list-wheels            what to bring along to a machine without a network
     python benchmarks/gpu_check.py --plan smoke --device cpu
 
-Needs torch, transformers and those wheels. Each part is a process of its own with a deadline; its result is a line of
-gpu_check.jsonl. A part whose package is missing says so; a part that fails or runs out of time is tried again by the
-next call. One GPU shows nothing of NCCL, of FSDP's traffic and of context parallelism: see docs/scaling.md.
+Needs torch, transformers and those wheels; the last of them, without versions, are on most machines. Each part is a
+process of its own with a deadline; its result is a line of gpu_check.jsonl. A part whose package is missing says so; what
+is missing, fails or runs out of time is tried again by the next call. One GPU shows nothing of NCCL, of FSDP's traffic
+and of context parallelism: see docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -28,20 +29,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-WHEELS = [  # beside torch and transformers; 7 MB in all
-    "hydra-core==1.3.8",
-    "omegaconf==2.3.1",
-    "antlr4-python3-runtime==4.9.3",  # an sdist: pip wheel makes the wheel
-    "datasets==5.2.0",
-    "dill==0.4.1",
-    "multiprocess==0.70.19",
-    "torchdata==0.11.0",
-    "peft==0.21.2",
-    "liger-kernel==0.8.5",
-    "torchao==0.18.0",
-    "trl==1.16.0",
-]
+WHEELS = {  # what to install -> what is imported; 7 MB
+    "hydra-core==1.3.8": "hydra",
+    "omegaconf==2.3.1": "omegaconf",
+    "antlr4-python3-runtime==4.9.3": "antlr4",  # an sdist: pip wheel makes the wheel
+    "datasets==5.2.0": "datasets",
+    "dill==0.4.1": "dill",
+    "multiprocess==0.70.19": "multiprocess",
+    "torchdata==0.11.0": "torchdata",
+}
+COMMON = {name: name for name in ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")}  # 60 MB
+OPTIONAL = {  # a part that needs one says that it is missing
+    "peft==0.21.2": "peft",
+    "liger-kernel==0.8.5": "liger_kernel",
+    "torchao==0.18.0": "torchao",
+    "trl==1.16.0": "trl",
+}
 PLANS = ("full", "smoke")
+LEAST_S = 20.0  # a part is not begun with less
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def smoke_plan() -> list[Part]:
     return [
         Part("imports", "machine.imports", 120),
         Part("ceilings", "machine.ceilings", 120),
-        Part("kernel-reference", "kernels.run", 120, {"kernel_name": "reference", "device_type": "cpu"}),
+        kernel("reference", 120),
         *(step(a, 120, attention=a, **tiny) for a in ("packed", "padded", "sorted", "mask", "position_ids")),
         step("plain-loss", 120, loss="plain", **tiny),
         step("lora", 120, needs=("peft",), lora=True, **tiny),
@@ -141,11 +146,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.list_wheels:
-        print("\n".join(WHEELS))
+        print("\n".join({**WHEELS, **OPTIONAL, **COMMON}))
         return 0
     parts = full_plan() if arguments.plan == "full" else smoke_plan()
     if arguments.part:
         return run_here(next(part for part in parts if part.name == arguments.part), arguments)
+    if missing := [wheel for wheel, module in {**WHEELS, **COMMON}.items() if find_spec(module) is None]:
+        print(f"Nothing was checked; first: pip install {' '.join(missing)}")
+        return 2
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -154,20 +162,20 @@ def main(argv: list[str] | None = None) -> int:
     machine = {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"}
     machine |= {"torch": torch.__version__, "plan": arguments.plan}
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if arguments.device == "cuda" else 0.0
+    from benchmarks.gpu.table import last_words, table
+
     deadline = time.monotonic() + 60 * arguments.minutes
     results = read_results(arguments.out, machine)
     for part in parts:
         if arguments.only and part.name not in arguments.only:
             continue
-        if part.name not in arguments.only and results.get(part.name, {}).get("verdict") in ("pass", "missing"):
+        if part.name not in arguments.only and results.get(part.name, {}).get("verdict") == "pass":
             continue
         found = skipped(part, arguments, gib) or run_apart(part, arguments, deadline)
         results[part.name] = {"part": part.name, **machine, **found}
         with arguments.out.open("a") as file:
             file.write(json.dumps(results[part.name]) + "\n")
-        print(f"{part.name:22s} {found['verdict']:8s} {found.get('why', '')[:160]}", flush=True)
-    from benchmarks.gpu.table import table
-
+        print(f"{part.name:22s} {found['verdict']:8s} {last_words(found.get('why'))}", flush=True)
     print("\n" + table([part.name for part in parts], results, machine))
     return int(any(result["verdict"] in ("FAIL", "timeout") for result in results.values()))
 
@@ -198,8 +206,9 @@ def skipped(part: Part, arguments: argparse.Namespace, gib: float) -> dict[str, 
 def run_apart(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """The part in a process of its own, whose whole process group ends with its deadline."""
     left_s = deadline - time.monotonic()
-    if left_s < 20:
+    if left_s < LEAST_S:
         return {"verdict": "no time"}
+    verdict = "timeout" if part.limit_s < left_s else "no time"
     command = [sys.executable, str(Path(__file__).resolve()), "--part", part.name, "--out", str(arguments.out)]
     command += ["--device", arguments.device, "--plan", arguments.plan]
     began = time.monotonic()
@@ -211,7 +220,7 @@ def run_apart(part: Part, arguments: argparse.Namespace, deadline: float) -> dic
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         screen, _ = process.communicate()
-        return {"verdict": "timeout", "seconds": time.monotonic() - began, "why": screen[-800:]}
+        return {"verdict": verdict, "seconds": time.monotonic() - began, "why": screen[-1500:]}
     lines = [line for line in screen.splitlines() if line.startswith("RESULT ")]
     if not lines:
         return {"verdict": "FAIL", "seconds": time.monotonic() - began, "why": screen[-1500:]}
@@ -221,25 +230,13 @@ def run_apart(part: Part, arguments: argparse.Namespace, deadline: float) -> dic
 def run_here(part: Part, arguments: argparse.Namespace) -> int:
     """In the child: calls the part's function and prints its result."""
     module, name = part.call.split(".")
-    options = dict(part.arguments)
+    options = {**part.arguments, "device": arguments.device}
     if module == "steps":
-        ceiling = next(
-            (
-                row
-                for row in map(json.loads, _lines(arguments.out))
-                if row["part"] == "ceilings" and row["verdict"] == "pass"
-            ),
-            {},
-        )
-        options |= {"peak_tflops": ceiling.get("data_sheet_tflops"), "ceiling_tflops": ceiling.get("product_tflops")}
-    options |= {} if "device_type" in options or module == "kernels" else {"device": arguments.device}
+        ceilings = read_results(arguments.out, {}).get("ceilings", {})
+        options |= {"peak_tflops": ceilings.get("data_sheet_tflops"), "ceiling_tflops": ceilings.get("product_tflops")}
     found = getattr(import_module(f"benchmarks.gpu.{module}"), name)(**options)
     print("RESULT " + json.dumps(found))
     return 0
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 if __name__ == "__main__":

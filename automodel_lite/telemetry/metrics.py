@@ -177,6 +177,8 @@ class Meter:
         self.flops = flops
         device_peak = peak_flops(mesh.device, compute_dtype)
         self.peak = None if device_peak is None else device_peak * mesh.shape.world_size
+        if mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(mesh.device)  # that of the start is higher where each rank loads all
         self.clock = PhaseClock(mesh.device)
         self._total_s, self._total_steps = 0.0, 0
         self._reset()

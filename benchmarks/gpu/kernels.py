@@ -72,9 +72,8 @@ class Row:
     verdict: str
 
 
-def run(kernel_name: str, device_type: str = "cuda", tokens: int = 32768) -> dict[str, Any]:
+def run(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
     """All cases of one kernel, and its speed on one long stream."""
-    device = torch.device(device_type)
     try:
         kernel = load(KERNELS[kernel_name])
     except ConfigError as error:
@@ -82,14 +81,14 @@ def run(kernel_name: str, device_type: str = "cuda", tokens: int = 32768) -> dic
     rows = []
     for case in CASES:
         torch._dynamo.reset()
-        rows.append(check(kernel_name, kernel, case, device))
+        rows.append(check(kernel_name, kernel, case, torch.device(device)))
         print(f"{kernel_name:10s} {case.name:16s} {rows[-1].verdict}", flush=True)
     failed = [row.case for row in rows if row.verdict.startswith("FAIL")]
     largest = max((row.largest for row in rows if row.largest is not None), default=None)
     found = {"verdict": "FAIL" if failed else "pass", "cases": [asdict(row) for row in rows], "largest_error": largest}
     found |= {"graphs": compiled_graphs(), "failed": failed}
-    if device.type == "cuda" and not failed:
-        found |= {"forward_backward_ms": speed_ms(kernel, tokens, device), "tokens": tokens}
+    if device == "cuda" and not failed:
+        found |= {"forward_backward_ms": speed_ms(kernel, tokens, torch.device(device)), "tokens": tokens}
     return found
 
 

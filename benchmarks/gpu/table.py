@@ -41,16 +41,20 @@ def _verdicts(names: list[str], results: Results) -> str:
         found = results.get(name)
         if found is None or name.startswith("step-") or found["verdict"] in ("missing", "no time"):
             continue
-        note = found.get("why") or ", ".join(found.get("failed") or [])
+        note = last_words(found.get("why")) or ", ".join(found.get("failed") or [])
         if found.get("largest_error") is not None:
             note = f"largest error {found['largest_error']:.1e}, {found['graphs']} graphs {note}"
         if found.get("forward_backward_ms"):
             note += f" {found['forward_backward_ms']:.1f} ms at {found['tokens']} tokens"
         if found.get("idle_frac") is not None:
             note = f"idle {found['idle_frac']:.1%} of the time over 6 steps"
-        note = " ".join(str(note).replace("|", "/").split())[:160]
         rows.append(f"| {name} | {found['verdict']} | {found.get('seconds', 0):.0f} | {note} |")
     return "\n".join(rows)
+
+
+def last_words(screen: str | None) -> str:
+    """Where a screen ends, as it fits into a cell: in a traceback, the error."""
+    return " ".join((screen or "").replace("|", "/").split())[-160:]
 
 
 def _speeds(names: list[str], results: Results) -> str:
@@ -85,7 +89,8 @@ def _tax(results: Results) -> str:
         both = results.get(bare, {}).get("tokens_per_s"), results.get(recipe, {}).get("tokens_per_s")
         if all(both):
             sentences.append(f"{recipe} reaches {both[1] / both[0]:.1%} of {bare}")  # type: ignore[operator]
-    return "Recipe tax: " + "; ".join(sentences) + "." if sentences else ""
+    ways = "the bare step under autocast, the recipe through FSDP over a group of one rank, as on many GPUs"
+    return f"Recipe tax ({ways}): " + "; ".join(sentences) + "." if sentences else ""
 
 
 def _missing(names: list[str], results: Results) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.gpu.recipe import idle_frac
 from benchmarks.gpu.steps import Variant, measure, padded_batches
+from benchmarks.gpu.table import last_words
 
 STEPS = [part for part in gpu_check.smoke_plan() if part.call == "steps.measure"]
 
@@ -72,6 +76,28 @@ def test_the_wheels_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hydra-core==1.3.8\n" in capsys.readouterr().out
 
 
+def test_what_it_cannot_do_without_is_asked_for_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name in ("hydra", "xxhash", "trl") else name)
+    assert gpu_check.main(["--plan", "smoke", "--device", "cpu"]) == 2
+    assert capsys.readouterr().out == "Nothing was checked; first: pip install hydra-core==1.3.8 xxhash\n"
+
+
+def test_a_part_that_fails_shows_its_error_and_one_cut_short_by_the_call_is_no_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = argparse.Namespace(out=tmp_path / "results.jsonl", device="cpu", plan="smoke")
+    part = gpu_check.Part("no such part", "machine.imports", 60)
+    found = gpu_check.run_apart(part, arguments, time.monotonic() + 60)
+    assert found["verdict"] == "FAIL"
+    assert last_words(found["why"]).endswith("StopIteration")
+    slow = gpu_check.smoke_plan()[0]
+    assert gpu_check.run_apart(replace(slow, limit_s=0.1), arguments, time.monotonic() + 60)["verdict"] == "timeout"
+    monkeypatch.setattr(gpu_check, "LEAST_S", 0)
+    assert gpu_check.run_apart(slow, arguments, time.monotonic() + 0.1)["verdict"] == "no time"
+
+
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -84,4 +110,4 @@ def test_the_smoke_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     code = gpu_check.main(["--plan", "smoke", "--device", "cpu", "--out", str(tmp_path / "results.jsonl")])
     screen = capsys.readouterr().out
     assert code == 0, screen
-    assert "Recipe tax: recipe-1b reaches" in screen
+    assert "recipe-1b reaches" in screen

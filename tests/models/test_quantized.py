@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from benchmarks.survey_models import run, save
-from benchmarks.tiny_models import tiny_model
+from benchmarks.tiny_models import random_model, tiny_config, tiny_model
 
 BLOCK = 16
 
@@ -51,6 +51,34 @@ def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path)
     assert exported.dtype == torch.bfloat16
     assert not hasattr(exported.config, "quantization_config")
     assert load_file(tmp_path / "full/hf/model.safetensors").keys() == meant.keys()
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(tmp_path: Path) -> None:
+    """MXFP4: two 4-bit values in a byte, an exponent for each 32 of them."""
+    config = tiny_config("gpt_oss")
+    config.hidden_size, config.intermediate_size = 32, 64
+    save(random_model(config), tmp_path / "model")
+    path, meant = tmp_path / "model/model.safetensors", {}
+    stored = load_file(path)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(117, 124, (experts, rows, width // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        values = torch.stack([FP4[(blocks & 15).long()], FP4[(blocks >> 4).long()]], -1).flatten(3)
+        meant[name] = (values * 2.0 ** (exponents[..., None].float() - 127)).flatten(2).transpose(1, 2)
+    save_file(stored, path, metadata={"format": "pt"})
+    change_config(tmp_path / "model", quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+    lm = CausalLM(str(tmp_path / "model")).build(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert len(meant) == 2 * lm.config.num_hidden_layers
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}
+    for name, want in meant.items():
+        assert torch.equal(lm.state_dict()[name], want)
+    run(tmp_path, "full")
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "full/hf").config, "quantization_config")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])

@@ -1,4 +1,5 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,16 @@ def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
     assert row.tflops_per_s == (80 * 10 + 40 * 5 + 200 * 12) / 2 / 1e12
     assert (row.step_s, row.eta_s, row.data_wait_s, row.fill_frac) == (2.0, 4.0, 0.5, 0.8)
     assert "mfu_frac" not in row.as_row()
+
+
+def test_memory_is_that_of_training_not_of_the_start(monkeypatch: pytest.MonkeyPatch):
+    reset: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(record=lambda stream: None))
+    gpu = torch.device("cuda", 3)
+    Meter(Mesh(MeshShape(1, 1, 1), gpu, None), StepFlops(10.0, 5.0, COSTS), torch.float32)
+    assert reset == [gpu]
 
 
 def test_an_unknown_device_has_no_peak():
