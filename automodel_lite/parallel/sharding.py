@@ -69,20 +69,23 @@ class ParallelModel:
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
 
     def __call__(self, batch: ThdBatch) -> Tensor:
-        # weights are cast once per use; a cache of the casts is 13 GiB of an 8B model, which recomputation never reads
-        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts, cache_enabled=False):
+        with self._autocast(batch):
             loss: Tensor = self.module(batch)
             return loss
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """See LossModel.logits; every rank calls it, and ranks that share a model each give their part of a batch."""
-        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts):
+        with self._autocast(batch):
             return self.loss_model.logits(batch, num_last)
 
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
         """See LossModel.probe; every rank calls it."""
-        with torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts):
+        with self._autocast(batch):
             return self.loss_model.probe(batch)
+
+    def _autocast(self, batch: ThdBatch) -> torch.autocast:
+        """Weights are cast once per use; a cache of the casts is 13 GiB of an 8B model, which recomputation never reads."""
+        return torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts, cache_enabled=False)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients are reduced after the last one only, unless their sum

@@ -48,8 +48,7 @@ def adamw(
     fused: bool = True,  # one kernel for all parameters
 ) -> LocalAdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`."""
-    beta1, beta2 = map(float, betas)
-    return LocalAdamW(param_groups(model, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=fused)
+    return LocalAdamW(param_groups(model, weight_decay), fused=fused, **defaults(lr, betas, eps))
 
 
 def adamw_bf16(
@@ -218,7 +217,7 @@ class SmallAdamW(Optimizer):
             return
         rate = torch.full((), group["lr"], device=parameter.device)
         gradient = local(parameter.grad)  # type: ignore[arg-type]
-        step = _compiled_update if parameter.device.type == "cuda" else update
+        step = _compiled_update() if parameter.device.type == "cuda" else update
         step(
             local(parameter),
             gradient,
@@ -304,13 +303,9 @@ def _settings(group: dict[str, Any]) -> dict[str, float]:
     return {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"]}
 
 
-def _compiled_update(*args: Any, **kwargs: Any) -> None:
-    """On a GPU in one kernel."""
-    _compiled()(*args, **kwargs)
-
-
 @functools.cache
-def _compiled() -> Callable[..., None]:
+def _compiled_update() -> Callable[..., None]:
+    """On a GPU in one kernel."""
     strict_graphs()
     compiled: Callable[..., None] = torch.compile(update, fullgraph=True)
     return compiled

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from automodel_lite.attention.interface import stream_of
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.parallel.mesh import MeshShape, init_mesh
-from automodel_lite.parallel.sharding import choose_strategy, copies_of_experts
+from automodel_lite.parallel.sharding import ParallelModel, choose_strategy, copies_of_experts
 from tests.run.small_run import losses, train, train_on
 
 
@@ -40,6 +42,21 @@ def test_one_gpu_is_sharded_like_many() -> None:
     assert choose_strategy("auto", one, is_gpu=True) == choose_strategy("auto", eight, is_gpu=True) == "fsdp"
     assert choose_strategy("auto", one, is_gpu=False) == "none"
     assert choose_strategy("auto", one, is_gpu=True, is_quantized=True) == "none"
+
+
+def test_autocast_keeps_no_casts_of_weights() -> None:
+    """13 GiB of an 8B model in training, in validation and in samples."""
+
+    class Asked(torch.nn.Module):
+        def forward(self, *args: Any) -> Any:
+            return torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+
+        logits = probe = forward
+
+    model: Any = Asked()
+    parallel = ParallelModel(model, model, 1, torch.bfloat16, autocasts=True)
+    batch = stream_of(torch.zeros(1, 4, dtype=torch.long), "cpu")
+    assert all([parallel(batch), parallel.logits(batch), parallel.probe(batch)])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
