@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -100,6 +101,7 @@ class Rendezvous:
         if "RANK" not in os.environ:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
             return
+        allow_sockets(world_size())
         store = self._of_job or dist.PrefixStore("groups", self._launchers())
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
 
@@ -117,6 +119,18 @@ class Rendezvous:
 
 RENDEZVOUS = Rendezvous()
 _FOREVER = timedelta(days=30)
+
+
+def allow_sockets(num_ranks: int) -> None:
+    """Raises this process's limit of open files, as far as it may: three groups of gloo connect every two ranks, and
+    the usual soft limit of 1,024 ends at 340 of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * num_ranks + 1024
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def use_threads(num_threads: int) -> None:

@@ -89,7 +89,7 @@ def _tax(results: Results) -> str:
         both = results.get(bare, {}).get("tokens_per_s"), results.get(recipe, {}).get("tokens_per_s")
         if all(both):
             sentences.append(f"{recipe} reaches {both[1] / both[0]:.1%} of {bare}")  # type: ignore[operator]
-    ways = "the bare step under autocast, the recipe through FSDP over a group of one rank, as on many GPUs"
+    ways = "on a GPU the bare step computes under autocast, the recipe through FSDP over a group of one rank"
     return f"Recipe tax ({ways}): " + "; ".join(sentences) + "." if sentences else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from automodel_lite.attention.interface import stream_of
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.parallel.mesh import MeshShape, init_mesh
+from automodel_lite.parallel.mesh import MeshShape, allow_sockets, init_mesh
 from automodel_lite.parallel.sharding import ParallelModel, choose_strategy, copies_of_experts
 from tests.run.small_run import losses, train, train_on
 
@@ -26,6 +27,18 @@ def test_a_rank_takes_a_gpu_that_it_sees(num_visible: int, index: int, monkeypat
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     assert init_mesh(MeshConfig(strategy="none")).device == torch.device("cuda", index)
     assert taken == [torch.device("cuda", index)]
+
+
+def test_many_ranks_may_open_their_sockets() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        allow_sockets(16)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1088, hard)
+        allow_sockets(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1088, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
