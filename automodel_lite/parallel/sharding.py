@@ -84,7 +84,7 @@ class ParallelModel:
             return self.loss_model.probe(batch)
 
     def _autocast(self, batch: ThdBatch) -> torch.autocast:
-        """Weights are cast once per use; a cache of the casts is 13 GiB of an 8B model, which recomputation never reads."""
+        """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no recomputation."""
         return torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts, cache_enabled=False)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
