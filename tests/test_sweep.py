@@ -147,6 +147,8 @@ def test_engines_of_hydra(engine: str, tmp_path: Path):
     assert [(row["job"], row["state"]) for row in results] == [(0, "finished"), (1, "finished")]
     assert "Traceback" not in done.stderr
     assert "leaked" not in done.stderr
+    for facts in (tmp_path / "s").glob("*/run.json"):
+        assert ENGINES[engine][0] in json.loads(facts.read_text())["command"]  # not that of a worker
     if engine == "optuna":
         best = OmegaConf.load(tmp_path / "s/optimization_results.yaml")
         assert best.best_value == min(row["val_loss"] for row in results)

@@ -45,6 +45,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, shown
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.progress import activity, print_above_bars
+from automodel_lite.run.folder import SWEEP_COMMAND, typed_command
 from automodel_lite.run.stopping import SIGNALS
 
 
@@ -186,6 +187,8 @@ class Job:
         preset, overrides = self.preset or "base", self.overrides(flags)
         self.sources.activate()
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are
+        if "--multirun" in flags:
+            os.environ[SWEEP_COMMAND] = typed_command()
         if "--experimental-rerun" not in flags and "--hydra-help" not in flags:
             flags = [*flags, "--config-name", preset]
         sys.argv = [sys.argv[0], *flags, *overrides]

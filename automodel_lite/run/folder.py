@@ -76,6 +76,9 @@ _BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
 """What may be in the folder of a run that was killed, or failed, in its first second: before config.yaml is there."""
 
 
+SWEEP_COMMAND = "AUTOMODEL_LITE_SWEEP"  # in the processes that a sweep starts
+
+
 class RunFolder:
     """Paths and small files of a run. Everything that is written is written by rank 0."""
 
@@ -237,7 +240,9 @@ class RunFolder:
 
 
 def typed_command() -> str:
-    """The command line of this run, of the launcher where there is one, as it can be typed again in this folder."""
+    """The command line of this run, of the sweep or the launcher where there is one, as it can be typed again here."""
+    if SWEEP_COMMAND in os.environ:
+        return os.environ[SWEEP_COMMAND]
     words = sys.orig_argv
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher is the parent of its ranks
         with suppress(OSError):
