@@ -344,6 +344,8 @@ def settled(
     """
     known = groups_of(sources)
     typed = [split(text)[0] for text in overrides if not group_of(text, known)]
+    if sources.are_ours and len(typed) == len(overrides):
+        return raw, {}, []  # no option was chosen on the command line, and none is the user's own
     composed = dict(flatten(OmegaConf.to_container(raw, resolve=False)))
     changed: dict[str, Any] = {}
     lines = []

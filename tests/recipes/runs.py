@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
@@ -17,8 +19,12 @@ Row = dict[str, Any]
 
 def config_of(preset: str, folder: Path, *overrides: str) -> Config:
     """The checked configuration of a run in `folder`; token caches live beside it."""
+    return check_config(composed(preset, folder, *overrides))
+
+
+def composed(preset: str, folder: Path, *overrides: str) -> DictConfig:
     places = [f"output_dir={folder}", f"cache_dir={folder.parent / 'cache'}"]
-    return check_config(compose_config(preset, [*places, *overrides]))
+    return compose_config(preset, [*places, *overrides])
 
 
 def train(preset: str, folder: Path, *overrides: str, world_size: int = 1) -> list[Row]:
@@ -26,12 +32,12 @@ def train(preset: str, folder: Path, *overrides: str, world_size: int = 1) -> li
     if world_size == 1:
         assert main(config_of(preset, folder, *overrides)) == 0
     else:
-        run_ranks(_train_on_rank, world_size, preset, folder, overrides)
+        run_ranks(_train_on_rank, world_size, composed(preset, folder, *overrides))
     return rows_of(folder)
 
 
-def _train_on_rank(rank: int, world_size: int, preset: str, folder: Path, overrides: tuple[str, ...]) -> None:
-    assert main(config_of(preset, folder, *overrides)) == 0
+def _train_on_rank(rank: int, world_size: int, raw: DictConfig) -> None:
+    assert main(check_config(raw)) == 0
 
 
 def rows_of(folder: Path) -> list[Row]:

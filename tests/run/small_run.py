@@ -12,6 +12,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
@@ -41,12 +43,20 @@ DROPOUT = [
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    return check_config(compose_config("smoke", [f"output_dir={folder}", *QUICK, *overrides]))
+    return check_config(composed(folder, *overrides))
+
+
+def composed(folder: Path, *overrides: str) -> DictConfig:
+    return compose_config("smoke", [f"output_dir={folder}", *QUICK, *overrides])
 
 
 def train(
     folder: Path, *overrides: str, term_at: int = 0, stop_at: int = 0, stop_by: int = signal.SIGTERM
 ) -> tuple[int, str]:
+    return train_config(composed(folder, *overrides), term_at, stop_at, stop_by)
+
+
+def train_config(raw: DictConfig, term_at: int = 0, stop_at: int = 0, stop_by: int = signal.SIGTERM) -> tuple[int, str]:
     """Runs the recipe in this process -> exit code, what it printed. `term_at`: this rank is told to stop in that step;
     negative: its data workers too. `stop_at`: the same by another signal."""
     import torch
@@ -72,7 +82,7 @@ def train(
     screen = io.StringIO()
     try:
         with redirect_stdout(screen):
-            code = train_ft.main(config_of(folder, *overrides))
+            code = train_ft.main(check_config(raw))
     finally:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -84,14 +94,14 @@ def train(
     return code, screen.getvalue()
 
 
-def _rank(rank: int, world_size: int, folder: str, overrides: list[str], term_at: int, term_rank: int) -> Any:
+def _rank(rank: int, world_size: int, raw: DictConfig, term_at: int, term_rank: int) -> Any:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
-    return train(Path(folder), *overrides, term_at=term_at if rank == term_rank else 0)
+    return train_config(raw, term_at if rank == term_rank else 0)
 
 
 def train_on(world_size: int, folder: Path, *overrides: str, term_at: int = 0, term_rank: int = 0) -> tuple[int, str]:
     """Runs the recipe on so many ranks -> rank 0's exit code and screen."""
-    results = run_ranks(_rank, world_size, str(folder), list(overrides), term_at, term_rank)
+    results = run_ranks(_rank, world_size, composed(folder, *overrides), term_at, term_rank)
     assert len({code for code, _ in results}) == 1, results
     return tuple(results[0])  # type: ignore[return-value]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ def parts(*overrides: str) -> Parts:
     return build_parts(config(*overrides))
 
 
+@cache
 def world(*axes: int, overrides: tuple[str, ...] = ()) -> Simulation:
     shape = MeshShape(*axes)
     names = ("dp_replicate", "dp_shard", "cp", "tp", "ep")

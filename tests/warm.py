@@ -1,0 +1,21 @@
+"""Loaded by the fork server before the ranks of a test are forked: modules, and tables that are made once per process."""
+
+import datasets  # noqa: F401
+import hypothesis  # noqa: F401
+import jinja2  # noqa: F401
+import pytest  # noqa: F401
+import torch._dynamo
+import torch.nn.attention.flex_attention  # noqa: F401
+import transformers.core_model_loading
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import automodel_lite.models.sharded  # noqa: F401
+import recipes.train_ft  # noqa: F401
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from tests.attention.families import FAMILIES
+
+check_config(compose_config("smoke", []))  # Hydra's plugins, the code of the options
+get_checkpoint_conversion_mapping("llama")
+for config in FAMILIES.values():
+    transformers.AutoModelForCausalLM._model_mapping[type(config())]
