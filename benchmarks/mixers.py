@@ -1,11 +1,11 @@
-"""What packing costs a hybrid model on the reference way: packed documents of mixed lengths against separate ones.
+"""Packed documents in a hybrid model with the reference mixers, against the same model as transformers runs it.
 
     python benchmarks/mixers.py
-    python benchmarks/mixers.py --families nemotron_h lfm2 --tokens 4096
+    python benchmarks/mixers.py --families nemotron_h lfm2 --tokens 4096 --spread 1.5
 
-The rival is the same model as transformers runs it on the same number of tokens in documents of one length, a batch
-without padding and without anything of ours: what it would cost if packing were free. Forward and backward, fp32, CPU;
-CPU seconds of the best of several rounds, taken in turns. Nothing is downloaded.
+Two rivals, without anything of ours: `sorted`, the same documents as padded rows of nearly one length, and `uniform`,
+as many tokens in documents of one length without padding: what it would cost if packing were free. Forward and
+backward, fp32, CPU; CPU seconds per real token of the best of several rounds, taken in turns. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,52 +51,84 @@ FAMILIES = {
     "lfm2": {"layer_types": ["conv"] * 3 + ["full_attention"]},
 }
 
+POOL = 64
+"""Packs whose documents are sorted together; a few of their batches are timed."""
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a pack and of a padded batch")
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the lengths' logarithm")
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    lengths = mixed_lengths(arguments.tokens)
-    mean = round(statistics.mean(lengths))
-    print(f"{arguments.tokens} tokens in {len(lengths)} documents of {min(lengths)} to {max(lengths)}, mean {mean}")
+    packs = [mixed_lengths(arguments.tokens, arguments.spread, seed) for seed in range(arguments.batches)]
+    lengths = [length for pack in packs for length in pack]
+    pool = [n for seed in range(POOL) for n in mixed_lengths(arguments.tokens, arguments.spread, seed)]
+    padded = sorted_rows(pool, arguments.tokens)[POOL // arguments.batches // 2 :: POOL // arguments.batches]
+    fill = statistics.mean(float(mask.float().mean()) for _, mask in padded)
+    print(
+        f"{len(packs)} packs of {arguments.tokens} tokens: {len(lengths)} documents of {min(lengths)} to {max(lengths)}, "
+        f"mean {round(statistics.mean(lengths))}; {len(padded)} batches of sorted rows, filled to {fill:.1%}"
+    )
     for family in arguments.families:
-        rival, packed = seconds(family, lengths, arguments.rounds)
-        print(f"{family:14s} separate, one length {rival:6.2f} s   packed {packed:6.2f} s   ratio {packed / rival:.2f}")
+        ours, *rivals = microseconds(family, packs, padded, arguments.rounds)
+        ratios = "   ".join(f"{name} {rival / ours:.2f} x" for name, rival in zip(("sorted", "uniform"), rivals))
+        print(f"{family:14s} packed {ours:6.1f} us per token; time of   {ratios}", flush=True)
 
 
-def mixed_lengths(num_tokens: int) -> list[int]:
+def mixed_lengths(num_tokens: int, spread: float, seed: int) -> list[int]:
     """Log-normal, as chats are: most are short, a few are long; they sum up to `num_tokens`."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while sum(lengths) < num_tokens:
-        length = int((torch.randn((), generator=generator) + 5).exp()) + 8
+        length = int((torch.randn((), generator=generator) * spread + 5).exp()) + 8
         lengths.append(min(length, num_tokens - sum(lengths)))
     return lengths
 
 
-def seconds(family: str, lengths: list[int], rounds: int) -> tuple[float, float]:
-    """Of the rival and of ours, the best round of each."""
+def microseconds(family: str, packs: list[list[int]], padded: list[Rows], rounds: int) -> list[float]:
+    """Per real token: ours, sorted and uniform rows, the best round of each."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **BASE | FAMILIES[family])
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     ours = copy.deepcopy(plain)
     install(ours, ReferenceAttention())
-    length = round(statistics.mean(lengths))
-    rows = torch.randint(1, VOCAB, (sum(lengths) // length, length))
-    batch = packed_batch(lengths)
-    timed = {"rival": lambda: separate_step(plain, rows), "ours": lambda: packed_step(ours, batch)}
-    best = {name: float("inf") for name in timed}
+    mean = round(statistics.mean(length for pack in packs for length in pack))
+    uniform = torch.randint(1, VOCAB, (sum(packs[0]) // mean, mean))
+    steps: list[list[Callable[[], None]]] = [
+        [partial(packed_step, ours, packed_batch(pack)) for pack in packs],
+        [partial(padded_step, plain, *rows) for rows in padded],
+        [partial(padded_step, plain, uniform, None)] * len(packs),
+    ]
+    tokens = sum(map(sum, packs)), sum(int(mask.sum()) for _, mask in padded), uniform.numel() * len(packs)
+    best = [float("inf")] * len(steps)
     for number in range(rounds + 1):
-        for name, step in timed.items():
-            elapsed = time_of(step)
+        for contestant, its_steps in enumerate(steps):
+            elapsed = time_of(its_steps)
             if number:
-                best[name] = min(best[name], elapsed)
-    return best["rival"] * sum(lengths) / rows.numel(), best["ours"]
+                best[contestant] = min(best[contestant], elapsed)
+    return [elapsed / num_tokens * 1e6 for elapsed, num_tokens in zip(best, tokens)]
+
+
+def sorted_rows(lengths: list[int], tokens: int) -> list[Rows]:
+    """Ids and attention mask of right-padded batches, each of about `tokens` real tokens of nearly one length."""
+    batches: list[list[int]] = [[]]
+    for length in sorted(lengths):
+        if batches[-1] and sum(batches[-1]) + length > tokens:
+            batches.append([])
+        batches[-1].append(length)
+    made = []
+    for batch in batches:
+        mask = (torch.arange(max(batch)) < torch.tensor(batch)[:, None]).long()
+        made.append((torch.randint(1, VOCAB, mask.shape) * mask, mask))
+    return made
 
 
 def packed_batch(lengths: list[int]) -> ThdBatch:
@@ -110,8 +143,8 @@ def packed_batch(lengths: list[int]) -> ThdBatch:
     return to_thd(packed_sequence_thd_collater([row]))
 
 
-def separate_step(model: PreTrainedModel, rows: torch.Tensor) -> None:
-    logits = model(input_ids=rows, use_cache=False).logits
+def padded_step(model: PreTrainedModel, rows: torch.Tensor, mask: torch.Tensor | None) -> None:
+    logits = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
     F.cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
 
 
@@ -119,9 +152,10 @@ def packed_step(model: PreTrainedModel, batch: ThdBatch) -> None:
     F.cross_entropy(model(**batch.model_inputs()).logits[0], batch.labels).backward()
 
 
-def time_of(step: Callable[[], None]) -> float:
+def time_of(steps: list[Callable[[], None]]) -> float:
     start = time.process_time()
-    step()
+    for step in steps:
+        step()
     return time.process_time() - start
 
 

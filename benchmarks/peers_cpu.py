@@ -41,6 +41,7 @@ class Contestant:
 
 CONTESTANTS = {
     "recipe": Contestant("recipe"),
+    "compiled": Contestant("recipe", "training.compile=true"),
     "bare": Contestant("bare"),
     "sorted": Contestant("loops", "sorted"),
     "mask": Contestant("loops", "mask"),

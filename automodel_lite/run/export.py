@@ -28,6 +28,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from automodel_lite.attention.interface import stream_of, tolerance_std
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.interpreter import returning_blocks
 from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8, local, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
@@ -144,6 +145,7 @@ def export_adapter(
         dist.barrier()
 
 
+@returning_blocks()
 def export_hf(
     folder: Path,
     model: LossModel,

@@ -1,7 +1,11 @@
-"""Our recipe as shipped: raw JSON lines in, a run folder with metrics out; the clock only looks on."""
+"""Our recipe as shipped: raw JSON lines in, a run folder with metrics out; the clock only looks on.
+
+python -m benchmarks.peers.recipe JOB [an override]
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 from automodel_lite.cli import compose_config
@@ -59,5 +63,5 @@ class TimedRecipe(train_ft.TrainFinetuneRecipe):
 if __name__ == "__main__":
     job = Job.from_argv()
     train_ft.TrainFinetuneRecipe = TimedRecipe
-    assert train_ft.main(recipe_config(job)) == 0
+    assert train_ft.main(recipe_config(job, *sys.argv[2:])) == 0
     TimedRecipe.clock.report(job, TimedRecipe.tokens_of_step)
