@@ -295,7 +295,8 @@ def _scales_like(parameter: Tensor, block: int) -> Tensor:
     if not isinstance(parameter, DTensor):
         return here
     layout = (parameter.device_mesh, parameter.placements)
-    return DTensor.from_local(here, *layout, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    whole = DTensor.from_local(here, *layout, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    return whole.to(parameter.device)  # from_local moves shards of mesh.cpu_offload to the mesh's device
 
 
 def _settings(group: dict[str, Any]) -> dict[str, float]:

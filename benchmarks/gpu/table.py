@@ -79,7 +79,7 @@ def _speeds(names: list[str], results: Results) -> str:
             _number(COUNTED_GIB.get(name)),
             _number(found.get("first_step_s")),
         ]
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+        rows.append(f"| {name}{' (slots)' if found.get('slots') else ''} | " + " | ".join(cells) + " |")
     return "\n".join(rows) if len(rows) > 2 else ""
 
 

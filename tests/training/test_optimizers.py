@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs, strict_graphs
+from automodel_lite.models.layers import local
+from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training import optimizers
 from automodel_lite.training.muon import hidden_matrices, muon, newton_schulz, orthogonal
 from automodel_lite.training.optimizers import (
@@ -34,6 +38,7 @@ from automodel_lite.training.optimizers import (
     encoded,
     rounded,
 )
+from automodel_lite.training.simulation import _fake_world
 from tests.ranks import run_ranks
 from tests.run.small_run import losses, train, train_on
 
@@ -142,6 +147,18 @@ def test_blocks_lie_inside_of_rows() -> None:
         0,  # gcd 4
         0,  # 2,048 values
     ]
+
+
+def test_scales_lie_where_their_weights_do() -> None:
+    """Shards of mesh.cpu_offload lie on another device than their mesh; here fake ones, the other way round."""
+    with _fake_world(MeshShape(1, 2, 1)):
+        layout = init_device_mesh("cpu", (2,)), (Shard(0),)
+        with FakeTensorMode(), torch.no_grad():
+            described = TensorMeta(torch.Size([64, 256]), (256, 1), torch.float32)
+            here = torch.empty(32, 256, device="cuda")
+            weight = DTensor(here, DTensorSpec(*layout, described), requires_grad=False)
+            scales = optimizers._scales_like(weight, 128)
+            assert (local(scales).shape, local(scales).device) == ((32, 2), here.device)
 
 
 def trained(maker: Any, dtype: torch.dtype, lr: float, steps: int) -> float:
