@@ -175,6 +175,7 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
     Raises ConfigError for a model of code that is not trusted.
     """
     is_adapter = (Path(folder) / "adapter_config.json").is_file()
+    # by its path: without peft, ConfigError has the pip line
     load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else load_whole
     try:
         model: transformers.PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)

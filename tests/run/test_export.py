@@ -31,6 +31,19 @@ IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 FEW = ["training.max_steps=3", "training.val_every_steps=0", "optimizer.lr=1e-2"]
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, to be read; `run` is a copy of it, to be changed."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    train("smoke", folder, *FEW)
+    return folder
+
+
+@pytest.fixture
+def run(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "run"))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own-head", "tied"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -80,9 +93,8 @@ def test_a_setting_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypat
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_weight_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train("smoke", tmp_path / "run", *FEW)
-    trained = load_trained(tmp_path / "run")
+def test_a_weight_that_changes_on_the_disk_is_noticed(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trained = load_trained(base)
     write = export.write_weights
 
     def damaging(folder: Path, *others: Any, **more: Any) -> None:
@@ -115,12 +127,11 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path):
 LLAMA_2 = {"temperature": 0.9, "top_p": 0.6, "do_sample": False, "pad_token_id": -1}
 
 
-def test_generation_settings_that_transformers_does_not_save(tmp_path: Path):
+def test_generation_settings_that_transformers_does_not_save(run: Path, tmp_path: Path):
     """Llama 2's own are mended; what cannot be is found before the training."""
-    train("smoke", tmp_path / "base", *FEW)
-    settings = tmp_path / "base/hf/generation_config.json"
+    settings = run / "hf/generation_config.json"
     settings.write_text(json.dumps(LLAMA_2))
-    tune = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf"]
+    tune = ["model=pretrained", f"model.pretrained={run}/hf"]
     train("smoke", tmp_path / "tuned", *FEW, *tune)
     exported = GenerationConfig.from_pretrained(tmp_path / "tuned/hf")
     assert (exported.temperature, exported.top_p, exported.do_sample) == (0.9, 0.6, True)
@@ -150,10 +161,9 @@ def _no_space() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_run_that_was_trained_further_does_not_answer_with_its_old_export(tmp_path: Path):
-    train("smoke", tmp_path / "base", *FEW)
+def test_a_run_that_was_trained_further_does_not_answer_with_its_old_export(base: Path, tmp_path: Path):
     run = tmp_path / "run"
-    lora = [*FEW, "model=pretrained", f"model.pretrained={tmp_path}/base/hf", "peft=lora", "peft.r=2"]
+    lora = [*FEW, "model=pretrained", f"model.pretrained={base}/hf", "peft=lora", "peft.r=2"]
     train("smoke", run, *lora)
     assert export_hf.main([str(run)]) == 0  # the merged model
     assert exported_folder(str(run)) == str(run / "hf")
@@ -168,9 +178,7 @@ def test_a_run_that_was_trained_further_does_not_answer_with_its_old_export(tmp_
     assert exported_folder(str(run)) == str(run / "hf")
 
 
-def test_an_export_deletes_nobodys_own_files(tmp_path: Path):
-    run = tmp_path / "run"
-    train("smoke", run, *FEW)
+def test_an_export_deletes_nobodys_own_files(run: Path):
     (run / "hf/notes").mkdir()
     (run / "hf/notes/mine.txt").write_text("mine")
     (run / "hf/model.gguf").write_text("mine")
@@ -244,15 +252,14 @@ def export_untrained(rank: int, world: int, config: Config, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_an_adapter_is_merged_shard_by_shard(tmp_path: Path, kind: str):
-    train("smoke", tmp_path / "base", *FEW)
-    adapter = ["model=pretrained", f"model.pretrained={tmp_path}/base/hf", f"peft={kind}", "peft.r=4"]
+def test_an_adapter_is_merged_shard_by_shard(base: Path, tmp_path: Path, kind: str):
+    adapter = ["model=pretrained", f"model.pretrained={base}/hf", f"peft={kind}", "peft.r=4"]
     adapter += ["peft.modules_to_save=[lm_head]", "peft.target_modules=[q_proj,down_proj]"]
     train("smoke", tmp_path / "run", *FEW, *(adapter if kind == "lora" else adapter[:-2]))
     assert export_hf.main([str(tmp_path / "run"), "--to", str(tmp_path / "alone")]) == 0
     run_ranks(merge_on_rank, 2, tmp_path / "run", tmp_path / "sharded")
     alone, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded"))
-    before = load_file(tmp_path / "base/hf/model.safetensors")
+    before = load_file(base / "hf/model.safetensors")
     assert not torch.equal(before["model.layers.0.mlp.down_proj.weight"], alone["model.layers.0.mlp.down_proj.weight"])
     assert alone.keys() == sharded.keys()
     for name, weight in alone.items():

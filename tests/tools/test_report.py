@@ -135,7 +135,7 @@ def test_the_command_of_a_run_can_be_typed_again(monkeypatch: pytest.MonkeyPatch
 def test_the_command_of_a_rank_is_its_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     code = "from automodel_lite.run.folder import typed_command; print(typed_command())"
     launcher = tmp_path / "launcher.py"
-    launcher.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])")
+    launcher.write_text(f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}])")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     command = ["python", str(launcher), "--nproc", "2"]
     out = subprocess.run(command, executable=sys.executable, capture_output=True, text=True, check=True).stdout

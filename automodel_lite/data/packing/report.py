@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from automodel_lite.data.loader import deal, imbalance, pack_costs
-from automodel_lite.data.packing.plan import PackPlan, pack_blocks
+from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
 from automodel_lite.models.flops import CostModel
 from automodel_lite.seed import BLOCK, seeded_order
 
@@ -75,7 +75,7 @@ def draw_histogram(lengths: np.ndarray, limit: int | None = None, bins: int = 12
 
 
 @dataclass(frozen=True)
-class PackingReport:
+class PackingReport(PlanCounts):
     """All counts are of the plan; fractions are 0..1 of the positions that a model would compute.
 
     padded_fill_frac: the same documents in a random order, batches of as many documents as a pack holds padded to
@@ -90,11 +90,7 @@ class PackingReport:
     slot_multiple: int
     seed: int
     epoch: int
-    documents: int
-    tokens: int
     packs: int
-    packed_documents: int
-    packed_tokens: int
     packs_before_max_packs: int
     lower_bound_packs: int
     fill_frac: float
@@ -108,13 +104,6 @@ class PackingReport:
     longest_tokens: int
     median_tokens: int
     mean_tokens: float
-    dropped_documents: int
-    dropped_tokens: int
-    truncated_documents: int
-    cut_tokens: int
-    split_documents: int
-    left_out_documents: int
-    left_out_tokens: int
     balance: str
     imbalance_before: float | None
     imbalance_after: float | None
@@ -187,9 +176,8 @@ def packing_report(
         costs = pack_costs(plan, lengths, cost_model)[seeded_order(len(plan), plan.seed, plan.epoch)]
         before = imbalance(costs, **layout)
         after = imbalance(costs[deal(costs, balance, **layout, seed=plan.seed)], **layout)
-    shown = {name: count for name, count in asdict(counts).items() if name != "pieces"}
     return PackingReport(
-        **shown,
+        **asdict(counts),
         strategy=plan.strategy,
         packed_sequence_size=plan.packed_sequence_size,
         slot_multiple=plan.slot_multiple,
