@@ -143,8 +143,7 @@ class RunFolder:
     @property
     def shown(self) -> str:
         """The path as one types it: relative to the working directory where it is inside."""
-        here = Path.cwd()
-        return str(self.path.relative_to(here)) if self.path.is_relative_to(here) else str(self.path)
+        return _near(self.path, ".")
 
     def write_facts(self, lines: Sequence[tuple[str, str]]) -> None:
         """run.json: the command line, and the (topic, text) lines that the run printed at its start."""
@@ -263,7 +262,15 @@ def _typed(program: Path) -> str:
     """Its name, if that is what the shell finds; otherwise its path, the shorter one."""
     if (found := shutil.which(program.name)) and Path(found).parent == program.parent:
         return program.name
-    return min(str(program), os.path.relpath(program), key=len)
+    return _near(program, "..")
+
+
+def _near(path: Path, top: str) -> str:
+    """Relative to the working directory where it is below `top` of it, which may be gone."""
+    with suppress(OSError):
+        if path.is_relative_to(Path(top).resolve()):
+            return os.path.relpath(path)
+    return str(path)
 
 
 def json_object(path: Path) -> dict[str, Any]:
