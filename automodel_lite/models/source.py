@@ -302,13 +302,35 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
 
 def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
     for key, value in overrides.items():
-        setattr(config, key, value)
+        if key in OF_ROPE and key not in config.to_dict():
+            config.rope_parameters = _rope_parameters(config, key, value)
+        else:
+            setattr(config, key, value)
+    if not overrides.keys().isdisjoint({*OF_ROPE, "rope_parameters"}):
+        config.standardize_rope_params()
+        config.validate_rope()
+
+
+OF_ROPE = ("rope_theta", "rope_scaling")
+"""What config.json has under these names transformers keeps in `rope_parameters`."""
+
+
+def _rope_parameters(config: PretrainedConfig, key: str, value: Any) -> dict[str, Any]:
+    """Those of a loaded config after one of `OF_ROPE` was set; scaling is replaced, or removed by null."""
+    old: dict[str, Any] = config.rope_parameters
+    if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
+        raise ValueError(f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}.")
+    if key == "rope_theta":
+        return {**old, key: value}
+    scaling = value or {"rope_type": "default"}
+    return {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old} | scaling
 
 
 def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
     """The sentence for settings that a model's own code refuses."""
     settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
-    text = f"{reason} is not known." if isinstance(reason, KeyError) else one_line(reason)
+    is_name = isinstance(reason, KeyError) and " " not in str(reason.args[0])
+    text = f"{reason} is not known." if is_name else one_line(reason).strip('"')
     return ConfigError(f"a model with these settings does not work: {text or type(reason).__name__} ({settings})")
 
 
@@ -320,11 +342,18 @@ def _described(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
 
 
 def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
-    known = config.to_dict()
+    known = [*config.to_dict(), *config.attribute_map]
+    known += OF_ROPE if "rope_parameters" in known else ()
     for key, value in settings.items():
         if key not in known:
             near = did_you_mean(key, known) or "."
             raise ConfigError(f"model.config.{key}={value}: {config.model_type} has no such setting{near}")
+    scaling = settings.get("rope_scaling")
+    if scaling is not None and not (isinstance(scaling, dict) and {"rope_type", "type"} & {*scaling}):
+        raise ConfigError(
+            f"model.config.rope_scaling={scaling} must be null or name its rope_type, such as "
+            "model.config.rope_scaling={rope_type: yarn, factor: 4.0}."
+        )
 
 
 def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:

@@ -196,3 +196,16 @@ def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> Non
     assert want.keys() == got.keys()
     for step, (loss, grad_norm) in want.items():
         assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
+
+
+def test_a_mixture_continues_within_its_schedule(tmp_path: Path) -> None:
+    """Weights that differ by epoch: stopped in the second epoch, it draws the documents that it would have drawn."""
+    chats = "{_target_: automodel_lite.data.documents.ToyChat, num_chats: %d, seed: %d}"
+    first, second = chats % (60, 1), chats % (60, 2)
+    parts = f"{{one: {{dataset: {first}, weight: [0.8, 0.2]}}, two: {{dataset: {second}, weight: [0.2, 0.8]}}}}"
+    overrides = ["dataset=mixture", "~dataset.num_chats", f"dataset.parts={parts}", "training.max_steps=16"]
+    assert train(tmp_path / "whole", *overrides)[0] == 0
+    run = tmp_path / "run"
+    assert train(run, *overrides, term_at=9)[0] == 75
+    assert train(run, *overrides)[0] == 0
+    assert losses(run) == losses(tmp_path / "whole")
