@@ -59,12 +59,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--simulate", action="store_true", help="count the memory of a rank instead of estimating")
     found.add_argument("--gpus-per-node", type=argument(int, Range(1, 10**6)), default=8)
     found.add_argument("--peak-tflops", type=POSITIVE, default=989.0, help="dense bf16 of one GPU (H100 SXM: 989)")
-    found.add_argument(
-        "--mfu",
-        type=argument(float, Range(above=0, most=1)),
-        default=0.45,
-        help="fraction of the peak that compute reaches",
-    )
+    found.add_argument("--mfu", type=FRACTION, default=0.45, help="fraction of the peak that compute reaches")
     found.add_argument("--nvlink-gb", type=POSITIVE, default=300.0, help="GB/s per GPU inside a node, one direction")
     found.add_argument("--network-gb", type=POSITIVE, default=40.0, help="GB/s per GPU between nodes, one direction")
     found.add_argument("--document-tokens", type=ONE_OR_MORE, default=600, help="mean length of a document")

@@ -34,6 +34,7 @@ from automodel_lite.config.rules import (
 from automodel_lite.errors import ConfigError
 
 Part = dict[str, Any]
+BoolOrAuto = Annotated[bool | str, OneOf(("auto", "true", "false"))]
 
 
 @dataclass
@@ -50,9 +51,7 @@ class MeshConfig:
     cp_link_gb_per_s: Annotated[float, Range(above=0)] | None = (
         None  # link speed per GPU inside its cp group, for cp_exchange=auto; null = 300 within a host, 50 between hosts
     )
-    reduce_every_micro_batch: Annotated[bool | str, OneOf(("auto", "true", "false"))] = (
-        "auto"  # reduce gradients; auto = if their unsharded sum over micro-batches does not fit the GPU
-    )
+    reduce_every_micro_batch: BoolOrAuto = "auto"  # of gradients; auto = if their unsharded sum does not fit the GPU
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run
 
@@ -89,9 +88,7 @@ class TrainingConfig:
     micro_batch_size: Positive = 1  # packs per forward pass of a data-parallel rank
     global_batch_size: Positive | None = None  # packs per optimizer step; null = micro_batch_size x ranks
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
-    ema_decay: Annotated[float, Range(0, below=1)] = (
-        0.0  # moving average of the weights, which is validated and exported; 0 = none
-    )
+    ema_decay: Annotated[float, Range(0, below=1)] = 0.0  # of averaged weights, validated and exported; 0 = none
     log_every_steps: Positive = 10
     val_every_steps: Count = 0  # steps between validations; 0 = only at the end
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on GPUs
@@ -101,15 +98,13 @@ class TrainingConfig:
     )
     tile_tokens: Count | None = None  # tile of MLPs and norms; 0 = none, null = 8192 for long recomputed packs
     recompute_every_layers: Positive = 1  # apply activation_checkpointing only to every n-th layer
-    compile: Annotated[bool | str, OneOf(("auto", "true", "false"))] = "auto"  # auto = on GPUs
+    compile: BoolOrAuto = "auto"  # auto = on GPUs
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
     deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
     profile_steps: Annotated[list[int], FirstAndLast()] | None = None  # [10, 12]: profile these steps into profile/
     num_threads: Annotated[int, Range(0), UpToTheCores()] = 0  # per process; 0 = cores / processes of this host
     max_bad_steps: Count = 3  # consecutive steps with a non-finite loss or gradient to skip before the run ends
-    max_time: Annotated[str | int, Duration()] | None = (
-        None  # "1:30:00", hours first: save and exit before this much time has passed; null = SLURM's
-    )
+    max_time: Annotated[str | int, Duration()] | None = None  # "1:30:00": save and exit before; null = SLURM's
     stop_margin_s: Annotated[float, Range(0)] = 60.0  # reserved for the last save, plus measured save and step times
     stuck_after_s: Annotated[float, Range(0)] = 120.0  # write stacks to logs/ if a step takes longer; 0 = never
 

@@ -50,9 +50,7 @@ class FilesDataset:
     val_split: str | None = None  # or another split of the dataset
     val_frac: Annotated[float, Range(0, below=1)] = 0.0  # or this fraction of the documents, 0..1
     max_documents: Positive | None = None  # use only the first documents
-    labels: Alignment | None = (
-        None  # of token rows: aligned (labels[i] = input_ids[i + 1]) | unshifted; null = detected
-    )
+    labels: Alignment | None = None  # of token rows: aligned (labels[i] = input_ids[i+1]) | unshifted; null = detected
     delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
     seed: Seed = 0  # for val_frac
 
