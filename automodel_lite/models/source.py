@@ -301,8 +301,11 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
 
 
 def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+    inner = _inner_configs(config)
     for key, value in overrides.items():
-        if key in OF_ROPE and key not in config.to_dict():
+        if key in inner and isinstance(value, dict):
+            _set_all(inner[key], value)
+        elif key in OF_ROPE and key not in config.to_dict():
             config.rope_parameters = _rope_parameters(config, key, value)
         else:
             setattr(config, key, value)
@@ -341,19 +344,29 @@ def _described(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
         raise cannot_work(error, overrides) from error
 
 
-def _check_settings(settings: dict[str, Any], config: PretrainedConfig) -> None:
+def _check_settings(settings: dict[str, Any], config: PretrainedConfig, prefix: str = "model.config.") -> None:
     known = [*config.to_dict(), *config.attribute_map]
     known += OF_ROPE if "rope_parameters" in known else ()
+    inner = _inner_configs(config)
     for key, value in settings.items():
-        if key not in known:
-            near = did_you_mean(key, known) or "."
-            raise ConfigError(f"model.config.{key}={value}: {config.model_type} has no such setting{near}")
+        if key in inner and isinstance(value, dict):
+            _check_settings(value, inner[key], f"{prefix}{key}.")
+        elif key not in known:
+            of_text = [f"{name}.{key}" for name, part in inner.items() if key in part.to_dict()]
+            near = f"; did you mean {prefix}{of_text[0]}?" if of_text else did_you_mean(key, known) or "."
+            raise ConfigError(f"{prefix}{key}={value}: {config.model_type} has no such setting{near}")
     scaling = settings.get("rope_scaling")
     if scaling is not None and not (isinstance(scaling, dict) and {"rope_type", "type"} & {*scaling}):
         raise ConfigError(
-            f"model.config.rope_scaling={scaling} must be null or name its rope_type, such as "
-            "model.config.rope_scaling={rope_type: yarn, factor: 4.0}."
+            f"{prefix}rope_scaling={scaling} must be null or name its rope_type, such as "
+            f"{prefix}rope_scaling={{rope_type: yarn, factor: 4.0}}."
         )
+
+
+def _inner_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+    """Of a composite: those of its language model and its towers, by the name of their setting; text is the first."""
+    found = {name: config_value(config, name) for name in sorted(config.sub_configs, key=lambda n: n != "text_config")}
+    return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}
 
 
 def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:

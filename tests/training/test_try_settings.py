@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
@@ -80,6 +80,22 @@ def test_settings_by_the_names_of_config_json(key: str, tmp_path: Path) -> None:
     value, wanted = ROPE[key]
     found = CausalLM(pretrained=str(tmp_path), config={key: value}).described({}).rope_parameters
     assert {name: found[name] for name in wanted} == wanted
+
+
+def test_settings_of_the_language_model_of_a_composite(tmp_path: Path) -> None:
+    Gemma3Config().save_pretrained(tmp_path)
+
+    def described(**settings: object) -> Gemma3TextConfig:
+        return CausalLM(pretrained=str(tmp_path), config=settings).described({}).text_config
+
+    found = described(text_config={"max_position_embeddings": 4096})
+    assert (found.max_position_embeddings, found.sliding_window) == (4096, Gemma3TextConfig().sliding_window)
+    with pytest.raises(
+        ConfigError, match=r"has no such setting; did you mean model.config.text_config.sliding_window?"
+    ):
+        described(sliding_window=8)
+    with pytest.raises(ConfigError, match=r"model.config.text_config.hiden_size=8: gemma3_text has no such setting"):
+        described(text_config={"hiden_size": 8})
 
 
 def test_scaling_is_removed_by_null(tmp_path: Path) -> None:
