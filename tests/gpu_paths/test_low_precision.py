@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.graphs import compiled_graphs
+from automodel_lite.models.adapter import cast_frozen
+from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.training.optimizers import adamw_8bit, codebook, param_groups
+from tests.models.test_layers import pack_of
 from tests.run.small_run import losses, train
 
 pytestmark = pytest.mark.slow
@@ -92,16 +99,65 @@ def test_adapters_stay_out_of_fp8(tmp_path: Path) -> None:
     assert _fits(nn.Linear(64, 64), "self_attn.q_proj.base_layer")
 
 
+# ----------------------------------------------------------------------------------------------------------- compiled
+@pytest.mark.parametrize(
+    ("quantized", "fp8"), [(True, ""), (False, "tensorwise"), (False, "rowwise")], ids=["qlora", "fp8", "lora, fp8"]
+)
+def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: str, tmp_path: Path) -> None:
+    """As training.compile=auto makes them on a GPU, recomputed; packs of other documents need no graph of their own."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("torchao")
+    from automodel_lite.models.fp8 import use_fp8
+    from automodel_lite.models.lora import Lora, QLora
+    from tests.models.test_lora import give_the_adapter_weight
+
+    save_small_llama(tmp_path)
+    gradients = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        peft = QLora(r=4) if quantized else Lora(r=4)
+        lm = LlamaForCausalLM.from_pretrained(tmp_path, **peft.load_arguments(torch.device("cpu")))
+        if fp8 != "tensorwise":
+            peft.adapt(lm, str(tmp_path))
+            give_the_adapter_weight(lm)
+            cast_frozen(lm, torch.bfloat16)
+        layers = decoder_layers(lm)
+        if fp8:
+            use_fp8(layers, fp8, emulate=True)
+        install(lm, ReferenceAttention())
+        model = LossModel(lm.train(), FusedLinearCrossEntropy())
+        if is_compiled:
+            compile_layers(layers, backend="aot_eager")
+            recompute_layers(layers, "full", 1)
+        counts = [compiled_graphs()]
+        for lengths in ((40, 20, 36), (96,), (48, 48)):
+            torch.manual_seed(len(lengths))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(pack_of(*lengths))
+            loss.backward()
+            counts.append(compiled_graphs())
+        assert counts[1] == counts[3]
+        assert (counts[1] > counts[0]) == is_compiled
+        gradients.append(torch.cat([p.grad.flatten().float() for p in lm.parameters() if p.grad is not None]))
+    assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[0].norm()
+
+
 # ------------------------------------------------------------------------------------------------------------ 4 bits
+def save_small_llama(folder: Path) -> None:
+    """Of sizes that 4-bit blocks and fp8 products divide."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).save_pretrained(folder)
+
+
 def test_4_bit_weights_have_the_gradients_of_what_they_stand_for(tmp_path: Path) -> None:
     """After a forward in eval(), as the checks at the start make it: bitsandbytes packs weights there on some CPUs."""
     functional = pytest.importorskip("bitsandbytes").functional
     from automodel_lite.models.lora import QLora
     from tests.models.test_lora import IDS, give_the_adapter_weight
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).save_pretrained(tmp_path)
+    save_small_llama(tmp_path)
     peft = QLora(r=4)
     lm = LlamaForCausalLM.from_pretrained(tmp_path, **peft.load_arguments(torch.device("cpu")))
     peft.adapt(lm, str(tmp_path))
