@@ -17,8 +17,11 @@ import torch
 import automodel_lite
 from automodel_lite import hf_collater, install_attention
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from automodel_lite.errors import DataError
 from automodel_lite.thd import AttentionOptions, Segments
+from recipes.train_ft import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,16 +76,17 @@ def test_hf_trainer_gives_our_loss(example, use_trl: bool, monkeypatch: pytest.M
     assert losses[1] < losses[0]
 
 
-def test_parts_of_ones_own(tmp_path: Path) -> None:
+def test_parts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ROOT / "examples/own_parts"
-    command = [sys.executable, str(ROOT / "recipes/train_ft.py"), "--config-dir", "conf", "--config-name", "mine"]
-    command += ["security.allow_targets=[my_parts]", f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "spelling: 5 words, 20 times" in done.stdout
-    assert "loss LabelSmoothing" in done.stdout
-    assert "finished at step 6 of 6" in done.stdout
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    places = [f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
+    raw = compose_config("mine", ["security.allow_targets=[my_parts]", *places], config_dir="conf")
+    assert main(check_config(raw)) == 0
+    said = capsys.readouterr().out
+    assert "spelling: 5 words, 20 times" in said
+    assert "loss LabelSmoothing" in said
+    assert "finished at step 6 of 6" in said
     assert (tmp_path / "run/metrics.csv").read_text().startswith("1,")
 
 
