@@ -1,7 +1,7 @@
 """What a run will take, on paper: FLOPs, memory and traffic per step, and how they grow with the number of GPUs.
 
-    python recipes/estimate.py --config-name llama3_1_8b dataset.path=any --gpus 8 64 1024 --peak-tflops 989 --mfu 0.45
-    python recipes/estimate.py --config-name llama3_1_70b dataset.path=any --gpus 64 --simulate
+    python recipes/estimate.py --config-name llama3_1_8b --gpus 8 64 1024 --peak-tflops 989 --mfu 0.45
+    python recipes/estimate.py --config-name llama3_1_70b --gpus 64 --simulate
 
 Nothing is loaded but the model's config; the formulas are in docs/scaling.md. With `model.pretrained` the folder's
 config.json is read, those of the presets without a network; `training.global_batch_size` is scaled with the GPUs (weak
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+
+from omegaconf import OmegaConf
 
 from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
@@ -26,7 +28,10 @@ ONE_OR_MORE = argument(int, Range(1, 10**8))
 def main(argv: list[str] | None = None) -> None:
     args, overrides = parser().parse_known_args(argv)
     check_alone()
-    config = check_config(compose_config(args.config_name, [*overrides, "name=estimate"]))
+    raw = compose_config(args.config_name, [*overrides, "name=estimate"])
+    if OmegaConf.is_missing(raw.dataset, "path"):
+        raw.dataset.path = "not read"
+    config = check_config(raw)
     from automodel_lite.training.build import build_parts
     from automodel_lite.training.dry_run import try_model
     from automodel_lite.training.scaling import Hardware, estimate

@@ -70,10 +70,10 @@ def drawn_packs(packs: PackedDataset) -> Iterator[str]:
         yield "\nPACKS: none, every document is a row of its own"
         return
     rows = [layout_of(packs[index]) for index in range(min(NUM_PACKS, len(packs)))]
-    yield f"\nPACKS (a letter per document, . padding; {packs.plan.packed_sequence_size} tokens per line)"
+    yield f"\nPACKS of {packs.plan.packed_sequence_size:,} tokens (a letter per document, . padding), documents in each"
     for number, (seq_lens, slots) in enumerate(rows):
         num_documents = sum(length > 0 for length in seq_lens)
-        yield f"  {number:>3} |{draw_pack(seq_lens, slots)}| {num_documents} documents"
+        yield f"  {number:>3} |{draw_pack(seq_lens, slots)}| {num_documents}"
     shown = next((n for n, (seq_lens, _) in enumerate(rows) if len(seq_lens) > 1), 0)
     yield f"\nATTENTION MASK of pack {shown} (rows see columns)"
     yield from (f"  {line}" for line in draw_mask(*rows[shown]))
