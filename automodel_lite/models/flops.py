@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import LayerShape, config_value, layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
-from automodel_lite.models.source import describe
+from automodel_lite.models.source import CHOSEN_EXPERTS, describe
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,6 @@ class CostModel:
             return full
         beyond = np.maximum(s - self.window, 0)
         return full - self.window_frac * beyond * (beyond + 1) / 2
-
-
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
 
 
 def cost_model(model_config: PretrainedConfig) -> CostModel:
@@ -144,7 +141,7 @@ def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: i
 
 def chosen_experts(text: PretrainedConfig) -> int | None:
     """Experts that each token is sent to; None where the config names no number."""
-    return next((value for key in _CHOSEN_EXPERTS if (value := config_value(text, key)) is not None), None)
+    return next((value for key in CHOSEN_EXPERTS if (value := config_value(text, key)) is not None), None)
 
 
 def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -298,6 +298,20 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
         raise cannot_work(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides
         )
+    chosen, per_token = _first(text, CHOSEN_EXPERTS)
+    name, experts = _first(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    if per_token and experts and per_token > experts:
+        raise cannot_work(f"{chosen}={per_token} must be at most {name}={experts}.", overrides)
+
+
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
+"""What families call the number of experts that a token visits."""
+
+
+def _first(config: PretrainedConfig, keys: Sequence[str]) -> tuple[str, int]:
+    """The first of the keys that has a number, and that number."""
+    values = ((key, config_value(config, key, None)) for key in keys)
+    return next(((key, value) for key, value in values if isinstance(value, int)), ("", 0))
 
 
 def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:

@@ -42,7 +42,12 @@ def verify_on_rank(rank: int, world_size: int, folder: Path, overrides: list[str
     return verify(folder, *overrides)
 
 
-EXPERTS = ["model.config.model_type=qwen3_moe", "+model.config.num_experts=4", "+model.config.moe_intermediate_size=24"]
+EXPERTS = [
+    "model.config.model_type=qwen3_moe",
+    "model.config.num_experts=4",
+    "model.config.num_experts_per_tok=2",
+    "model.config.moe_intermediate_size=24",
+]
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,13 @@ def test_scaling_has_a_type() -> None:
 
 def test_a_setting_by_its_other_name() -> None:
     """Qwen3-MoE's config.json has num_experts, its class num_local_experts."""
-    settings = {"model_type": "qwen3_moe", "num_experts": 4}
-    assert CausalLM(config=settings).described({}).num_local_experts == 4
+    settings = {"model_type": "qwen3_moe", "num_experts": 16}
+    assert CausalLM(config=settings).described({}).num_local_experts == 16
+
+
+def test_no_token_takes_more_experts_than_there_are() -> None:
+    message = tried("model.config.model_type=qwen3_moe", "model.config.num_experts=4")
+    assert "num_experts_per_tok=8 must be at most num_experts=4." in message
 
 
 def test_a_model_type_that_does_not_exist() -> None:
