@@ -14,8 +14,8 @@ from typing import get_args, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from automodel_lite.cli import groups, presets
 from automodel_lite.cli.help import comments_of
+from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe, parameter_hints, rules_of
 from automodel_lite.config.components import CONF_DIR, locate, options_of
@@ -38,14 +38,14 @@ def page() -> str:
     parts = [INTRODUCTION, "## Presets\n", _table(("preset", "what it is"), _presets())]
     parts += ["\n## Settings of the schema\n", *_sections()]
     parts.append("\n## Groups\n")
-    for group, options in groups().items():
+    for group, options in groups_of(Sources()).items():
         parts.append(f"\n### `{group}=`{' | '.join(f'`{option}`' for option in options)}\n")
         parts += [_option(group, option) for option in options]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _presets() -> Iterator[tuple[str, str]]:
-    for name in presets():
+    for name in presets_of(Sources()):
         yield f"`{name}`", _comment_and_body(CONF_DIR / f"{name}.yaml")[0]
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from automodel_lite.cli import compose_config, groups, help_text, presets
+from automodel_lite.cli import compose_config
 from automodel_lite.cli.app import choose_allocator
+from automodel_lite.cli.help import help_of
+from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 
@@ -98,23 +100,24 @@ def test_a_part_that_is_refused_hides_no_mistake_of_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", [name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow) for name in presets()]
+    "preset",
+    [name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow) for name in presets_of(Sources())],
 )
 def test_every_preset_composes_with_every_group_option(preset: str) -> None:
-    for group, options in groups().items():
+    for group, options in groups_of(Sources()).items():
         for option in options:
             raw = compose_config(preset, [f"{group}={option}", *FILLED])
             assert raw.name == "x"
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("preset", presets_of(Sources()))
 def test_every_preset_is_valid(preset: str) -> None:
     is_open = "???" in OmegaConf.to_yaml(compose_config(preset, []))
     assert check_config(compose_config(preset, FILLED if is_open else [])).seed == 0
 
 
 def test_help_names_presets_groups_and_examples() -> None:
-    text = help_text()
+    text = help_of("train_ft", Sources())
     assert all(preset in text for preset in PRESETS.split(", "))
     assert "attention" in text
     assert text.count("torchrun recipes/train_ft.py") >= 4
@@ -169,7 +172,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
 
 
 def test_each_recipe_says_what_it_is_and_how_it_is_started() -> None:
-    said = help_text("inspect_data").splitlines()
+    said = help_of("inspect_data", Sources()).splitlines()
     assert said[0] == "Look at documents as tokens, labels and packs."
     assert said[2] == "usage: python recipes/inspect_data.py --config-name PRESET [--config-dir FOLDER] [key=value ...]"
 
@@ -177,7 +180,7 @@ def test_each_recipe_says_what_it_is_and_how_it_is_started() -> None:
 def test_help_lists_presets_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("# Mine: for me\ndefaults: [smoke]\n")
     (tmp_path / "bare.yaml").write_text("defaults: [smoke]\n")
-    lines = help_text(config_dir=str(tmp_path)).splitlines()
+    lines = help_of("train_ft", Sources.of(str(tmp_path))).splitlines()
     assert "  mine             Mine" in lines
     assert "  bare             " in lines
 

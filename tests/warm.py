@@ -15,6 +15,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from tests.attention.families import FAMILIES
 
+transformers.logging.set_verbosity_error()
 check_config(compose_config("smoke", []))  # Hydra's plugins, the code of the options
 get_checkpoint_conversion_mapping("llama")
 for config in FAMILIES.values():

@@ -4,8 +4,7 @@ sentences that a process ends with.
 
 from automodel_lite.cli.app import imported, run_recipe
 from automodel_lite.cli.ending import run_tool
-from automodel_lite.cli.help import help_text
 from automodel_lite.cli.line import argument_parser
-from automodel_lite.cli.sources import compose_config, groups, presets
+from automodel_lite.cli.sources import compose_config
 
-__all__ = ["argument_parser", "compose_config", "groups", "help_text", "imported", "presets", "run_recipe", "run_tool"]
+__all__ = ["argument_parser", "compose_config", "imported", "run_recipe", "run_tool"]

@@ -55,12 +55,8 @@ def fill_in_help(recipe: str, sources: Sources) -> None:
     OmegaConf.register_new_resolver("recipe_help", lambda: text, replace=True)
 
 
-def help_text(recipe: str = "train_ft", config_dir: str | None = None) -> str:
-    """Presets, groups with their options, and examples."""
-    return help_of(recipe, Sources.of(config_dir))
-
-
 def help_of(recipe: str, sources: Sources) -> str:
+    """Presets, groups with their options, and examples."""
     start = "torchrun" if recipe == "train_ft" else "python"
     purpose = next(text for module, text in RECIPES.values() if module == recipe)
     lines = [

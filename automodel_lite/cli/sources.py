@@ -103,21 +103,13 @@ class Sources:
         Plugins.instance().register(MoreFolders)
 
 
-def presets(config_dir: str | None = None) -> list[str]:
-    """Names for --config-name."""
-    return presets_of(Sources.of(config_dir))
-
-
-def groups(config_dir: str | None = None) -> dict[str, list[str]]:
-    """Group -> its options: {"attention": ["auto", "flash", ...]}."""
-    return groups_of(Sources.of(config_dir))
-
-
 def presets_of(sources: Sources) -> list[str]:
+    """Names for --config-name."""
     return sorted({path.stem for folder in sources.folders for path in folder.glob("*.yaml")} - {"base"})
 
 
 def groups_of(sources: Sources) -> dict[str, list[str]]:
+    """Group -> its options: {"attention": ["auto", "flash", ...]}."""
     found: dict[str, set[str]] = {}
     for folder in sources.folders:
         for path in folder.glob("*/**/*.yaml"):
