@@ -96,9 +96,9 @@ def _tax(results: Results) -> str:
 def _missing(names: list[str], results: Results) -> str:
     lines = []
     for name in names:
-        verdict = results.get(name, {"verdict": "no time"})["verdict"]
-        if verdict in ("missing", "no time"):
-            lines.append(f"- {name}: {results.get(name, {}).get('why') or 'no time was left'}")
+        found = results.get(name, {"verdict": "missing", "why": "not asked for"})
+        if found["verdict"] in ("missing", "no time"):
+            lines.append(f"- {name}: {last_words(found.get('why')) or 'no time was left'}")
     return "Not run:\n" + "\n".join(lines) if lines else ""
 
 

@@ -62,6 +62,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.
     out = tmp_path / "results.jsonl"
     shared = ["--plan", "smoke", "--device", "cpu", "--out", str(out)]
     assert gpu_check.main([*shared, "--only", "step-packed"]) == 0
+    assert "- step-mask: not asked for" in capsys.readouterr().out
     assert gpu_check.main([*shared, "--minutes", "0"]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["verdict"] for row in rows if row["part"] == "step-packed"] == ["pass"]  # not again
