@@ -44,7 +44,7 @@ from automodel_lite.config.components import CONF_DIR, left_out
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, shown
 from automodel_lite.interpreter import collecting_seldom
-from automodel_lite.progress import activity, print_above_bars
+from automodel_lite.progress import activity, is_shown, print_above_bars
 from automodel_lite.run.folder import SWEEP_COMMAND, typed_command
 from automodel_lite.run.stopping import SIGNALS
 
@@ -64,7 +64,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
     """What the command line asks for; the exit code."""
     line = parsed(argv)
     is_question = line.is_help or bool(line.question)
-    if is_question and os.environ.get("RANK", "0") != "0":
+    if is_question and not is_shown():
         return 0  # the first rank answers
     recipe = main.split(":")[0].rpartition(".")[2]
     if line.launch and not is_question:
@@ -175,7 +175,7 @@ class Job:
         if self.preset:
             raw, _, lines = settled(raw, self.sources, self.preset, overrides)
             config = check_config(raw)
-            if os.environ.get("RANK", "0") == "0":
+            if is_shown():
                 for number, text in enumerate(lines):
                     print_above_bars(f"{'' if number else 'settings':<10} {text}")
             return config

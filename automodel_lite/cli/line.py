@@ -8,7 +8,6 @@ once. Values with letters that Hydra's grammar does not know are quoted.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 
 from automodel_lite.config.components import IS_INSTALLED
 from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.progress import is_shown
 
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
 RECIPES = {
@@ -219,7 +219,7 @@ def parsed(argv: Sequence[str]) -> Line:
         near = did_you_mean(flag.lstrip("-"), known).replace("did you mean ", "did you mean --") or "."
         raise ConfigError(f"{flag}: unknown flag{near}")
     if given.version:
-        if os.environ.get("RANK", "0") == "0":
+        if is_shown():
             print(versions())
         raise SystemExit
     commands = {

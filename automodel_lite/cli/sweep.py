@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from automodel_lite.cli.line import is_sweep, split
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.progress import is_shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, SIGNALS, StoppedEarly
@@ -55,7 +56,7 @@ class Record:
     @contextmanager
     def kept_in(self, sweep: Path) -> Iterator[None]:
         """While the job runs; says how it ended, on the first rank."""
-        if _is_first():
+        if is_shown():
             print(f"\njob {self.job}: {self.settings}", flush=True)
         self._write(sweep)
         try:
@@ -63,7 +64,7 @@ class Record:
             self.state = "finished"
         except Exception as error:
             self.state, self.error = "failed", scrub(str(error))
-            if _is_first():
+            if is_shown():
                 print(f"\njob {self.job} failed: {error}", file=sys.stderr, flush=True)
             raise
         except BaseException:
@@ -73,7 +74,7 @@ class Record:
             self._write(sweep)
 
     def _write(self, sweep: Path) -> None:
-        if not _is_first():
+        if not is_shown():
             return
         path = sweep / "jobs" / f"{self.folder.replace('/', '_')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ def _start(config: DictConfig) -> Sweep:
     folder = Path(str(config.hydra.sweep.dir)).resolve()
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is the folder of a run: give the sweep another name=... .")
-    if _is_first():
+    if is_shown():
         for note in (folder / "jobs").glob("*.json"):  # the table is of this sweep; jobs that are finished say so again
             note.unlink()
     launcher = str(config.hydra.launcher._target_)
@@ -140,7 +141,7 @@ def close() -> None:
 
         get_reusable_executor().shutdown(wait=True)
         atexit._run_exitfuncs()  # this process will leave without its clean-up: joblib's tracker would name leaks
-    if not _OPEN or not _is_first():
+    if not _OPEN or not is_shown():
         return
     sweep = _OPEN.pop()
     _scrub_yaml([sweep.folder / name for name in ("multirun.yaml", "optimization_results.yaml")])
@@ -170,7 +171,7 @@ def scrub_files_of_hydra() -> None:
 
 
 def _scrub_yaml(paths: Sequence[Path]) -> None:
-    for path in filter(Path.is_file, paths if _is_first() else ()):
+    for path in filter(Path.is_file, paths if is_shown() else ()):
         written = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         if written != (clean := scrub_tree(written)):
             write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(clean)))
@@ -219,7 +220,7 @@ def _outcome(
     failure, metric, code = None, None, 0
     try:
         code = recipe()(config) or 0
-        if code == 0 and _is_first():
+        if code == 0 and is_shown():
             metric = metric_of(folder, config.sweep.metric)
     except Exception as error:
         failure = error
@@ -229,10 +230,6 @@ def _outcome(
     if told := next((outcome["failed"] for outcome in outcomes if outcome["failed"]), None):
         raise RunStoppedError(told)
     return outcomes[0]["metric"], max(outcome["code"] for outcome in outcomes)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def varied(hydra: Any) -> list[str]:
