@@ -287,7 +287,8 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             f"model_type={config.model_type} needs the package timm for its vision tower: pip install timm."
         )
     text = config.get_text_config()
-    sizes = {key: config_value(text, key, None) for key in MOST}
+    written = text.to_dict()  # attributes that may differ by layer raise errors
+    sizes = {key: written.get(text.attribute_map.get(key, key)) for key in MOST}
     for key, value in sizes.items():
         if isinstance(value, int) and value < 1:
             raise cannot_work(f"{key}={value} must be at least 1.", overrides)
@@ -298,8 +299,8 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
         raise cannot_work(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides
         )
-    chosen, per_token = _first(text, CHOSEN_EXPERTS)
-    name, experts = _first(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    chosen, per_token = _first(written, CHOSEN_EXPERTS)
+    name, experts = _first(written, ("num_experts", "num_local_experts", "n_routed_experts"))
     if per_token and experts and per_token > experts:
         raise cannot_work(f"{chosen}={per_token} must be at most {name}={experts}.", overrides)
 
@@ -308,10 +309,9 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_
 """What families call the number of experts that a token visits."""
 
 
-def _first(config: PretrainedConfig, keys: Sequence[str]) -> tuple[str, int]:
+def _first(settings: dict[str, Any], keys: Sequence[str]) -> tuple[str, int]:
     """The first of the keys that has a number, and that number."""
-    values = ((key, config_value(config, key, None)) for key in keys)
-    return next(((key, value) for key, value in values if isinstance(value, int)), ("", 0))
+    return next(((key, value) for key in keys if isinstance(value := settings.get(key), int)), ("", 0))
 
 
 def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
