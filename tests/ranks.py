@@ -10,7 +10,7 @@ import os
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -67,9 +67,23 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a message") from None
             if not ok:
-                raise AssertionError(f"rank {rank} failed:\n{value}")
+                raise AssertionError(
+                    "\n".join([f"rank {rank} failed:\n{value}", *_other_failures(pipes, results, rank)])
+                )
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _other_failures(pipes: list[Connection], results: dict[int, Any], first: int) -> Iterator[str]:
+    """Of the ranks that fail within a second: the first message is often not that of the cause."""
+    for rank, pipe in enumerate(pipes):
+        if rank != first and rank not in results and pipe.poll(1.0):
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, "died without a message"
+            if not ok:
+                yield f"rank {rank} failed too:\n{value}"
 
 
 def _rank(

@@ -57,8 +57,9 @@ FROM_SCRATCH = {
     "tied": ["model.config.tie_word_embeddings=true", "model.config.intermediate_size=100"],  # 100 rows on 3 ranks
     "experts": [
         "model.config.model_type=qwen3_moe",
-        "+model.config.num_local_experts=4",
-        "+model.config.moe_intermediate_size=24",
+        "model.config.num_experts=4",
+        "model.config.num_experts_per_tok=2",
+        "model.config.moe_intermediate_size=24",
     ],
 }
 
