@@ -36,8 +36,9 @@ def cpu_seconds(*command: str) -> float:
     "arguments", [["--help"], ["--config-name", "llama_packed", "--cfg", "job"]], ids=["help", "cfg"]
 )
 def test_questions_are_answered_without_torch(arguments: list[str]) -> None:
-    limit = 0.8  # torch alone takes 1.3; a busy neighbor of the core can double a single measurement
-    assert any(cpu_seconds("recipes/train_ft.py", *arguments) <= limit for _ in range(5))
+    """Compared in turns: machines differ, and a busy neighbor of the core can double a single measurement."""
+    pairs = ((cpu_seconds("recipes/train_ft.py", *arguments), cpu_seconds("-c", "import torch")) for _ in range(5))
+    assert any(ours <= 0.7 * torchs for ours, torchs in pairs)
 
 
 def imported_of(names: str, code: str) -> list[str]:
