@@ -19,9 +19,9 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.spec import LayerShape, config_value, layer_shapes
+from automodel_lite.attention.spec import LayerShape, layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
-from automodel_lite.models.source import CHOSEN_EXPERTS, describe
+from automodel_lite.models.source import chosen_experts, describe
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,6 @@ def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: i
         return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost)
     per_token = 4.0 * size.layer_weights + 6.0 * num_adapter_weights
     return StepFlops(per_token, 4.0 * size.head_weights, cost)
-
-
-def chosen_experts(text: PretrainedConfig) -> int | None:
-    """Experts that each token is sent to; None where the config names no number."""
-    return next((value for key in CHOSEN_EXPERTS if (value := config_value(text, key)) is not None), None)
 
 
 def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:

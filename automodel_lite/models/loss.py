@@ -37,8 +37,8 @@ from automodel_lite.attention.documents import mixes_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import strict_graphs
-from automodel_lite.models.flops import chosen_experts
 from automodel_lite.models.layers import output_head, text_decoder
+from automodel_lite.models.source import chosen_experts
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
 LEAST_CHUNK_TOKENS = 512

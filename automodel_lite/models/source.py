@@ -287,31 +287,32 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             f"model_type={config.model_type} needs the package timm for its vision tower: pip install timm."
         )
     text = config.get_text_config()
-    written = text.to_dict()  # attributes that may differ by layer raise errors
-    sizes = {key: written.get(text.attribute_map.get(key, key)) for key in MOST}
+    sizes = {key: _number(text, [key]) for key in MOST}
     for key, value in sizes.items():
-        if isinstance(value, int) and value < 1:
+        if value is not None and value < 1:
             raise cannot_work(f"{key}={value} must be at least 1.", overrides)
-        if isinstance(value, int) and value > MOST[key]:
+        if value is not None and value > MOST[key]:
             raise cannot_work(f"{key}={value:,} must be at most {MOST[key]:,}.", overrides)
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+    if heads and kv_heads and heads % kv_heads:
         raise cannot_work(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides
         )
-    chosen, per_token = _first(written, CHOSEN_EXPERTS)
-    name, experts = _first(written, ("num_experts", "num_local_experts", "n_routed_experts"))
-    if per_token and experts and per_token > experts:
-        raise cannot_work(f"{chosen}={per_token} must be at most {name}={experts}.", overrides)
+    chosen, experts = chosen_experts(text), _number(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    if chosen and experts and chosen > experts:
+        raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", overrides)
 
 
-CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
-"""What families call the number of experts that a token visits."""
+def chosen_experts(text: PretrainedConfig) -> int | None:
+    """Experts that each token is sent to; None where the config names no number."""
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
+    return _number(text, names)
 
 
-def _first(settings: dict[str, Any], keys: Sequence[str]) -> tuple[str, int]:
-    """The first of the keys that has a number, and that number."""
-    return next(((key, value) for key in keys if isinstance(value := settings.get(key), int)), ("", 0))
+def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
+    """The first of the keys that has one. As it is written: attributes that may differ by layer raise errors."""
+    written, renamed = config.to_dict(), config.attribute_map
+    return next((value for key in keys if isinstance(value := written.get(renamed.get(key, key)), int)), None)
 
 
 def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:

@@ -27,9 +27,10 @@ from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.schema import launched
 from automodel_lite.data.loader import batch_shape
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.flops import ModelSize, chosen_experts
+from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.layers import chosen_tile
 from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
+from automodel_lite.models.source import chosen_experts
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import copies_of_experts
 

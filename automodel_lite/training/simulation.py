@@ -34,7 +34,6 @@ from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.adapter import Adapter, Peft
-from automodel_lite.models.flops import chosen_experts
 from automodel_lite.models.layers import (
     chosen_tile,
     decoder_layers,
@@ -43,7 +42,7 @@ from automodel_lite.models.layers import (
     tile_layers,
 )
 from automodel_lite.models.sharded import Spread, described_shards
-from automodel_lite.models.source import CausalLM, model_class
+from automodel_lite.models.source import CausalLM, chosen_experts, model_class
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel, choose_precision
