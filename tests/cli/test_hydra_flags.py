@@ -17,7 +17,6 @@ PRESET = ["--config-name", "smoke"]
 @pytest.fixture(autouse=True)
 def _own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["train_ft.py"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
 
 
