@@ -101,6 +101,7 @@ def _rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
         )
+        dist.barrier()  # `fn` may end, and close its connections, before others have opened theirs
         result = fn(rank, world_size, *args)
         pipe.send((True, result))
     except BaseException:

@@ -104,6 +104,10 @@ class Rendezvous:
         allow_sockets(world_size())
         store = self._of_job or dist.PrefixStore("groups", self._launchers())
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
+        # a rank that fails at once would close connections that others still open, and theirs would be the first error
+        if store.add("connected", 1) == world_size():
+            store.set("all_connected", "")
+        store.wait(["all_connected"], timeout)
 
     def agree(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """The end of a job: closes what it left open, waits for all ranks, and returns the outcome of each."""
