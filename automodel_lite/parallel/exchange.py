@@ -255,8 +255,7 @@ class ExchangeCost:
     held: int
 
     def __str__(self) -> str:
-        sent, held = (f"{value / 2**20:,.3g} MiB" for value in (self.sent, self.held))
-        return f"{self.name} sends {sent} per layer ({self.exposed_s * 1e3:.2g} ms not hidden), holds {held}"
+        return f"{self.name} {self.sent / 2**20:,.3g}, {self.exposed_s * 1e3:.2g}, {self.held / 2**20:,.3g}"
 
 
 def sent_bytes(exchange: str, layer: LayerShape, load: Load) -> tuple[int, int]:
@@ -305,8 +304,8 @@ def choose_exchange(
     costs = [exchange_cost(name, attending, load, gb_per_s * 1e9) for name in names]
     leanest = min(cost.held for cost in costs)
     best = min((cost for cost in costs if cost.held <= leanest + MUCH_HELD), key=lambda cost: cost.exposed_s)
-    others = "; ".join(str(cost) for cost in costs if cost is not best)
-    return best.name, f"{best}; {others}; at {gb_per_s:g} GB/s per GPU"
+    table = "; ".join(map(str, costs))
+    return best.name, f"per layer MiB sent, ms waited for and MiB held by GPUs with {gb_per_s:g} GB/s: {table}"
 
 
 def checkpointing_hint(layers: Sequence[LayerShape], load: Load, exchange: str) -> str | None:

@@ -312,12 +312,12 @@ def with_exchange(
         processes = launched("LOCAL_WORLD_SIZE", 1) if world_size() > 1 else PLANNED_HOST
         assumed = NVLINK if cp * parts.mesh.tp <= processes else NETWORK
         exchange, reason = choose_exchange(kernel, layers, load, parts.mesh.cp_link_gb_per_s or assumed)
-        reason += "" if parts.mesh.cp_link_gb_per_s else ", which is assumed: mesh.cp_link_gb_per_s sets it"
+        reason += "" if parts.mesh.cp_link_gb_per_s else " (GB/s assumed: mesh.cp_link_gb_per_s sets it)"
     if exchange == "ring":
         require_blocks(kernel)
     spec = attention_spec(model_config, device, dtype, own_exchange=exchange == "te")
     check_cp_settings(model_config, spec, cp, exchange, size)
-    lines = [f"cp_exchange=auto: {reason}"] if reason else []
+    lines = [f"cp_exchange=auto takes {exchange}; {reason}"] if reason else []
     if parts.training.activation_checkpointing == "none":
         lines += filter(None, [checkpointing_hint(layers, load, exchange)])
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), "\n".join(lines)
