@@ -12,12 +12,23 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 300
+PROCESS_LIMIT_S = 120  # of one that shares the machine with others; alone it takes two
 PRELOADED = ["tests.warm"]
+
+
+def fork_server() -> ForkServerContext:
+    """The context whose server has loaded `tests.warm`; it is started here, as the program would start it with less."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return context
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -26,8 +37,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     `fn` is a function at the top level of a module; arguments and results are pickled. The first error of a rank is
     raised here as AssertionError with its traceback; the other ranks are ended.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         with socket.socket() as probe:
@@ -50,6 +60,28 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def in_a_process(fn: Callable[..., Any], folder: Path, *args: Any) -> tuple[int, str]:
+    """fn(*args) in a process from the fork server, inside `folder` -> its exit code, and all that the screen shows."""
+    process = fork_server().Process(target=_in_folder, args=(fn, folder, args))
+    process.start()
+    process.join(PROCESS_LIMIT_S)
+    screen = (folder / "screen").read_text(errors="replace")
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"{args} did not end within {PROCESS_LIMIT_S} s:\n{screen}")
+    assert process.exitcode is not None
+    return process.exitcode, screen
+
+
+def _in_folder(fn: Callable[..., Any], folder: Path, args: tuple) -> None:
+    os.chdir(folder)
+    screen = os.open("screen", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    fn(*args)
 
 
 def _collect(pipes: list[Connection]) -> list[Any]:

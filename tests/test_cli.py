@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from automodel_lite.cli import compose_config
+from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.cli.app import choose_allocator
 from automodel_lite.cli.help import help_of
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from tests.ranks import in_a_process
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (
@@ -104,10 +105,13 @@ def test_a_part_that_is_refused_hides_no_mistake_of_another() -> None:
     [name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow) for name in presets_of(Sources())],
 )
 def test_every_preset_composes_with_every_group_option(preset: str) -> None:
-    for group, options in groups_of(Sources()).items():
-        for option in options:
-            raw = compose_config(preset, [f"{group}={option}", *FILLED])
-            assert raw.name == "x"
+    """One of each group at a time: as many compositions as the largest group has options."""
+    groups = groups_of(Sources())
+    for number in range(max(map(len, groups.values()))):
+        chosen = {group: options[number % len(options)] for group, options in groups.items()}
+        raw = compose_config(preset, [*(f"{group}={option}" for group, option in chosen.items()), *FILLED])
+        assert raw.name == "x"
+        assert {group for group in chosen if OmegaConf.is_missing(raw, group)} == set()
 
 
 @pytest.mark.parametrize("preset", presets_of(Sources()))
@@ -141,8 +145,7 @@ SIZES = [
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        SIZES[0],
-        pytest.param(*SIZES[-1], marks=pytest.mark.system),
+        *(pytest.param(*case, marks=pytest.mark.system) for case in (SIZES[0], SIZES[-1])),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:-1]),
     ],
 )
@@ -199,7 +202,6 @@ def test_a_name_is_asked_for_where_a_folder_is_made(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"text": "Hi"}\n')
     options = f"--config-name finetune model.pretrained={tmp_path}/no dataset.path={tmp_path}/data.jsonl"
     for recipe, said in (("train_ft", "name has no value: set name=..."), ("inspect_data", f"{tmp_path}/no")):
-        command = [sys.executable, f"recipes/{recipe}.py", *options.split()]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert ended.returncode == 2
-        assert said in ended.stderr
+        code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options.split())
+        assert code == 2
+        assert said in screen

@@ -6,7 +6,6 @@ Each is a process of its own, from a fork server (tests/ranks.py); docs/troubles
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_messages import QUOTED, pattern_of
-from tests.ranks import PRELOADED
+from tests.ranks import in_a_process
 
 ABSENT = (
     "wandb",
@@ -156,22 +155,12 @@ MISTAKES = {
 
 def type_it(folder: Path, mistake: Mistake) -> tuple[int, str]:
     """The exit code, and what the screen shows."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_typed, args=(folder, mistake))
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None
-    return process.exitcode, (folder / "screen").read_text()
+    return in_a_process(_typed, folder, mistake)
 
 
-def _typed(folder: Path, mistake: Mistake) -> None:
-    os.chdir(folder)
+def _typed(mistake: Mistake) -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", **mistake.environment}
     sys.modules |= dict.fromkeys(ABSENT)  # type: ignore[arg-type]
-    screen = os.open("screen", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-    os.dup2(screen, 1)
-    os.dup2(screen, 2)
     if mistake.more_gib is not None:
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = taken + int(mistake.more_gib * 2**30)

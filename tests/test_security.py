@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from automodel_lite.cli import compose_config
+from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import locate, own_targets
 from automodel_lite.data.tokenizer import load_tokenizer
@@ -21,6 +21,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub, secrets
 from automodel_lite.run.folder import plain
 from tests.data.templates import LLAMA3, byte_tokenizer
+from tests.ranks import in_a_process
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -236,17 +237,15 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
         "fails": ["dataset=files", "~dataset.num_chats", "dataset.path=${oc.env:MY_DB_PASSWORD}"],
         "is-refused": ["optimizer.lr=${oc.env:HF_TOKEN}"],
     }[ending]
-    command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/run"]
-    options = [f"cache_dir={tmp_path}/cache", "training.max_steps=2", "training.num_threads=1"]
+    options = ["--config-name", "smoke", f"output_dir={tmp_path}/run"]
+    options += [f"cache_dir={tmp_path}/cache", "training.max_steps=2", "training.num_threads=1"]
     options += ["+tokenize.template_kwargs.a=${oc.env:HF_TOKEN}", "+tokenize.template_kwargs.b=${oc.env:WANDB_API_KEY}"]
     options += ["+tokenize.template_kwargs.c=x-${oc.env:AWS_SECRET_ACCESS_KEY}-y", *more]
     options += ["logger=tensorboard", "samples.max_new_tokens=2", "tokenize.template_kwargs.d=${oc.env:DB_PWD}"]
     options += ["samples.prompts=['${oc.env:HF_TOKEN}','is ${oc.env:DB_PWD}?','${oc.env:GITHUB_PAT}']"]
-    environment = os.environ | CANARIES | {"PYTHONPATH": str(ROOT), "MY_DB_PASSWORD": "canary-three"}
-    done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300)
-    assert (done.returncode == 0) == (ending == "finishes"), done.stderr
-    written = {"screen": done.stdout + done.stderr}
-    written |= {str(p): str(p).encode() + p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    code, screen = in_a_process(_train_with_canaries, tmp_path, options)
+    assert (code == 0) == (ending == "finishes"), screen
+    written = {str(p): str(p).encode() + p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     assert len(written) > 10 or ending != "finishes"
     for place, content in written.items():
         for canary in CANARIES.values():
@@ -255,8 +254,13 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
                 assert spelling.encode() not in content, (place, spelling)
     if ending == "finishes":
         assert b"<HF_TOKEN>" in (tmp_path / "run" / "config.yaml").read_bytes()
-        again = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, timeout=300)
-        assert b"nothing to do" in again.stdout  # the scrubbed configuration is the same one
+        again = in_a_process(_train_with_canaries, tmp_path, options)[1]
+        assert "nothing to do" in again  # the scrubbed configuration is the same one
+
+
+def _train_with_canaries(options: list[str]) -> None:
+    os.environ |= CANARIES
+    run_recipe("recipes.train_ft:main", options)
 
 
 @pytest.mark.system

@@ -41,18 +41,18 @@ def test_questions_are_answered_without_torch(arguments: list[str]) -> None:
     assert any(ours <= 0.7 * torchs for ours, torchs in pairs)
 
 
-def imported_of(names: str, code: str) -> list[str]:
-    """Those of `names` that are imported once `code` has run."""
-    check = f"import sys; {code}; print('imported:', *[name for name in '{names}'.split() if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=ENVIRONMENT)
-    return done.stdout.splitlines()[-1].removeprefix("imported:").split()
+def imported_by(*pieces: str) -> list[list[str]]:
+    """What is imported, of all that not every run needs, when each of these pieces of code has run; one process."""
+    names = f"{ONLY_SOME_CONFIGS} {ONLY_MODELS}".split()
+    look = f"print('imported:', *[name for name in {names} if name in sys.modules])"
+    code = "; ".join(["import sys", *(f"{piece}; {look}" for piece in pieces)])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
+    return [line.removeprefix("imported:").split() for line in lines]
 
 
-def test_recipe_imports_neither_models_nor_what_only_some_configs_use() -> None:
-    assert imported_of(f"{ONLY_SOME_CONFIGS} {ONLY_MODELS}", "import recipes.train_ft") == []
-
-
-def test_a_plain_run_imports_nothing_that_only_other_configs_use(tmp_path: Path) -> None:
+def test_imported_is_what_is_used(tmp_path: Path) -> None:
+    """By the recipe itself neither models nor what only some configurations use; by a plain run no more than models."""
     overrides = [
         *("name=plain", f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache", "dataset.num_chats=60"),
         *("training.max_steps=1", "training.num_epochs=null", "lr_scheduler.warmup_steps=0", "evaluation=none"),
@@ -62,7 +62,10 @@ def test_a_plain_run_imports_nothing_that_only_other_configs_use(tmp_path: Path)
         "from automodel_lite.cli import compose_config, imported; from automodel_lite.config.check import check_config; "
         f"assert imported('recipes.train_ft:main')(check_config(compose_config('llama_packed', {overrides}))) == 0"
     )
-    assert imported_of(ONLY_SOME_CONFIGS, run) == []
+    by_recipe, by_run = imported_by("import recipes.train_ft", run)
+    assert by_recipe == []
+    assert [name for name in by_run if name in ONLY_SOME_CONFIGS.split()] == []
+    assert by_run  # of models: the second look came after the run
 
 
 def test_garbage_is_looked_for_as_often_as_before_once_all_is_imported() -> None:

@@ -86,7 +86,9 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     if num_proc <= 1:
         yield from _chunks_in_threads(ChunkTokenizer(rows, job), ranges)
         return
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_process, (rows, job))
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__])  # imported once, not by each process: 4 CPU-s
+    pool = ProcessPoolExecutor(num_proc, context, _start_process, (rows, job))
     try:
         waiting = iter(ranges)
         pending = deque(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 4 * num_proc))

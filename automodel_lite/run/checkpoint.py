@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -102,6 +102,10 @@ class Checkpointer:
     @property
     def config(self) -> CheckpointConfig:
         return self.run_config.checkpoint
+
+    @cached_property
+    def _config_text(self) -> str:
+        return config_yaml(self.run_config)
 
     # ------------------------------------------------------------------------------------------------------ saving
     def is_due(self, step: int, is_planned: bool) -> bool:
@@ -197,9 +201,10 @@ class Checkpointer:
                 no_dist=self.saver.group is None,
             )
             known = writer.checksums if self.config.checksums else None
-            config = config_yaml(self.run_config)
             check = partial(self._check_last, tensors_folder)
-            self.saver.on_first(lambda: on_disk.complete(temporary, current.path, state, config, known, check))
+            self.saver.on_first(
+                lambda: on_disk.complete(temporary, current.path, state, self._config_text, known, check)
+            )
         except (Exception, CheckpointException) as error:  # any failure: the run continues without this checkpoint
             current.error = self._cause_of_failure(error, temporary)
         else:

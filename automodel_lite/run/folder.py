@@ -315,12 +315,6 @@ def config_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
-def config_yaml_values(config: Config) -> dict[str, Any]:
-    """The values of `config_yaml` as nested dicts."""
-    values: Any = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
-    return dict(values)
-
-
 def saved_config(path: Path) -> dict[str, Any]:
     """A run's config.yaml as nested dicts; raises ConfigError when it is damaged."""
     try:

@@ -18,7 +18,7 @@ from automodel_lite.config.rules import Positive, Range
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import scrub, scrub_tree
-from automodel_lite.run.folder import RunFolder, config_yaml_values
+from automodel_lite.run.folder import RunFolder, plain
 
 
 class JsonlLogger:
@@ -194,7 +194,7 @@ def open_metrics(
     """
     with folder.being_written():
         metrics = MetricsLog(JsonlLogger(folder.metrics, is_silent=not is_first, say=say), say)
-    values = config_yaml_values(config)
+    values = plain(config) if is_first else {}
     for name, node in {**config.logger, **config.callbacks}.items() if is_first else ():
         info = RunInfo(scrub(config.name), folder.path, values, step, state.get(name, {}), metrics.end)
         try:

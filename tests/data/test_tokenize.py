@@ -18,6 +18,7 @@ from automodel_lite.data.tokenize import tokenize_documents
 from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
+from tests.ranks import fork_server
 
 _ = -100
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
@@ -311,6 +312,7 @@ def test_rows_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
+    fork_server()
     documents = ToyChat(num_chats=1200)
     tokenizer = train_bpe_tokenizer(documents, 300, cache_dir=tmp_path)
     alone = tokenize_documents(documents, tokenizer, cache_dir=tmp_path / "1", num_proc=1).train
@@ -321,6 +323,7 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
 
 
 def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
+    fork_server()
     documents = chats(*[[HI, HELLO]] * 1500, [HI])
     with pytest.raises(DataError, match=r"^given\[1500\]: has no assistant message$"):
         tokenized(documents, tmp_path, num_proc=2)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from automodel_lite.cli import run_recipe
 from tests.properties.explore import SEED
-from tests.ranks import PRELOADED
+from tests.ranks import in_a_process
 
-LIMIT_S = 120  # of a process that shares the machine with others; alone it takes two
 VALUES = {
     "training.max_steps": ["1", "2"],
     "training.micro_batch_size": ["1", "2", "3", "1000000"],
@@ -60,31 +57,9 @@ def drawn(rng: random.Random) -> list[str]:
     return [f"{key}={rng.choice(VALUES[key])}" for key in rng.sample(sorted(VALUES), rng.randint(1, 3))]
 
 
-def _run(overrides: list[str], folder: str) -> None:
-    sys.stdout = sys.stderr = open(f"{folder}/screen", "w")  # noqa: SIM115 - for the life of the process
-    os.dup2(sys.stdout.fileno(), 1)
-    os.dup2(sys.stdout.fileno(), 2)
-    os.chdir(folder)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
-    from automodel_lite.cli import run_recipe
-
+def _run(overrides: list[str]) -> None:
     quick = ["training.num_threads=1", "training.max_steps=2", "report=false", "checkpoint.export_hf=false"]
     run_recipe("recipes.train_ft:main", ["--config-name", "smoke", *quick, *overrides])
-
-
-def outcome(overrides: list[str], folder: Path) -> tuple[int | None, str]:
-    """The exit code, None for a hang, and the screen."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    folder.mkdir()
-    process = context.Process(target=_run, args=(overrides, str(folder)), daemon=True)
-    process.start()
-    process.join(LIMIT_S)
-    code = process.exitcode
-    if process.is_alive():
-        process.kill()
-        process.join()
-    return code, (folder / "screen").read_text(errors="replace")
 
 
 @pytest.mark.parametrize("num_runs", [3, pytest.param(120, marks=pytest.mark.slow)])
@@ -95,7 +70,8 @@ def test_runs_end_well_or_in_a_sentence(num_runs: int, tmp_path: Path, monkeypat
     codes = []
     for number in range(num_runs):
         overrides = drawn(rng)
-        code, screen = outcome(overrides, tmp_path / str(number))
+        (tmp_path / str(number)).mkdir()
+        code, screen = in_a_process(_run, tmp_path / str(number), overrides)
         told = f"{overrides}: exit code {code}\n{screen[-3000:]}"
         assert "Traceback" not in screen, told
         if code == 0:

@@ -14,10 +14,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from tests.ranks import run_ranks
+from tests.recipes.runs import placed
 
 QUICK = [
     "training.num_threads=1",
@@ -47,7 +47,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def composed(folder: Path, *overrides: str) -> DictConfig:
-    return compose_config("smoke", [f"output_dir={folder}", *QUICK, *overrides])
+    return placed("smoke", (*QUICK, *overrides), output_dir=str(folder))
 
 
 def train(

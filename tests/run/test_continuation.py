@@ -12,13 +12,15 @@ from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.trained import load_run_config
 from tests.run.small_run import DROPOUT, config_of, losses, train, train_on
 
+OVER_AN_EPOCH = [*DROPOUT, "dataset.num_chats=100", "training.max_steps=12"]
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, dropout on, 16 steps of 4 packs: over the edge of an epoch (66 packs)."""
+    """Two ranks, dropout on, 12 steps of 4 packs: over the edge of an epoch (34 packs)."""
     folder = tmp_path_factory.mktemp("whole")
-    assert train_on(2, folder, *DROPOUT, "training.max_steps=20")[0] == 0
-    assert len(losses(folder)) == 20
+    assert train_on(2, folder, *OVER_AN_EPOCH)[0] == 0
+    assert len(losses(folder)) == 12
     return folder
 
 
@@ -32,15 +34,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_the_same_layout_continues_bit_for_bit(tmp_path: Path, uninterrupted: Path, options: list[str]) -> None:
     run = tmp_path / "run"
-    overrides = [*DROPOUT, "training.max_steps=20", *options]
+    overrides = [*OVER_AN_EPOCH, *options]
     code, screen = train_on(2, run, *overrides, term_at=5, term_rank=1)
     assert code == 75
-    assert "stopped after step 5 of 20 (SIGTERM); run the same command again to continue from step_00000005" in screen
+    assert "stopped after step 5 of 12 (SIGTERM); run the same command again to continue from step_00000005" in screen
     status = json.loads((run / "STATUS.json").read_text())
     assert status == {"state": "preempted", "step": 5, "reason": "SIGTERM", "checkpoint": "step_00000005"}
-    code, screen = train_on(2, run, *overrides, term_at=17)  # past the edge of the epoch
+    code, screen = train_on(2, run, *overrides, term_at=10)  # past the edge of the epoch
     assert code == 75
-    assert "continues from step_00000005, steps 6 to 20" in screen
+    assert "continues from step_00000005, steps 6 to 12" in screen
     code, screen = train_on(2, run, *overrides)
     assert code == 0
     assert json.loads((run / "STATUS.json").read_text())["state"] == "finished"

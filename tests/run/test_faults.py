@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import multiprocessing
@@ -27,7 +28,7 @@ from automodel_lite.run.failures import Watchdog, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import STOP_SIGNALS, Deadline, StopSignals, deadline_of, seconds_of
-from tests.ranks import run_ranks
+from tests.ranks import fork_server, in_a_process, run_ranks
 from tests.run.disk_faults import Faults
 from tests.run.small_run import QUICK, config_of, losses, train
 
@@ -201,7 +202,7 @@ def _hold(path: str, ready: Any, pulse_s: float) -> None:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Any:
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     ready = context.Event()
     process = context.Process(target=_hold, args=(str(tmp_path / "run.lock"), ready, 0.1), daemon=True)
     process.start()
@@ -694,19 +695,18 @@ def test_10000_dumps_of_a_busy_rank(tmp_path: Path) -> None:
     dump(tmp_path / "logs" / "rank_00000.log", 10_000)
 
 
+def _hold_the_interpreters_lock(log: Path) -> None:
+    watchdog = Watchdog(log, 0.5)
+    watchdog.start(0, "token")
+    ctypes.PyDLL(None).sleep(6)  # a call that keeps the lock; the signal cuts it short
+    watchdog.stop()
+
+
 def test_a_rank_that_holds_the_interpreters_lock_writes_its_own_stack(tmp_path: Path) -> None:
     """No thread of Python's can run: the guard's signal makes the main thread write where it is."""
     log = tmp_path / "logs" / "rank_00000.log"
-    script = (
-        "import ctypes, pathlib, sys\n"
-        "from automodel_lite.run.failures import Watchdog\n"
-        "watchdog = Watchdog(pathlib.Path(sys.argv[1]), 0.5)\n"
-        "watchdog.start(0, 'token')\n"
-        "ctypes.PyDLL(None).sleep(6)\n"  # a call that keeps the lock; the signal cuts it short
-        "watchdog.stop()\n"
-    )
-    subprocess.run([sys.executable, "-c", script, str(log)], cwd=ROOT, check=True, timeout=120)
-    assert 'File "<string>", line 5 in <module>' in log.read_text()
+    assert in_a_process(_hold_the_interpreters_lock, tmp_path, log)[0] == 0
+    assert re.search(r'File ".*", line \d+ in _hold_the_interpreters_lock', log.read_text())
 
 
 def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> None:
