@@ -84,13 +84,13 @@ def _memory(
     if rank() != 0:
         return ""
     strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True, is_quantized=parts.is_quantized)
-    if strategy != "fsdp":
+    if parts.peft and strategy != "fsdp":
         return by_arithmetic
     from automodel_lite.training.simulation import GPUS_GB, SLACK, simulate  # a run that trains has no use for it
 
     try:
         with activity(f"simulating a step of {shape.world_size} ranks"):
-            found = simulate(parts, model_config, shape, reduces_every)
+            found = simulate(parts, model_config, shape, reduces_every, strategy)
     except (RuntimeError, NotImplementedError) as error:
         return f"{by_arithmetic}\nnot simulated: this model needs values ({type(error).__name__})"
     available = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPUS_GB[-1] * 10**9

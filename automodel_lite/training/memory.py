@@ -94,21 +94,26 @@ def estimate_memory(
     frozen = (size.towers if adapter is None else size.parameters) * compute
     tokens = parts.training.micro_batch_size * parts.packed_sequence_size
     on_gpu = 0.0 if parts.mesh.cpu_offload else 1.0
-    kept, layer = _activations(parts, shape, model, size, tokens, compute)
+    stream = compute if strategy == "fsdp" else max(compute, 2 if adapter is not None else master)
+    kept, layer = _activations(parts, shape, model, size, tokens, compute, stream)
     held = MemoryEstimate(
         weights=(master * trained.weights + frozen) / shards * on_gpu,
         gradients=master * trained.weights / shards * on_gpu,
         optimizer=optimizer_bytes(parts.optimizer, master) * trained.weights / shards * on_gpu,
-        working_copy=0.0 if strategy == "fsdp" else _casts(size, adapter, compute, master),
+        working_copy=0.0,
         activations=kept + layer,
         logits=_logits(parts.loss, model, size, tokens / shape.cp, compute, adapter is not None),
     )
-    if strategy != "fsdp":
-        return replace(held, gradients=held.gradients * (2 if strategy == "ddp" else 1))
-    before = 0.0
-    if batch_shape(parts.training, shape.dp).micro_steps > 1:
-        before = held.gradients if reduces_every or shape.tp > 1 else _FP32 * summed
     local, is_trained = tokens / shape.cp, adapter is None
+    accumulates = batch_shape(parts.training, shape.dp).micro_steps > 1
+    if strategy != "fsdp":
+        # those of DDP are views of its buckets; before the last micro-batch they are tensors of their own
+        stays = (accumulates + (strategy == "ddp")) * held.gradients
+        whole = _whole_moments(parts, held, stays, model, size, local, compute, stream, kept)
+        return max(whole, key=lambda moment: moment.total)
+    before = 0.0
+    if accumulates:
+        before = held.gradients if reduces_every or shape.tp > 1 else _FP32 * summed
     moments = _moments(held, before, shape, model, size, local, compute, kept, is_trained)
     return max(moments, key=lambda moment: moment.total)
 
@@ -135,9 +140,7 @@ def _moments(
     experts, copies = size.expert_weights / shape.ep, expert_copies(shape, size)
     layer = (size.largest_layer - size.expert_weights) / shape.tp + experts
     apart = experts if copies > 1 else 0.0  # gathered and reduced by themselves, while the rest of the layer waits
-    hidden, head = text.hidden_size, size.head_weights / shape.tp
-    is_tied = size.embedding < 2 * size.head_weights  # counted once; a composite's text config may not know
-    table = size.embedding / shape.tp - (0 if is_tied else head)
+    hidden, head, table = text.hidden_size, size.head_weights / shape.tp, _table(size) / shape.tp
     shards = shape.dp_shard * shape.cp
     gathers = 2 if shape.world_size > shape.dp_replicate else 1
     inputs = compute * hidden * local
@@ -173,6 +176,59 @@ def _moments(
     )
     end = replace(held, gradients=held.gradients + reduced * table, activations=0.0, logits=0.0)
     return [at_loss, last, first, end, *([behind, second] if size.num_layers > 2 else [])]
+
+
+def _whole_moments(
+    parts: Parts,
+    held: MemoryEstimate,
+    stays: float,
+    model: PretrainedConfig,
+    size: ModelSize,
+    local: float,
+    compute: int,
+    stream: int,
+    kept: float,
+) -> list[MemoryEstimate]:
+    """The moments of a step at which the most may be held by a rank that has the whole model.
+
+    stays   bytes of gradients that are there all the time
+    Autocast casts a weight where it is used, and holds the cast until its gradient is there: that of a layer that is
+    not recomputed for the whole pass.
+    """
+    hidden, is_cast = model.get_text_config().hidden_size, stream > compute
+    is_trained = held.gradients > 0 and not parts.peft
+    master = held.gradients / (size.parameters - size.towers) if is_trained else 0.0
+    casts = compute if is_cast else 0
+    layer, head, table = size.largest_layer * is_trained, size.head_weights, _table(size)
+    is_tied = table == size.embedding
+    training, num_layers = parts.training, size.num_layers
+    is_plain = training.activation_checkpointing == "none"
+    num_plain = num_layers if is_plain else num_layers - -(-num_layers // training.recompute_every_layers)
+    rows = local * hidden * (4 * stream + 2 * compute if is_cast else _FP32 + 4 * compute)
+    at_loss = replace(held, gradients=stays, working_copy=casts * (num_plain * layer + head), activations=kept + rows)
+    made = (casts + master) * (size.expert_weights or _inner_width(model, size) * hidden) * is_trained
+    last = replace(
+        held,
+        gradients=max(master * head, stays) + made,
+        working_copy=casts * max(num_plain, 1) * layer,
+        logits=0.0,
+    )
+    first = replace(
+        last,
+        gradients=max(held.gradients - master * (layer + (0 if is_tied else table)), stays) + made,
+        working_copy=casts * layer,
+        activations=held.activations - kept * max(num_layers - 2, 0) / num_layers,  # that of the layer behind goes late
+    )
+    added = master * table if stays or is_tied else 0.0  # a gradient of its own first
+    end = replace(held, gradients=max(held.gradients, stays) + added, activations=0.0, logits=0.0)
+    return [at_loss, last, first, end]
+
+
+def _table(size: ModelSize) -> int:
+    """Weights of the embedding, and what else is outside the layers; a tied head is a part of it. By its size: a
+    composite's text config may not know whether it is tied.
+    """
+    return size.embedding - (0 if size.embedding < 2 * size.head_weights else size.head_weights)
 
 
 def expert_copies(shape: MeshShape, size: ModelSize) -> int:
@@ -240,15 +296,14 @@ def check_weights_fit(parts: Parts, shape: MeshShape, strategy: str, size: Model
         )
 
 
-def _casts(size: ModelSize, adapter: int | None, compute: int, master: int) -> float:
-    """Without FSDP, autocast keeps a cast copy of fp32 weights."""
-    return float(compute * size.parameters) if compute < master and adapter is None else 0.0
-
-
 def _activations(
-    parts: Parts, shape: MeshShape, model: PretrainedConfig, size: ModelSize, tokens: int, compute: int
+    parts: Parts, shape: MeshShape, model: PretrainedConfig, size: ModelSize, tokens: float, compute: int, stream: int
 ) -> tuple[float, float]:
-    """What the layers keep for the backward pass, and what the layer at work holds beside it."""
+    """What the layers keep for the backward pass, and what the layer at work holds beside it.
+
+    stream   bytes of a value of the residual stream: under autocast it has the masters' dtype, and each linear layer
+             keeps a cast of its own
+    """
     text = model.get_text_config()
     local, hidden = tokens / shape.cp, text.hidden_size
     attended, kv = _attention_widths(model, size)
@@ -256,6 +311,8 @@ def _activations(
     tile = min(local, chosen_tile(parts.training, int(local)) or local)
     of_norm = compute if tile < local else _FP32 + 2 * compute  # its input; untiled in fp32, with the normed and scaled
     norms = 2 * (of_norm + (compute if tile < local else 0)) * hidden
+    if stream > compute:  # all in fp32, and the casts of q, k, v, gate and up
+        norms = (4 * stream + (3 if tile < local else 5) * compute) * hidden
     if size.has_head_norms:
         norms += of_norm * (attended + kv) / 2 / shape.tp
     copies = 3 * (chosen_experts(text) or 1) * hidden if size.expert_weights else 0  # of tokens, for each expert
@@ -270,7 +327,7 @@ def _activations(
     how = parts.training.activation_checkpointing
     num_layers = size.num_layers
     num_recomputed = 0 if how == "none" else -(-num_layers // parts.training.recompute_every_layers)
-    kept = 0 if how == "offload" else compute * hidden  # the layer's input
+    kept = 0 if how == "offload" else stream * hidden  # the layer's input
     if how == "selective":  # the results of matrix products and attention too
         kept += compute * (attended + kv + 2 * inner + 2 * hidden)
     slopes = (

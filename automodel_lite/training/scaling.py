@@ -11,6 +11,7 @@ from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.flops import ModelSize, model_size, step_flops
 from automodel_lite.parallel.exchange import Load, sent_bytes
 from automodel_lite.parallel.mesh import mesh_shape
+from automodel_lite.parallel.sharding import choose_strategy
 from automodel_lite.training.build import Parts
 from automodel_lite.training.memory import estimate_memory, expert_copies
 
@@ -93,7 +94,7 @@ def estimate(
     num_layers = size.num_layers
     exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange_s
     one_step = replace(parts, training=replace(parts.training, global_batch_size=None))
-    strategy = "fsdp" if gpus > 1 else "none"
+    strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True)
     memory = estimate_memory(one_step, shape, strategy, model, size, None, torch.bfloat16)
     return Estimate(
         gpus,

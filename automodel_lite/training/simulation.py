@@ -33,7 +33,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
-from automodel_lite.models.adapter import Adapter, Peft
+from automodel_lite.models.adapter import Adapter, Peft, cast_trained
 from automodel_lite.models.layers import (
     chosen_tile,
     decoder_layers,
@@ -41,6 +41,7 @@ from automodel_lite.models.layers import (
     recompute_layers,
     tile_layers,
 )
+from automodel_lite.models.loss import LossModel, balance_of
 from automodel_lite.models.sharded import Spread, described_shards
 from automodel_lite.models.source import CausalLM, chosen_experts, model_class
 from automodel_lite.parallel.context_parallel import cp_shard
@@ -103,13 +104,16 @@ def simulate_gpus(parts: Parts, model_config: PretrainedConfig, gpus: int) -> Si
     return simulate(replace(parts, training=training), model_config, shape)
 
 
-def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False) -> Simulation:
-    """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, under FSDP.
+def simulate(
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False, strategy: str = "fsdp"
+) -> Simulation:
+    """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`.
 
     reduces_every   gradients, after every micro-batch
-    Raises what the run would raise. No process group may exist: one is made, and destroyed.
+    Raises what the run would raise, NotImplementedError for adapters without FSDP. No process group may exist: one is
+    made, and destroyed.
     """
-    check_axes(parts, "fsdp")
+    check_axes(parts, strategy)
     dtype = choose_precision(parts.training.precision, torch.device("cuda"))
     parts, _ = with_exchange(parts, model_config, _CountedAttention(), torch.device("cpu"), dtype)
     batch = _whole_batch(parts, shape)
@@ -118,10 +122,14 @@ def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, red
     with _fake_world(shape) as mesh:
         of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         with _watching_resizes(held), _as_on_a_gpu():
-            adapters: Any = _Adapters(parts.peft) if parts.peft else None
-            drawn = replace(parts, model=_Drawn(parts.model, model_config, fake, held), peft=adapters)
-            model, _ = assemble(drawn, _NO_TOKENIZER, mesh, "fsdp", dtype)
-            model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
+            drawn = _Drawn(parts.model, model_config, fake, held)
+            if strategy == "fsdp":
+                adapters: Any = _Adapters(parts.peft) if parts.peft else None
+                model, _ = assemble(replace(parts, model=drawn, peft=adapters), _NO_TOKENIZER, mesh, "fsdp", dtype)
+                model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
+            else:
+                with fake, held:
+                    model = _whole(parts, drawn, strategy, shape, dtype, held)
             optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
             with fake, held:
                 inputs = of_rank.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
@@ -146,6 +154,8 @@ def _run(
     )
     loss_sum = torch.zeros((), device=GPU)
     for number in range(1, num_micro_batches + 1):
+        if isinstance(model.module, _Buckets):
+            model.module.is_last = number == num_micro_batches
         with model.accumulate(is_last=number == num_micro_batches):
             held.enter("forward")
             loss = model(inputs)
@@ -214,6 +224,59 @@ class _Drawn(CausalLM):
             model.to_empty(device=device)
             torch.empty(max(p.numel() for p in model.parameters()), device=device)  # the one that is read
         return model.train()
+
+    def build_whole(self, masters: torch.dtype) -> transformers.PreTrainedModel:
+        """Not sharded. What is tied stays tied."""
+        with torch.device("meta"):
+            lm = self._make()
+        freeze_towers(lm, self.dtype)
+        cast_trained(lm, masters)
+        made: dict[Tensor, Tensor] = {}
+        for module in lm.modules():
+            for values in (module._parameters, module._buffers):
+                for name, value in values.items():
+                    if value is not None and value not in made:
+                        empty = torch.empty(value.shape, dtype=value.dtype, device=GPU)
+                        is_trained = isinstance(value, nn.Parameter)
+                        made[value] = nn.Parameter(empty, value.requires_grad) if is_trained else empty
+                    values[name] = None if value is None else made[value]  # type: ignore[assignment]
+        return lm.train()
+
+
+def _whole(
+    parts: Parts, drawn: _Drawn, strategy: str, shape: MeshShape, dtype: torch.dtype, held: _Held
+) -> ParallelModel:
+    """As `parallelize` gives it to each rank without FSDP."""
+    if parts.peft:
+        raise NotImplementedError("adapters without FSDP")
+    lm = drawn.build_whole(torch.bfloat16 if parts.training.master_weights == "bf16" else torch.float32)
+    model = LossModel(lm, parts.loss, balance_of(lm, parts.model.router_aux_loss))
+    held.enter("backward")  # what the buckets belong to
+    module = _Buckets(model) if strategy == "ddp" else model
+    return ParallelModel(module, model, shape.world_size, dtype, autocasts=dtype != torch.float32)
+
+
+class _Buckets(nn.Module):
+    """Stands for DistributedDataParallel, whose reducer does not take fake tensors: gradients are views of buckets that
+    stay; before the last micro-batch they are tensors of their own beside them.
+    """
+
+    def __init__(self, model: LossModel) -> None:
+        super().__init__()
+        self.model, self.is_last = model, True
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                bucket = torch.empty_like(parameter)
+                parameter.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
+
+    def forward(self, batch: ThdBatch) -> Tensor:
+        loss: Tensor = self.model(batch)
+        return loss
+
+    def _reduce(self, bucket: Tensor, parameter: Tensor) -> None:
+        if self.is_last and parameter.grad is not None:
+            parameter.grad = bucket.copy_(parameter.grad).detach()
+            dist.all_reduce(bucket)
 
 
 _NO_TOKENIZER: Any = None  # a drawn model's source needs no vocabulary

@@ -19,6 +19,7 @@ from automodel_lite.run.failures import recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.training.build import build_parts
 from automodel_lite.training.memory import (
+    _activations,
     check_weights_fit,
     estimate_memory,
     optimizer_bytes,
@@ -74,8 +75,8 @@ def test_activations_agree_with_what_autograd_keeps():
     model = LlamaForCausalLM(LLAMA).train()
     install(model, ReferenceAttention())
     alone = MeshShape(1, 1, 1)
-    estimate = estimate_memory(build_parts(config_with()), alone, "none", LLAMA, model_size(LLAMA), None, torch.float32)
-    assert estimate.activations == pytest.approx(saved_for_backward(model), rel=0.1)
+    activations = _activations(build_parts(config_with()), alone, LLAMA, model_size(LLAMA), TOKENS, 4, 4)
+    assert sum(activations) == pytest.approx(saved_for_backward(model), rel=0.1)
 
 
 def test_sharding_an_8b_model():
@@ -146,11 +147,13 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
 def test_what_waits_in_host_memory_is_not_counted():
     config, size = config_with(activation_checkpointing="offload"), model_size(LLAMA)
     parts = build_parts(config)
-    alone = parts, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16
-    offloaded = estimate_memory(*alone)
-    config.training.activation_checkpointing = "full"
-    full = estimate_memory(*alone)
-    assert full.activations - offloaded.activations == 3 * TOKENS * 64 * 2  # layers x tokens x hidden x bytes
+    of_layers = parts, MeshShape(1, 1, 1), LLAMA, size, TOKENS, 2
+    for stream in (2, 4):  # bytes: bf16 under FSDP, fp32 under autocast
+        offloaded, _ = _activations(*of_layers, stream)
+        config.training.activation_checkpointing = "full"
+        full, _ = _activations(*of_layers, stream)
+        config.training.activation_checkpointing = "offload"
+        assert full - offloaded == 3 * TOKENS * 64 * stream  # layers x tokens x hidden x bytes
     config.mesh.cpu_offload = True
     at_home = estimate_memory(parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
     assert (at_home.weights, at_home.optimizer) == (0, 0)
@@ -168,7 +171,7 @@ def test_what_waits_in_host_memory_is_not_counted():
 )
 def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: float) -> None:
     """Weights, gradients and states of 8.03 B parameters: 60, 75 and 45 GiB, where fp32 masters take 120."""
-    config = config_with(master_weights="bf16")
+    config = config_with(master_weights="bf16", global_batch_size=2)  # gradients are there all the time
     config.optimizer = {"lr": 1e-5, **optimizer}
     e = estimate_memory(build_parts(config), MeshShape(1, 1, 1), "none", LLAMA, model_size(LLAMA), None, torch.bfloat16)
     assert e.weights + e.gradients + e.optimizer == num_bytes * model_size(LLAMA).parameters
