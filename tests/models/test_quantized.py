@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
@@ -14,6 +17,22 @@ from benchmarks.survey_models import run, save
 from benchmarks.tiny_models import random_model, tiny_config, tiny_model
 
 BLOCK = 16
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether weights are to be dequantized, as transformers is asked. Off a GPU it does so by itself; on one, experts
+    would stay packed, which cannot be trained.
+    """
+    found: list[bool] = []
+    for quantizer in (Mxfp4HfQuantizer, FineGrainedFP8HfQuantizer):
+
+        def validate(self: Any, *args: Any, own: Any = quantizer.validate_environment, **kwargs: Any) -> None:
+            found.append(self.quantization_config.dequantize)
+            own(self, *args, **kwargs)
+
+        monkeypatch.setattr(quantizer, "validate_environment", validate)
+    return found
 
 
 def quantize(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,11 +57,12 @@ def change_config(folder: Path, **quantization: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
 
 
-def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path) -> None:
+def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path, asked: list[bool]) -> None:
     save(tiny_model("qwen3"), tmp_path / "model")
     meant = quantize(tmp_path / "model")
     source = CausalLM(str(tmp_path / "model"))
     lm = source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert asked == [True]
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
     for name, value in lm.state_dict().items():
         torch.testing.assert_close(value, meant[name].float(), atol=4e-3, rtol=1e-2)  # transformers' own rounds to bf16
@@ -56,7 +76,7 @@ def test_fp8_blocks_become_weights_that_are_trained_and_exported(tmp_path: Path)
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
-def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(tmp_path: Path) -> None:
+def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(tmp_path: Path, asked: list[bool]) -> None:
     """MXFP4: two 4-bit values in a byte, an exponent for each 32 of them."""
     config = tiny_config("gpt_oss")
     config.hidden_size, config.intermediate_size = 32, 64
@@ -73,6 +93,7 @@ def test_gpt_oss_own_checkpoints_are_trained_in_full_precision(tmp_path: Path) -
     save_file(stored, path, metadata={"format": "pt"})
     change_config(tmp_path / "model", quant_method="mxfp4", modules_to_not_convert=["lm_head"])
     lm = CausalLM(str(tmp_path / "model")).build(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert asked == [True]
     assert len(meant) == 2 * lm.config.num_hidden_layers
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
     for name, want in meant.items():
