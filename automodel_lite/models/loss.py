@@ -333,7 +333,7 @@ class LossModel(nn.Module):
         return logits_TV, is_plain and self._is_product(inputs[0][0], logits_TV.float())
 
     def _is_product(self, hidden_TC: Tensor, want_TV: Tensor) -> bool:
-        got_TV = self.in_head(hidden_TC, lambda hidden, weight: hidden.float() @ weight.t().float())
+        got_TV = self.in_head(hidden_TC, lambda hidden, weight: F.linear(hidden.to(weight.dtype), weight)).float()
         if self.softcap is not None:
             got_TV = self.softcap * torch.tanh(got_TV / self.softcap)
         # autocast rounds the product of fp32 states to bf16, and two products may round apart

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Lo
 from automodel_lite.parallel import context_parallel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape
-from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.parallel.sharding import ParallelModel, parallelize
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
 from tests.attention.families import FAMILIES, build, documents, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
@@ -155,6 +156,13 @@ def test_what_saves_memory_changes_no_number(shape: tuple[int, int, int], offloa
     assert_equal(shape, "fsdp", "all_gather", ["llama"], offloads, reduces_every)
 
 
+def fsdp_parameters(model: ParallelModel) -> list[Any]:
+    """FSDP's own records of the parameters."""
+    units = [module for module in model.module.modules() if isinstance(module, FSDPModule)]
+    groups = {id(group): group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)}
+    return [fsdp_param for group in groups.values() for fsdp_param in group.fsdp_params]
+
+
 def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> float:
     """Elements of gradients that a rank holds after the first of two micro-batches, over those of its shards."""
     mesh = Mesh(
@@ -163,14 +171,7 @@ def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> fl
     model = replace(parallelize(loss_model("llama"), mesh, "fsdp", torch.float32), reduces_every=reduces_every)
     with model.accumulate(is_last=False):
         model(micro_batch(rank, 1)).backward()
-    states = [
-        fsdp_param
-        for module in model.module.modules()
-        if isinstance(module, FSDPModule)
-        for group in [module._get_fsdp_state()._fsdp_param_group]
-        if group
-        for fsdp_param in group.fsdp_params
-    ]
+    states = fsdp_parameters(model)
     sharded = [p.grad.to_local().numel() for p in model.parameters() if p.grad is not None]
     whole = [s._unsharded_param.grad.numel() for s in states if s._unsharded_param.grad is not None]
     whole += [s.unsharded_accumulated_grad.numel() for s in states if s.unsharded_accumulated_grad is not None]
