@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,8 +20,10 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
@@ -28,6 +31,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.seed import derive_seed
 
 Spread = Callable[[transformers.PreTrainedModel], None]
 """Shards a model on the meta device, in place."""
@@ -129,9 +133,10 @@ def _open_rows(path: str, **options: Any) -> Any:
 def draw_shards(
     make: Callable[[], transformers.PreTrainedModel], spread: Spread, device: torch.device
 ) -> transformers.PreTrainedModel:
-    """A model from scratch; its random numbers are those that `make()` alone gives, whatever the layout.
+    """A model from scratch; its random numbers are those that `draw_whole(make)` gives, whatever the layout.
 
-    Every rank draws all numbers in the order of a single process, one tensor at a time, and keeps those of its shards.
+    Every rank goes through the tensors in the order of a single process, one at a time, and keeps its parts of them. Of
+    a large one it draws no other parts.
     """
     model, later = described_shards(make, spread, device)
     model.to_empty(device=device)
@@ -139,6 +144,12 @@ def draw_shards(
         for draw in later:
             draw()
     return model
+
+
+def draw_whole(make: Callable[[], transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
+    """`make()`, a model from scratch, on one process."""
+    with _Drawn():
+        return make()
 
 
 def described_shards(
@@ -158,6 +169,30 @@ def described_shards(
     return model, later
 
 
+LARGE, BLOCK = 1 << 20, 1 << 16
+"""Elements: a weight of at least LARGE is drawn in blocks, each with a seed of its own, so that any part of it can be
+drawn alone. Its one number of torch's generator is the seed that theirs are derived from.
+"""
+
+
+def _is_draw(func: Any, args: tuple[Any, ...]) -> bool:
+    """Does it fill a tensor with random numbers?"""
+    return torch.Tag.nondeterministic_seeded in func.tags and bool(args) and isinstance(args[0], Tensor)
+
+
+def _draw(func: Any, target: Tensor, part: range, *args: Any, **kwargs: Any) -> None:
+    """Fills a tensor with random numbers; of a large one the blocks that hold `part`, and no others."""
+    is_in_blocks = target.numel() >= LARGE and target.is_contiguous() and func._schema.is_mutable
+    if not is_in_blocks or kwargs.get("generator") is not None:
+        func(target, *args, **kwargs)
+        return
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    flat = target.view(-1)
+    for start in range(part.start // BLOCK * BLOCK, part.stop, BLOCK):
+        generator = torch.Generator().manual_seed(derive_seed(seed, start))
+        func(flat[start : start + BLOCK], *args, **{**kwargs, "generator": generator})
+
+
 class _Postponed(TorchDispatchMode):
     """Random numbers that a constructor draws on the meta device: drawn later, and thrown away as a constructor's
     always are, so that those that follow are the same.
@@ -169,10 +204,48 @@ class _Postponed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], Tensor):
-            shape, dtype, rest = args[0].shape, args[0].dtype, args[1:]
-            self.later.append(lambda: func(torch.empty(shape, dtype=dtype), *rest, **(kwargs or {})))
+        if _is_draw(func, args):
+            like, *rest = args
+            self.later.append(
+                lambda: _draw(func, torch.empty_like(like, device="cpu"), range(0), *rest, **(kwargs or {}))
+            )
         return result
+
+
+class _ReadsWholeError(Exception):
+    """A rule reads a weight that is drawn in part."""
+
+
+class _Drawn(TorchDispatchMode):
+    """Random numbers inside: large tensors in blocks; of those in `parts`, by the place of their memory, only a part;
+    and of sharded ones, which a rule meets when it reaches from a layer into its children, what this rank holds.
+
+    Raises _ReadsWholeError where a tensor of `parts` is read, as by an orthogonal initialization, or by a truncated
+    normal distribution that draws its outliers again. Views and writes in place are of each row by itself.
+    """
+
+    def __init__(self, parts: dict[int, range] | None = None) -> None:
+        super().__init__()
+        self.parts = parts or {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_draw(func, args) and isinstance(args[0], DTensor):
+            whole = torch.empty(args[0].shape, dtype=torch.float32)
+            _draw(func, whole, _part_of(args[0]), *args[1:], **kwargs)
+            keep_part(args[0], whole)
+            return args[0]
+        if _is_draw(func, args) and func._schema.is_mutable:
+            part = self._part(args[0])
+            _draw(func, args[0], range(args[0].numel()) if part is None else part, *args[1:], **kwargs)
+            return args[0]
+        read = args[1:] if func._schema.is_mutable else () if func.is_view else args
+        if self.parts and any(self._part(x) for x in tree_leaves((read, kwargs)) if isinstance(x, Tensor)):
+            raise _ReadsWholeError
+        return func(*args, **kwargs)
+
+    def _part(self, tensor: Tensor) -> range | None:
+        return self.parts.get(tensor.untyped_storage().data_ptr()) if self.parts else None
 
 
 def _initialize(
@@ -183,37 +256,49 @@ def _initialize(
         return
     for child in module.children():
         _initialize(child, child if isinstance(child, transformers.PreTrainedModel) else owner, device, written)
-    with _whole_parameters(module, written), _DrawnWhole():
-        owner._initialize_weights(module)
+    before = torch.get_rng_state()
+    try:
+        with _whole_parameters(module, written) as parts, _Drawn(parts):
+            owner._initialize_weights(module)
+    except _ReadsWholeError:
+        torch.set_rng_state(before)
+        with _whole_parameters(module, written), _Drawn():
+            owner._initialize_weights(module)
 
 
 @contextlib.contextmanager
-def _whole_parameters(module: nn.Module, written: set[int]) -> Iterator[None]:
+def _whole_parameters(module: nn.Module, written: set[int]) -> Iterator[dict[int, range]]:
     """The module's own parameters are whole inside; then each shard gets its part of them. A tied weight keeps what
-    its first module gave it.
+    its first module gave it. Yields, by the place of their memory, which elements of large ones are needed: the others
+    take no memory until they are written.
     """
     shards: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    parts = {}
     for name, shard in shards.items():
         whole = torch.empty(shard.shape, dtype=torch.float32)  # drawn as a single process draws it, then cast
         module._parameters[name] = nn.Parameter(whole, shard.requires_grad)
-    yield
+        if len(part := _part_of(shard)) < whole.numel() and whole.numel() >= LARGE:
+            parts[whole.untyped_storage().data_ptr()] = part
+    drawn: dict[str, Any] = {}
+    try:
+        yield parts
+        drawn = {name: module._parameters[name] for name in shards}
+    finally:
+        module._parameters.update(shards)
     for name, shard in shards.items():
-        drawn = module._parameters[name]
-        assert drawn is not None
         if id(shard) not in written:
-            keep_part(shard, drawn.detach())
+            keep_part(shard, drawn[name].detach())
             written.add(id(shard))
-        module._parameters[name] = shard
 
 
-class _DrawnWhole(TorchDispatchMode):
-    """For rules that reach from a layer into its children, whose parameters are sharded."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], DTensor):
-            keep_part(args[0], func(torch.empty(args[0].shape, dtype=torch.float32), *args[1:], **(kwargs or {})))
-            return args[0]
-        return func(*args, **(kwargs or {}))
+def _part_of(shard: DTensor) -> range:
+    """Elements of the whole, counted row by row, that this rank holds; all where they are not one piece."""
+    cuts = [placement for placement in shard.placements if not placement.is_replicate()]
+    row = math.prod(shard.shape[1:])
+    if len(cuts) == 1 and type(cuts[0]) is Shard and cuts[0].dim == 0:
+        sizes, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+        return range(offsets[0] * row, (offsets[0] + sizes[0]) * row)
+    return range(shard.numel())
 
 
 @torch.no_grad()

@@ -117,7 +117,9 @@ class CausalLM:
         if self.pretrained:
             lm = _load(self.pretrained, config, {**self.source, **(load_arguments or {})})
         else:
-            lm = model_class(config).from_config(config, dtype=torch.float32)
+            from automodel_lite.models.sharded import draw_whole  # with the models' code
+
+            lm = draw_whole(partial(model_class(config).from_config, config, dtype=torch.float32))
         freeze_towers(lm, self.dtype)
         return lm.train()
 

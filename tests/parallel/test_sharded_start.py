@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +12,25 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from torch.nn import init
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError
+from automodel_lite.models import sharded
+from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.sharded import RowFile
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
+from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.run.export import export
 from automodel_lite.seed import seed_all
-from automodel_lite.training.build import assemble, build_model, build_parts
-from tests.attention.families import FAMILIES, VOCAB
+from automodel_lite.training.build import assemble, build_model, build_parts, check_model
+from tests.attention.families import FAMILIES, VOCAB, documents, stream
+from tests.attention.hybrids import HYBRIDS
+from tests.parallel.test_matrix import fsdp_parameters, loss_model
 from tests.ranks import run_ranks
 from tests.recipes.runs import config_of
 
@@ -61,13 +72,119 @@ FROM_SCRATCH = {
         "model.config.num_experts_per_tok=2",
         "model.config.moe_intermediate_size=24",
     ],
+    "large": [  # an embedding and MLPs that are drawn in blocks; 8,300 rows on 3 ranks
+        "model.config.hidden_size=128",
+        "model.config.intermediate_size=8300",
+        "+model.config.vocab_size=8300",
+        "model.config.num_hidden_layers=1",
+    ],
+    "large experts": [
+        "model.config.model_type=qwen3_moe",
+        "model.config.hidden_size=128",
+        "model.config.num_experts=4",
+        "model.config.num_experts_per_tok=2",
+        "model.config.moe_intermediate_size=2100",
+        "model.config.num_hidden_layers=1",
+    ],
 }
 
 
 def test_random_weights_are_those_of_one_process(tmp_path: Path) -> None:
     cases = [config_of("smoke", tmp_path / name, *overrides) for name, overrides in FROM_SCRATCH.items()]
     for differences in run_ranks(largest_difference, 3, [(config, torch.float32) for config in cases]):
-        assert differences == [0.0, 0.0]
+        assert differences == [0.0] * 4
+
+
+ROWS, COLUMNS = 1500, 800  # 1.2 M elements
+RULES: dict[str, Callable[[torch.Tensor], object]] = {
+    "normal": lambda weight: weight.normal_(0.0, 0.02),
+    "uniform": lambda weight: weight.uniform_(-1, 1),
+    "kaiming": init.kaiming_uniform_,
+    "xavier": init.xavier_normal_,
+    "a row of zeros": lambda weight: (weight.normal_(), weight[700].zero_()),
+    "twice": lambda weight: (weight.normal_(), weight.mul_(weight.shape[1] ** -0.5)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@torch.no_grad()
+def test_a_part_of_a_weight_is_drawn_alone(rule: str) -> None:
+    """Rows 600 to 899 of 1,500, and what is drawn next; without the part the other rows are not touched."""
+    weights = [torch.full((ROWS, COLUMNS), torch.nan) for _ in range(2)]
+    following = []
+    for weight, parts in zip(weights, ({}, {weights[1].untyped_storage().data_ptr(): range(600 * 800, 900 * 800)})):
+        torch.manual_seed(5)
+        with sharded._Drawn(parts):
+            RULES[rule](weight)
+        following.append(torch.randn(4))
+    whole, part = weights
+    assert not whole.isnan().any()
+    assert torch.equal(part[600:900], whole[600:900])
+    assert part[:400].isnan().all()
+    assert torch.equal(*following)
+    assert abs(float(whole.mean())) < 0.01 * float(whole.std())
+    assert not torch.equal(whole.view(-1)[: sharded.BLOCK], whole.view(-1)[sharded.BLOCK : 2 * sharded.BLOCK])
+
+
+@torch.no_grad()
+def test_a_small_weight_is_drawn_as_ever() -> None:
+    torch.manual_seed(5)
+    want = torch.empty(1000, 1000).normal_()
+    torch.manual_seed(5)
+    with sharded._Drawn():
+        got = torch.empty(1000, 1000).normal_()
+    assert torch.equal(got, want)
+
+
+class Bare(PreTrainedModel):
+    """Rules that read what they have drawn (to scale it, to draw outliers again), and one that reaches into a child."""
+
+    config_class = LlamaConfig
+
+    def is_custom_code(self) -> bool:
+        return False  # as a class of transformers
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(COLUMNS, ROWS) for name in ("q", "k", "v", "o")})
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        if isinstance(module, torch.nn.Linear):
+            module.weight.normal_()
+            if module is self.layers["q"]:
+                init.orthogonal_(module.weight)
+            if module is self.layers["k"]:
+                module.weight.div_(module.weight.norm())
+            if module is self.layers["v"]:
+                init.trunc_normal_(module.weight)
+            module.bias.zero_()
+        elif module is self:
+            self.layers["o"].weight.normal_(std=3)
+
+
+def differences_by_rule(rank: int, world: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def spread(model: torch.nn.Module) -> None:
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh)
+
+    def make() -> Bare:
+        return Bare(LlamaConfig())
+
+    torch.manual_seed(3)
+    want = sharded.draw_whole(make)
+    torch.manual_seed(3)
+    got = sharded.draw_shards(make, spread, torch.device("cpu"))
+    pairs = zip(got.parameters(), want.parameters())
+    return [float((x.full_tensor() - y).detach().abs().max()) for x, y in pairs]
+
+
+def test_rules_that_read_a_weight_get_the_whole() -> None:
+    for differences in run_ranks(differences_by_rule, 2):
+        assert differences == [0.0] * 8
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +219,63 @@ def test_loaded_weights_are_those_of_one_process(tmp_path: Path, checkpoints: Pa
     configs = [(config_of("smoke", tmp_path, *overrides), dtype) for overrides, dtype in cases]
     for differences in run_ranks(largest_difference, 2, configs):
         assert differences == [0.0] * len(cases)
+
+
+def probes_of_a_rank(rank: int, world: int, families: list[str]) -> dict[str, tuple[float, bool, str]]:
+    """Of each family: how far the probe's logits are from those of gathered weights, whether it gives one process's
+    answer about the head, and the error of the start-up checks; at last of a model whose documents see each other.
+    """
+    mesh = Mesh(
+        MeshShape(1, world, 1), torch.device("cpu"), init_device_mesh("cpu", (1, world, 1), mesh_dim_names=AXES)
+    )
+    return {family: _probe(family, mesh) for family in families} | {"leaky": _probe("llama", mesh, leaks=True)}
+
+
+AXES = ("dp_replicate", "dp_shard", "cp")
+
+
+def _probe(family: str, mesh: Mesh, leaks: bool = False) -> tuple[float, bool, str]:
+    batch = stream(documents([37, 5, 23]))
+    want_TV, is_plain = loss_model(family).probe(batch)
+    model = parallelize(loss_model(family), mesh, "fsdp", torch.float32)
+    before = dict(model.loss_model.named_parameters())
+    got_TV, found_plain = model.probe(batch)
+    gathered = {param._param_fqn for param in fsdp_parameters(model) if param.all_gather_outputs}
+    assert {name for name in gathered if name.endswith("_proj.weight") and "mixer" not in name} == set()
+    model.free_gathered()
+    assert all(before[name] is p for name, p in model.loss_model.named_parameters())
+    error = max(float((x - want_TV).abs().max() / want_TV.std()) for x in (got_TV, model.logits(batch)))
+    if leaks:
+        decoder_layers(model.loss_model.lm)[0].register_forward_hook(_see_the_document_before)
+    try:
+        check_model("all_gather", model, mesh)
+    except ConfigError as refused:
+        return error, found_plain == is_plain, str(refused)
+    return error, found_plain == is_plain, ""
+
+
+def _see_the_document_before(layer: torch.nn.Module, inputs: object, output: Any) -> Any:
+    hidden = output[0] if isinstance(output, tuple) else output
+    seen = hidden + 0.5 * hidden.roll(16, 1)
+    return (seen, *output[1:]) if isinstance(output, tuple) else seen
+
+
+def test_the_probe_of_shards_is_that_of_one_process() -> None:
+    """Weights stay where they are: tied, with a softcap, read outside their layer (DeepSeek's router), fused experts."""
+    families = ["llama", "gemma2_softcap_window", "deepseek_v3_latent", "gpt_oss_sinks_window"]
+    for answers in run_ranks(probes_of_a_rank, 3, families):
+        assert "documents of a pack see each other" in answers.pop("leaky")[2]
+        for family, (error, is_alike, refused) in answers.items():
+            assert error < 1e-4, (family, error)
+            assert is_alike, family
+            assert not refused
+
+
+@pytest.mark.slow
+def test_the_probe_of_shards_for_every_family() -> None:
+    for answers in run_ranks(probes_of_a_rank, 3, [*sorted(FAMILIES), *sorted(HYBRIDS)]):
+        wrong = {family: answer for family, answer in answers.items() if answer[0] > 1e-3 or not answer[1]}
+        assert not wrong
 
 
 @pytest.mark.slow
