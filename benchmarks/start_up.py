@@ -2,14 +2,17 @@
 
     python -m benchmarks.start_up --data gsm8k_train.jsonl --peers /path/to/environments
 
-`--peers` as for benchmarks.peers_cpu (trl and nemo are used). The tokenizer is given to all; a start includes reading,
-tokenizing and packing all documents, building the small model of benchmarks.peers_cpu and one step of 2,048 tokens.
+`--peers` as for benchmarks.peers_cpu (trl and nemo are used, if they are there). The tokenizer is given to all; a start
+includes reading, tokenizing and packing all documents, building the small model of benchmarks.peers_cpu and one step of
+2,048 tokens. Run it in a plain installation (`pip install .`): what the tests need makes every import longer, for example
+scipy, which transformers imports wherever it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -17,23 +20,46 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.peers.job import Job
+from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
+from benchmarks.peers.job import Job, say_first_step
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = "from automodel_lite.cli import imported; imported('recipes.train_ft:main')"
+NEMO_IMPORTS = "import nemo_automodel.recipes.llm.train_ft"
 LLAMA = "from transformers import LlamaForCausalLM"
 RECIPE = str(ROOT / "recipes" / "train_ft.py")
 
 
+class FirstStep(Callback):
+    """Says how many CPU seconds the run took until its first step was done, before anything is saved."""
+
+    def __init__(self, run: RunInfo) -> None:
+        pass
+
+    def log(self, row: Row) -> None:
+        if row["step"] == 1:
+            say_first_step()
+
+
+def to_first_step(*command: str) -> float:
+    return float(re.findall("first step after ([0-9.]+) CPU-s", run(*command))[0])
+
+
 def cpu_seconds(*command: str) -> float:
-    """Of a process and its children; stops with what it said when it fails."""
+    """Of a process and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(*command)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def run(*command: str) -> str:
+    """What it said on stdout; stops with what it said on stderr when it fails."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.stdout
 
 
 def recipe_command(job: Job, run: str, cache: str) -> list[str]:
@@ -44,6 +70,7 @@ def recipe_command(job: Job, run: str, cache: str) -> list[str]:
         *(f"tokenizer.path={job.folder}/tokenizer", "packed_sequence.packed_sequence_size=2048"),
         *("training.max_steps=1", "training.num_epochs=null", "training.global_batch_size=1", "training.num_threads=1"),
         *("checkpoint.export_hf=false", "tokenize.num_proc=1", "lr_scheduler.warmup_steps=0"),
+        *("callbacks.first_step._target_=benchmarks.start_up.FirstStep", "security.allow_targets=[benchmarks]"),
     ]
 
 
@@ -84,13 +111,16 @@ def main() -> None:
             "--help": cpu_seconds(sys.executable, RECIPE, "--help"),
             "--cfg job": cpu_seconds(sys.executable, RECIPE, "--config-name", "llama_packed", "--cfg", "job"),
             "imports of our recipe": cpu_seconds(sys.executable, "-c", IMPORTS),
-            "imports of NeMo AutoModel's recipe": cpu_seconds(nemo, "-c", "import nemo_automodel.recipes.llm.train_ft"),
             "the same, and a Llama": cpu_seconds(sys.executable, "-c", f"{IMPORTS}; {LLAMA}"),
-            "NeMo's, and a Llama": cpu_seconds(nemo, "-c", f"import nemo_automodel.recipes.llm.train_ft; {LLAMA}"),
-            "raw JSONL to first step, recipe": cpu_seconds(*recipe_command(job, "first", "cache")),
-            "raw JSONL to first step, TRL": cpu_seconds(trl, "-m", "benchmarks.peers.trl_from_files", job.to_argv()),
-            "second start, recipe": cpu_seconds(*recipe_command(job, "second", "cache")),
+            "raw JSONL to first step, recipe": to_first_step(*recipe_command(job, "first", "cache")),
+            "second start, recipe": to_first_step(*recipe_command(job, "second", "cache")),
         }
+        if Path(nemo).exists():
+            rows["imports of NeMo AutoModel's recipe"] = cpu_seconds(nemo, "-c", NEMO_IMPORTS)
+            rows["NeMo's, and a Llama"] = cpu_seconds(nemo, "-c", f"{NEMO_IMPORTS}; {LLAMA}")
+        if Path(trl).exists():
+            command = trl, "-m", "benchmarks.peers.trl_from_files", job.to_argv()
+            rows["raw JSONL to first step, TRL"] = to_first_step(*command)
         rows["tokenizing and packing"], rows["the same from the cache"] = data_seconds(job)
     for name, seconds in rows.items():
         print(f"{name:36s} {seconds:6.2f} CPU-s")

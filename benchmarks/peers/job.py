@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -105,3 +106,9 @@ def use_one_thread() -> None:
 
 def monotonic() -> float:
     return time.monotonic()
+
+
+def say_first_step() -> None:
+    """The CPU seconds of this process until now, with those of the children that have ended."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(f"first step after {sum(usage.ru_utime + usage.ru_stime for usage in usages):.2f} CPU-s", flush=True)

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import torch
 from datasets import load_dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.peers.hf_model import llama
-from benchmarks.peers.job import PACK_TOKENS, Job
+from benchmarks.peers.job import PACK_TOKENS, Job, say_first_step
+
+
+class FirstStep(TrainerCallback):
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        say_first_step()
 
 
 def main(job: Job) -> None:
@@ -36,7 +41,8 @@ def main(job: Job) -> None:
         gradient_checkpointing=False,
     )
     tokenizer = AutoTokenizer.from_pretrained(Path(job.folder) / "tokenizer")
-    SFTTrainer(model=llama(job), args=arguments, train_dataset=data, processing_class=tokenizer).train()
+    model, callbacks = llama(job), [FirstStep()]
+    SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=callbacks).train()
 
 
 if __name__ == "__main__":
