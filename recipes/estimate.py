@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
         raw.dataset.path = "not read"
     config = check_config(raw)
     from automodel_lite.training.build import build_parts
-    from automodel_lite.training.dry_run import try_model
     from automodel_lite.training.scaling import Hardware, estimate
+    from automodel_lite.training.start import try_model
 
     parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
     try_model(parts.model)

@@ -29,9 +29,8 @@ from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import Parts, build_model, build_parts
-from automodel_lite.training.dry_run import try_settings
 from automodel_lite.training.evaluation import questions_of, validation_loss
-from automodel_lite.training.start_lines import data_lines
+from automodel_lite.training.start import data_lines, try_settings
 
 
 def main(config: Config) -> int:

@@ -47,7 +47,7 @@ from automodel_lite.tools.verify import (
     take_gradients,
 )
 from automodel_lite.training.build import assemble, build_parts, check_model, choose_attention, with_exchange
-from automodel_lite.training.dry_run import try_settings
+from automodel_lite.training.start import try_settings
 
 EXACT = 1e-5
 """Relative limit in fp32; measured differences are 1e-7 to 1e-6."""

@@ -25,9 +25,9 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.training import memory, scaling
 from automodel_lite.training.build import Parts, build_parts
-from automodel_lite.training.dry_run import dry_run, planned_shape
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 from automodel_lite.training.simulation import _MADE_IN, Simulation, simulate
+from automodel_lite.training.start import dry_run, planned_shape
 
 LLAMA = transformers.LlamaConfig(
     hidden_size=256,

@@ -16,7 +16,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel import mesh
 from automodel_lite.training.build import build_parts
-from automodel_lite.training.dry_run import try_model, try_settings
+from automodel_lite.training.start import try_model, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.run.small_run import train

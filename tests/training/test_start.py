@@ -7,7 +7,7 @@ import numpy as np
 from automodel_lite.data.loader import BatchShape, TrainingPlan
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.report import packing_report
-from automodel_lite.training.start_lines import steps_text
+from automodel_lite.training.start import steps_text
 
 LENGTHS = np.array([4, 3, 5, 4, 6, 2])  # three packs of eight tokens
 

@@ -1,12 +1,13 @@
-"""`dry_run=true`: reports everything that is known of a run without training it.
-
-The data is read and tokenized (the cache is kept for the run), packs are planned, the kernel is chosen and checked,
-parameters are counted on the meta device, and a step of rank 0 is run under fake tensors. No weights are loaded,
-nothing is written to the run's folder. One process answers for any mesh: set mesh.dp_shard to the processes meant.
+"""Before the first step: settings tried on stand-ins, the dry run, and the block that a run prints.
 
 `try_settings` runs first in every run: what could only fail later is tried on stand-ins that cost nothing. The
 model is described by its config on the meta device, where it has shapes and no weights, and run on a few tokens; the
 optimizer gets two parameters and makes one step; the schedule is evaluated along its course.
+
+`dry_run=true` reports everything that is known of a run without training it. The data is read and tokenized (the cache
+is kept for the run), packs are planned, the kernel is chosen and checked, parameters are counted on the meta device,
+and a step of rank 0 is run under fake tensors. No weights are loaded, nothing is written to the run's folder. One
+process answers for any mesh: set mesh.dp_shard to the processes meant.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,27 +24,27 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
-from automodel_lite.config.components import build
+import automodel_lite
+from automodel_lite.config.components import build, text_of
 from automodel_lite.config.schema import Config
-from automodel_lite.data.loader import batch_shape
+from automodel_lite.data.loader import PackSource, TrainingPlan, batch_shape
+from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import prepare_data
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.models.source import CausalLM, cannot_work, describe
-from automodel_lite.parallel.mesh import MeshShape, mesh_shape, rank, world_size
+from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.build import Parts, build_parts, check_axes, choose_attention, with_exchange
+from automodel_lite.training.build import BuiltModel, Parts, build_parts, check_axes, choose_attention, with_exchange
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
-from automodel_lite.training.start_lines import axes_text, count, data_lines, packing_text, steps_text, warmup_steps
 
 
 def dry_run(config: Config) -> int:
     """Prints the findings on rank 0 and returns 0; raises ConfigError or DataError as the run would."""
-    console = Console(is_silent=rank() != 0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console, device = Console(is_silent=rank() != 0), default_device()
     shape = planned_shape(config)
     parts = build_parts(config)
     try_settings(config, parts)
@@ -60,15 +62,15 @@ def dry_run(config: Config) -> int:
     memory, reduction = plan_memory(parts, shape, strategy, model_config, size, adapter, dtype, gpu_bytes(device))
     name = str(dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
-    console.say(
-        "device", f"{device.type}, {shape.world_size} process(es) ({axes_text(shape)}, {strategy}), {name} compute"
-    )
-    console.say("model", f"{model_config.model_type}: {count(size.parameters)} parameters, {trained}")
-    console.say("attention", f"{attention}\n{exchange}" if exchange else attention)
-    for topic, text in data_lines(data):
+    lines = [
+        ("device", f"{device.type}, {shape.world_size} process(es) ({axes_text(shape)}, {strategy}), {name} compute"),
+        ("model", f"{model_config.model_type}: {count(size.parameters)} parameters, {trained}"),
+        ("attention", f"{attention}\n{exchange}".strip()),
+        *data_lines(data),
+        *plan_lines(report, plan, config),
+    ]
+    for topic, text in lines:
         console.say(topic, text)
-    console.say("packing", packing_text(report))
-    console.say("steps", steps_text(plan, report, warmup_steps(config)))
     by_arithmetic = f"{memory}\n{reduction}".strip()
     console.say("memory", _memory(parts, model_config, shape, by_arithmetic, bool(reduction)))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
@@ -235,3 +237,148 @@ def try_optimizer(config: Config) -> None:
         rates = [base * frac(step) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ConfigError(f"lr_scheduler gives a learning rate of {rates[0]} at step {step} of {steps}.")
+
+
+Line = tuple[str, str]
+
+
+def version_line() -> Line:
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return "", f"automodel_lite {automodel_lite.__version__} ({versions})"
+
+
+def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config) -> list[Line]:
+    """How the documents are packed, and how long the run is."""
+    return [("packing", packing_text(report)), ("steps", steps_text(plan, report, warmup_steps(config)))]
+
+
+def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
+    """What is trained, how, and what it takes."""
+    return [
+        ("device", _device(mesh, built)),
+        ("model", _model(built)),
+        *([("peft", built.adapter.description)] if built.adapter else []),
+        ("attention", built.attention),
+        *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),
+        *([("compile", built.compiled)] if built.compiled != "off" else []),
+        ("optimizer", optimizer_text(config)),
+        *([("average", average_text(config))] if config.training.ema_decay else []),
+        ("memory", f"{built.memory}\n{built.reduction}".strip()),
+    ]
+
+
+def optimizer_text(config: Config) -> str:
+    """`adamw (lr 1e-05, weight_decay 0.01), cosine (warmup_steps 20), gradients clipped to 1.0`, with all options."""
+    max_norm = config.training.max_grad_norm
+    clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
+    return f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"
+
+
+def average_text(config: Config) -> str:
+    decay = config.training.ema_decay
+    return f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
+
+
+def data_lines(data: PackSource) -> list[Line]:
+    """Where the documents are from, and what became of them."""
+    return [("data", data.documents.description), *(("", note) for note in data.notes)]
+
+
+def position_line(folder: str, checkpoint: Path | None, step: int, max_steps: int, save_every: int) -> str:
+    """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
+    origin = f"continues from {checkpoint.name}" if checkpoint else "fresh"
+    if step >= max_steps:
+        return f"{folder}: {origin}"
+    saved = min((step // save_every + 1) * save_every, max_steps) if save_every else max_steps
+    return f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
+
+
+def _device(mesh: Mesh, built: BuiltModel) -> str:
+    shape = mesh.shape
+    processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    num_threads = torch.get_num_threads()
+    each = " each" if shape.world_size > 1 else ""
+    threads = f", {num_threads} thread{'s' if num_threads > 1 else ''}{each}" if mesh.device.type == "cpu" else ""
+    return f"{name}: {processes} ({axes_text(shape)}, {built.strategy}){threads}"
+
+
+def axes_text(shape: MeshShape) -> str:
+    more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
+    return f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
+
+
+def _model(built: BuiltModel) -> str:
+    lm = built.model.loss_model.lm
+    source = built.pretrained or "from scratch"
+    dtype = str(built.model.compute_dtype).removeprefix("torch.")
+    masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else f"{built.masters} master weights"
+    return (
+        f"{lm.config.model_type} {source}: {count(built.num_parameters)} parameters, {dtype} compute, "
+        f"{masters}, loss {built.loss}{_experts(lm)}"
+    )
+
+
+def _experts(lm: transformers.PreTrainedModel) -> str:
+    """How a mixture's experts are computed; nothing for a dense model."""
+    has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
+    return f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
+
+
+def count(number: float) -> str:
+    """8.03 B, 124 M, 37.2 k."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:,.{0 if number >= 100 * size else 1 if number >= 10 * size else 2}f} {unit}"
+    return f"{number:.0f}"
+
+
+def packing_text(report: PackingReport | None) -> str:
+    if report is None:
+        return "while it is read: exact_fill over the next 256 documents"
+    lines = [
+        f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
+        f"{report.documents_per_pack_mean:.1f} documents per pack, fill {report.fill_frac:.1%} "
+        f"(padded batches: {report.padded_fill_frac:.1%})"
+    ]
+    if report.dropped_documents:
+        lines.append(f"dropped {report.dropped_documents:,} over-long documents, {report.dropped_tokens:,} tokens")
+    if report.truncated_documents:
+        lines.append(f"truncated {report.truncated_documents:,} documents by {report.cut_tokens:,} tokens")
+    if report.split_documents:
+        lines.append(f"split {report.split_documents:,} documents")
+    if report.left_out_documents:
+        lines.append(f"max_packs left out {report.left_out_documents:,} documents, {report.left_out_tokens:,} tokens")
+    if report.imbalance_before and report.imbalance_after:
+        lines.append(
+            f"slowest rank {report.imbalance_before:.3f} x the mean, {report.imbalance_after:.3f} x balanced by "
+            f"{report.balance}"
+        )
+    return "\n".join([*lines, *([report.note] if report.note else [])])
+
+
+def warmup_steps(config: Config) -> int:
+    """0 for a schedule without a warm-up."""
+    schedule = config.lr_scheduler
+    return int(schedule["warmup_steps"]) if "warmup_steps" in schedule else 0
+
+
+def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int) -> str:
+    """How long the run is, and a hint where it is too short to learn."""
+    shape = plan.shape
+    epochs = f" = {plan.num_epochs:.1f} epochs of {plan.steps_per_epoch:,}" if plan.num_epochs else " of a stream"
+    num_packs = min(shape.global_batch_size, report.packs) if report else shape.global_batch_size
+    documents = f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
+    packs = f"{shape.global_batch_size} pack{'s' if shape.global_batch_size > 1 else ''}"
+    lines = [
+        f"{plan.max_steps:,}{epochs}; a step is {packs}{documents} in micro-batches of "
+        f"{shape.micro_batch_size} on {shape.dp_size} data-parallel rank{'s' if shape.dp_size > 1 else ''}"
+    ]
+    if report and report.packs < shape.global_batch_size:
+        lines.append(
+            f"NOTE: the data are {report.packs:,} packs, fewer than a step takes: lower "
+            "packed_sequence.packed_sequence_size or training.global_batch_size for more steps"
+        )
+    if plan.max_steps <= num_warmup:
+        lines.append(f"NOTE: the run ends within its warm-up: lower lr_scheduler.warmup_steps={num_warmup}")
+    return "\n".join(lines)
