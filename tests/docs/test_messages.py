@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 QUOTED = re.findall(r"\*\*`(.+?)`\*\*", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
 
 
+@lru_cache(maxsize=1)
 def texts_of_the_source() -> list[str]:
     """Every string of the package; what is filled in is …."""
     found = []
@@ -27,12 +29,9 @@ def pattern_of(quoted: str) -> str:
     return ".*".join(re.escape(piece.strip()) for piece in quoted.split("…") if piece.strip())
 
 
-TEXTS = texts_of_the_source()
-
-
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_the_source_says_it(quoted: str):
-    assert any(re.search(pattern_of(quoted), text) for text in TEXTS)
+    assert any(re.search(pattern_of(quoted), text) for text in texts_of_the_source())
 
 
 def test_there_are_quotations():
