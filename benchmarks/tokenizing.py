@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.data.encode import SampleRenderer
+from automodel_lite.data.encode import Renderer
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.tokenize import num_cores, tokenize_documents
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
@@ -34,9 +34,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache_dir:
         documents = FilesDataset(args.path)
         tokenizer = train_bpe_tokenizer(documents, args.vocab_size, cache_dir=cache_dir)
-        renderer = SampleRenderer(tokenizer, "assistant", {})
+        renderer = Renderer(tokenizer, "assistant", {})
         rows = documents.train
-        texts = [sample.text for index in range(len(rows)) for sample in renderer.samples(rows[index])]
+        texts = [rendering.text for index in range(len(rows)) for rendering in renderer.renderings(rows[index])]
         alone, ours = [], []
         for repeat in range(args.repeats):
             ids, used = timed(lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""Documents of any kind to samples: text to tokenize and the stretches of it that are trained on.
+"""Documents of any kind to renderings: text to tokenize and the stretches of it that are trained on.
 
 Chats become text by whatever template the tokenizer brings. A template with `{% generation %}` markers says itself what
 an assistant wrote. For the others (most stock templates) growing prefixes of the chat are rendered, and an assistant
@@ -10,12 +10,12 @@ turn is what its rendering adds to the prompt before it:
 
 That only holds where each rendering is a prefix of the whole one, which is verified. Templates that rewrite earlier
 turns (reasoning left out of the history, a system prompt that moves to the last question) fail it; such a chat
-becomes one sample for each trained turn, each as the model would meet it.
+becomes one rendering for each trained turn, each as the model would meet it.
 
-One call of the fast tokenizer makes token ids of many samples, and the mask of what is trained on. A token is trained
-on when it holds a character of a trained span. Which tokens these are, the tokenizer says (its offsets); but where all
-spans begin and end beside special tokens, as in `<|user|>Hi<|end|><|assistant|>Hello<|end|>`, the special tokens in the
-text are counted against those among the ids. Without offsets the tokenizer is a sixth faster.
+One call of the fast tokenizer makes token ids of many renderings, and the mask of what is trained on. A token is
+trained on when it holds a character of a trained span. Which tokens these are, the tokenizer says (its offsets); but
+where all spans begin and end beside special tokens, as in `<|user|>Hi<|end|><|assistant|>Hello<|end|>`, the special
+tokens in the text are counted against those among the ids. Without offsets the tokenizer is a sixth faster.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_RENDER_S = 20.0  # of one chat, which takes a template some 0.0002 s
 
 
 @dataclass(frozen=True)
-class Sample:
+class Rendering:
     """Text to tokenize as it is (no special tokens are added) and the character spans that are trained on."""
 
     text: str
@@ -97,8 +97,8 @@ class ChatRenderer:
         self._deadline = Deadline(MAX_RENDER_S)
         self.stop_tokens = self._probe_stop_tokens({token.content for token in tokenizer.added_tokens_decoder.values()})
 
-    def samples(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Sample]:
-        """The samples of one chat: one, or one a trained turn when the template rewrites earlier turns.
+    def renderings(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendering]:
+        """The renderings of one chat: one, or one a trained turn when the template rewrites earlier turns.
 
         Raises:
             DataError: no assistant turn, or the template refuses the chat or leaves a part of it out.
@@ -109,7 +109,7 @@ class ChatRenderer:
         template = self._with_tools if tools else self._without_tools
         if self._train_on == "all":
             text = self._whole(messages, tools, template.plain)
-            return [Sample(text, ((0, len(text)),))]
+            return [Rendering(text, ((0, len(text)),))]
         if template.marked is not None:
             marked = self._marked(messages, tools, template.marked, turns)
             if marked is not None:
@@ -118,8 +118,8 @@ class ChatRenderer:
         text = self._whole(messages, tools, template.plain)
         spans = [self._span(messages, tools, template.plain, text, turn) for turn in turns]
         if all(span is not None for span in spans):
-            return [Sample(text, tuple(span for span in spans if span is not None))]
-        return [self._last_turn_sample(messages[: turn + 1], tools, template.plain) for turn in turns]
+            return [Rendering(text, tuple(span for span in spans if span is not None))]
+        return [self._rendering_of_last_turn(messages[: turn + 1], tools, template.plain) for turn in turns]
 
     def _trained_turns(self, messages: list[Message]) -> list[int]:
         """Indices of the assistant messages that are trained on."""
@@ -177,8 +177,8 @@ class ChatRenderer:
 
     def _marked(
         self, messages: list[Message], tools: list[Any] | None, template: str, turns: list[int]
-    ) -> Sample | None:
-        """The sample by the template's own markers; None when they do not mark each assistant turn once."""
+    ) -> Rendering | None:
+        """The rendering by the template's own markers; None when they do not mark each assistant turn once."""
         parts = _MARKS.split(self._render(messages, tools, template))
         assistants = _assistant_turns(messages)
         if len(parts) != 2 * len(assistants) + 1:
@@ -186,7 +186,7 @@ class ChatRenderer:
         text = "".join(parts)
         edges = [0, *accumulate(map(len, parts))]
         chosen = [2 * assistants.index(turn) + 1 for turn in turns]
-        return Sample(text, tuple((edges[part], self._include_stop(text, edges[part + 1])) for part in chosen))
+        return Rendering(text, tuple((edges[part], self._include_stop(text, edges[part + 1])) for part in chosen))
 
     def _include_stop(self, text: str, end: int) -> int:
         """Moves the end of a marked span over the end-of-turn token that follows it."""
@@ -224,7 +224,7 @@ class ChatRenderer:
             return None
         return _common_prefix(prompt, text)  # a prompt that opens with `<think>` where the turn has none
 
-    def _last_turn_sample(self, messages: list[Message], tools: list[Any] | None, template: str) -> Sample:
+    def _rendering_of_last_turn(self, messages: list[Message], tools: list[Any] | None, template: str) -> Rendering:
         text = self._render(messages, tools, template)
         span = self._span(messages, tools, template, text, len(messages) - 1)
         if span is None:
@@ -235,7 +235,7 @@ class ChatRenderer:
                 f"{prompt[place : place + 40]!r} to {text[place : place + 40]!r}): use a template with "
                 "{% generation %} markers"
             )
-        return Sample(text, (span,))
+        return Rendering(text, (span,))
 
     def _probe_stop_tokens(self, specials: set[str]) -> tuple[str, ...]:
         """The special token that follows the content of a last answer, then the other end tokens that there are."""
@@ -285,7 +285,7 @@ def _common_prefix(left: str, right: str) -> int:
     return next((place for place, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
 
 
-class SampleRenderer:
+class Renderer:
     """Renders normalized documents.
 
     Chats go through the chat template. A prompt and its completion do too, as a user's and an assistant's turn, when
@@ -303,43 +303,45 @@ class SampleRenderer:
         stop_tokens += [self._eos] if self._eos else []
         self.stop_ids = frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
 
-    def samples(self, document: Document) -> list[Sample]:
-        """The samples of one document; more than one for a chat whose template rewrites earlier turns.
+    def renderings(self, document: Document) -> list[Rendering]:
+        """The renderings of one document; more than one for a chat whose template rewrites earlier turns.
 
         Raises:
             DataError: the document cannot be rendered (says why, not where).
         """
         if "messages" in document:
-            samples = self._need_chat().samples(document["messages"], document.get("tools"))
+            renderings = self._need_chat().renderings(document["messages"], document.get("tools"))
+        elif "completion" in document:
+            renderings = [self._prompt_completion(document)]
         else:
-            samples = [self._prompt_completion(document) if "completion" in document else self._text(document["text"])]
-        for sample in samples:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
-            sound_text(sample.text, "the text to tokenize")
-        return samples
+            renderings = [self._text(document["text"])]
+        for rendering in renderings:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
+            sound_text(rendering.text, "the text to tokenize")
+        return renderings
 
     def _need_chat(self) -> ChatRenderer:
         if self._chat is None:
             raise ConfigError(f"the data are chats, and {self._no_template}")
         return self._chat
 
-    def _prompt_completion(self, document: Document) -> Sample:
+    def _prompt_completion(self, document: Document) -> Rendering:
         prompt, completion = document["prompt"], document["completion"]
         if self._chat is not None:
             system = [{"role": "system", "content": document["system"]}] if document.get("system") else []
             user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
-            return self._chat.samples([*system, user, assistant])[0]
+            return self._chat.renderings([*system, user, assistant])[0]
         if document.get("system"):
             prompt = f"{document['system']}\n{prompt}"
         glue = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else "\n"
         before = f"{self._frame_start(prompt)}{prompt}{glue}"
         text = f"{before}{completion}{self._frame_end(completion)}"
-        return Sample(text, ((0 if self._train_on == "all" else len(before), len(text)),))
+        return Rendering(text, ((0 if self._train_on == "all" else len(before), len(text)),))
 
-    def _text(self, text: str) -> Sample:
+    def _text(self, text: str) -> Rendering:
         if not text:
-            return Sample("", ())
+            return Rendering("", ())
         whole = f"{self._frame_start(text)}{text}{self._frame_end(text)}"
-        return Sample(whole, ((0, len(whole)),))
+        return Rendering(whole, ((0, len(whole)),))
 
     def _frame_start(self, text: str) -> str:
         return "" if self._bos and text.startswith(self._bos) else self._bos
@@ -367,7 +369,7 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenizes samples as they are; no special tokens are added: a template has brought its own.
+    """Tokenizes renderings as they are; no special tokens are added: a template has brought its own.
 
     Works on a copy of the tokenizer's Rust part, without the truncation and padding that some hub tokenizers save.
     """
@@ -383,43 +385,43 @@ class Encoder:
         self._specials = tuple(sorted((t.content for t in added.values()), key=len, reverse=True)) if plain else ()
         self._pattern = re.compile("|".join(map(re.escape, self._specials)))
 
-    def encode(self, samples: Sequence[Sample]) -> Encoded:
-        """Tokenizes the samples, in their order."""
-        if self._specials and all(self._edges_are_special(sample) for sample in samples):
-            return self._encode_by_specials(samples)
-        return self._encode_by_offsets(samples)
+    def encode(self, renderings: Sequence[Rendering]) -> Encoded:
+        """Tokenizes the renderings, in their order."""
+        if self._specials and all(self._edges_are_special(rendering) for rendering in renderings):
+            return self._encode_by_specials(renderings)
+        return self._encode_by_offsets(renderings)
 
-    def _edges_are_special(self, sample: Sample) -> bool:
-        text, size = sample.text, len(sample.text)
+    def _edges_are_special(self, rendering: Rendering) -> bool:
+        text, size = rendering.text, len(rendering.text)
         return all(
-            edge in (0, size) or text.endswith(self._specials, 0, edge) for span in sample.spans for edge in span
+            edge in (0, size) or text.endswith(self._specials, 0, edge) for span in rendering.spans for edge in span
         )
 
-    def _encode_by_specials(self, samples: Sequence[Sample]) -> Encoded:
-        texts = [sample.text for sample in samples]
+    def _encode_by_specials(self, renderings: Sequence[Rendering]) -> Encoded:
+        texts = [rendering.text for rendering in renderings]
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         input_ids, starts, lengths = _flat_ids(encodings)
         trained = np.zeros(len(input_ids), bool)
         special_at = np.flatnonzero(self._is_special[input_ids])
         bounds = np.searchsorted(special_at, starts).tolist()
-        for number, sample in enumerate(samples):
-            ends = [found.end() for found in self._pattern.finditer(sample.text)]
+        for number, rendering in enumerate(renderings):
+            ends = [found.end() for found in self._pattern.finditer(rendering.text)]
             first, last = bounds[number], bounds[number + 1]
             if len(ends) != last - first:  # the tokenizer sees other special tokens in the text: ask for its offsets
-                return self._encode_by_offsets(samples)
-            for start, stop in sample.spans:
+                return self._encode_by_offsets(renderings)
+            for start, stop in rendering.spans:
                 begin = special_at[first + bisect_right(ends, start) - 1] + 1 if start else starts[number]
-                end = special_at[first + bisect_right(ends, stop) - 1] + 1 if stop < len(sample.text) else None
+                end = special_at[first + bisect_right(ends, stop) - 1] + 1 if stop < len(rendering.text) else None
                 trained[begin : starts[number + 1] if end is None else end] = True
         return Encoded(input_ids, trained, lengths)
 
-    def _encode_by_offsets(self, samples: Sequence[Sample]) -> Encoded:
-        encodings = self.backend.encode_batch([sample.text for sample in samples], add_special_tokens=False)
+    def _encode_by_offsets(self, renderings: Sequence[Rendering]) -> Encoded:
+        encodings = self.backend.encode_batch([rendering.text for rendering in renderings], add_special_tokens=False)
         input_ids, starts, lengths = _flat_ids(encodings)
         trained = np.zeros(len(input_ids), bool)
-        for sample, encoding, start in zip(samples, encodings, starts.tolist()):
-            for span in sample.spans:
-                first, last = token_span(encoding, span, len(sample.text))
+        for rendering, encoding, start in zip(renderings, encodings, starts.tolist()):
+            for span in rendering.spans:
+                first, last = token_span(encoding, span, len(rendering.text))
                 trained[start + first : start + last] = True
         return Encoded(input_ids, trained, lengths)
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.documents import Document
-from automodel_lite.data.encode import Encoder, Sample, SampleRenderer
+from automodel_lite.data.encode import Encoder, Renderer, Rendering
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import BatchShape, Cursor, StepBatches, TrainingPlan, worker_options
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
@@ -194,7 +194,7 @@ class TokenStream:
         num_read = num_unusable = 0
         documents = self.dataset.read(shard, start)
         while chunk := list(islice(documents, AHEAD_DOCUMENTS)):
-            for rows in self._rows([self._samples(place, document) for place, document in chunk]):
+            for rows in self._rows([self._renderings(place, document) for place, document in chunk]):
                 num_read, num_unusable = num_read + 1, num_unusable + (not rows)
                 yield rows
             if num_read >= MIN_JUDGED_DOCUMENTS and num_unusable > self.job.max_bad_frac * num_read:
@@ -205,8 +205,8 @@ class TokenStream:
                 )
 
     @cached_property
-    def _renderer(self) -> SampleRenderer:
-        return SampleRenderer(self.job.tokenizer, self.job.train_on, dict(self.job.template_kwargs))
+    def _renderer(self) -> Renderer:
+        return Renderer(self.job.tokenizer, self.job.train_on, dict(self.job.template_kwargs))
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -215,22 +215,22 @@ class TokenStream:
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset": self.dataset, "job": self.job}
 
-    def _samples(self, place: str, document: Document | DataError) -> list[Sample]:
+    def _renderings(self, place: str, document: Document | DataError) -> list[Rendering]:
         try:
             if isinstance(document, DataError):
                 raise document
-            return self._renderer.samples(document)
+            return self._renderer.renderings(document)
         except DataError as error:
             if self.job.on_bad_row == "error":
                 raise error if error is document else DataError(f"{place}: {error}") from error
             return []
 
-    def _rows(self, samples: list[list[Sample]]) -> Iterator[list[Row]]:
-        encoded = self._encoder.encode([sample for of_document in samples for sample in of_document])
+    def _rows(self, renderings: list[list[Rendering]]) -> Iterator[list[Row]]:
+        encoded = self._encoder.encode([rendering for of_document in renderings for rendering in of_document])
         offsets = np.concatenate([[0], np.cumsum(encoded.lengths)])
         labels = next_token_labels(encoded.input_ids, encoded.trained, offsets)
         row = 0
-        for of_document in samples:
+        for of_document in renderings:
             parts = [slice(offsets[i], offsets[i + 1]) for i in range(row, row + len(of_document))]
             row += len(of_document)
             yield [

@@ -31,7 +31,7 @@ from automodel_lite.data.cache import (
     short_hash,
 )
 from automodel_lite.data.documents import Document, Documents, DocumentSet, MadeOfRows, TokenizedData
-from automodel_lite.data.encode import Encoder, Sample, SampleRenderer, TrainOn
+from automodel_lite.data.encode import Encoder, Renderer, Rendering, TrainOn
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.token_rows import (
     CONTENT_HASH,
@@ -123,10 +123,10 @@ def num_cores() -> int:
 
 @dataclass
 class Rendered:
-    """Some documents, read and rendered: samples of text, or token ids that were given."""
+    """What was read of some documents: renderings, or token ids that were given."""
 
     num_documents: int
-    samples: list[Sample] = field(default_factory=list)
+    renderings: list[Rendering] = field(default_factory=list)
     tokens: list[Document] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     num_split_chats: int = 0
@@ -138,7 +138,7 @@ class ChunkTokenizer:
     def __init__(self, rows: DocumentSet, job: Job):
         self._rows = rows
         self._job = job
-        self._renderer = SampleRenderer(job.tokenizer, job.train_on, dict(job.template_kwargs))
+        self._renderer = Renderer(job.tokenizer, job.train_on, dict(job.template_kwargs))
         self._encoder = Encoder(job.tokenizer)
         self._vocab_size = len(job.tokenizer)
 
@@ -155,27 +155,27 @@ class ChunkTokenizer:
         for index in wanted:
             try:
                 document = self._rows[index]
-                samples = self._samples(document, index, rendered)
+                renderings = self._renderings(document, index, rendered)
             except DataError as error:
                 if self._job.on_bad_row == "error":
                     raise
                 rendered.errors.append(str(error))
                 continue
-            rendered.samples += samples
-            rendered.num_split_chats += len(samples) > 1
+            rendered.renderings += renderings
+            rendered.num_split_chats += len(renderings) > 1
         return rendered
 
-    def _samples(self, document: Document, index: int, rendered: Rendered) -> list[Sample]:
+    def _renderings(self, document: Document, index: int, rendered: Rendered) -> list[Rendering]:
         try:
             if "input_ids" in document:
                 rendered.tokens.append(_given_tokens(document, self._job.train_on, self._vocab_size))
                 return []
-            return self._renderer.samples(document)
+            return self._renderer.renderings(document)
         except DataError as error:
             raise DataError(f"{self._rows.where(index)}: {error}") from error
 
     def encode(self, rendered: Rendered) -> Chunk:
-        rows = _token_rows(rendered.tokens) if rendered.tokens else _sample_rows(self._encoder, rendered.samples)
+        rows = _token_rows(rendered.tokens) if rendered.tokens else _rendered_rows(self._encoder, rendered.renderings)
         return check_rows(
             *rows,
             stop_ids=self._renderer.stop_ids,
@@ -186,8 +186,8 @@ class ChunkTokenizer:
         )
 
 
-def _sample_rows(encoder: Encoder, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    encoded = encoder.encode(samples)
+def _rendered_rows(encoder: Encoder, renderings: list[Rendering]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    encoded = encoder.encode(renderings)
     offsets = np.concatenate([[0], np.cumsum(encoded.lengths)])
     return encoded.input_ids, next_token_labels(encoded.input_ids, encoded.trained, offsets), encoded.lengths
 
@@ -258,7 +258,7 @@ def tokenize_documents(
 
     Raises:
         DataError: a bad row (names file, line and column), or a set in which nothing, or everything, is trained on, or
-            whose answers do not end on a trained stop token (shows one sample).
+            whose answers do not end on a trained stop token (shows an example).
         ConfigError: a part is missing (names its number).
     """
     if part is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from automodel_lite.data import encode as chat
-from automodel_lite.data.encode import ChatRenderer, Sample
+from automodel_lite.data.encode import ChatRenderer, Rendering
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, MISTRAL, QWEN3, Family, byte_tokenizer
 
@@ -14,16 +14,16 @@ HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 SUM, FOUR = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
-def marked(sample: Sample) -> str:
-    text = sample.text
-    for start, stop in sorted(sample.spans, reverse=True):
+def marked(rendering: Rendering) -> str:
+    text = rendering.text
+    for start, stop in sorted(rendering.spans, reverse=True):
         text = f"{text[:start]}⟦{text[start:stop]}⟧{text[stop:]}"
     return text
 
 
 def rendered(family: str, messages: list[dict], train_on: str = "assistant", **template_kwargs: object) -> list[str]:
     renderer = ChatRenderer(byte_tokenizer(FAMILIES[family]), train_on, template_kwargs)
-    return [marked(sample) for sample in renderer.samples(messages)]
+    return [marked(rendering) for rendering in renderer.renderings(messages)]
 
 
 ONE_TURN = {
@@ -129,8 +129,8 @@ CALL = {
 def test_a_tool_call_is_trained_with_its_own_end_token() -> None:
     messages = [SUM, CALL, {"role": "tool", "content": "4"}, FOUR]
     tool = {"type": "function", "function": {"name": "add"}}
-    (sample,) = ChatRenderer(byte_tokenizer(LLAMA3), "assistant").samples(messages, [tool])
-    assert marked(sample) == (
+    (rendering,) = ChatRenderer(byte_tokenizer(LLAMA3), "assistant").renderings(messages, [tool])
+    assert marked(rendering) == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
         'Tools: [{"type": "function", "function": {"name": "add"}}]<|eot_id|>'
         "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
@@ -154,9 +154,9 @@ def test_a_template_that_leaves_something_out_is_a_bad_row() -> None:
         rendered("marked", [SUM, CALL, {"role": "tool", "content": "4"}, FOUR])
     only_two = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     renderer = ChatRenderer(byte_tokenizer(Family(only_two, QWEN3.specials, QWEN3.eos)), "assistant")
-    assert len(renderer.samples([HI, HELLO])) == 1
+    assert len(renderer.renderings([HI, HELLO])) == 1
     with pytest.raises(DataError, match=r"^message 0 \(role system\) is omitted by the chat template"):
-        renderer.samples([SYSTEM, HI, HELLO])
+        renderer.renderings([SYSTEM, HI, HELLO])
 
 
 def test_a_template_of_endless_loops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ def test_markers_give_what_prefixes_give() -> None:
     template = MARKED.template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     unmarked = Family(template, MARKED.specials, MARKED.eos)
     chat = [SYSTEM, HI, HELLO, SUM, FOUR]
-    by_prefix = ChatRenderer(byte_tokenizer(unmarked), "assistant").samples(chat)
-    assert [marked(sample) for sample in by_prefix] == TWO_TURNS["marked"]
+    by_prefix = ChatRenderer(byte_tokenizer(unmarked), "assistant").renderings(chat)
+    assert [marked(rendering) for rendering in by_prefix] == TWO_TURNS["marked"]
 
 
 def test_the_prompt_of_a_reasoning_model_that_opens_a_thought() -> None:
@@ -188,8 +188,8 @@ def test_the_prompt_of_a_reasoning_model_that_opens_a_thought() -> None:
     prompt = "{{- '<|im_start|>assistant\\n' -}}"
     template = QWEN3.template.replace(prompt, prompt.replace("\\n", "\\n<think>x"))
     tokenizer = byte_tokenizer(Family(template, QWEN3.specials, QWEN3.eos))
-    (sample,) = ChatRenderer(tokenizer, "assistant").samples([HI, {**HELLO, "reasoning_content": "A"}])
-    assert marked(sample) == (
+    (rendering,) = ChatRenderer(tokenizer, "assistant").renderings([HI, {**HELLO, "reasoning_content": "A"}])
+    assert marked(rendering) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>⟦\nA\n</think>\n\nHello!<|im_end|>⟧\n"
     )
 

@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.documents import ToyChat
-from automodel_lite.data.encode import ChatRenderer, Encoder, Sample
+from automodel_lite.data.encode import ChatRenderer, Encoder, Rendering
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
 from tests.data.templates import FAMILIES, MISTRAL, byte_tokenizer
 
 WORDS = ["Hi", " ", "\n", "é", "🙂", "a b", "<|end|>", "<|user|>", "<|", "end", "", "[INST]", "</s>"]
 
 
-def agree(encoder: Encoder, samples: list[Sample]) -> bool:
+def agree(encoder: Encoder, renderings: list[Rendering]) -> bool:
     """Whether both ways give the same; True is returned where the quick one could be taken."""
-    quick, slow = encoder.encode(samples), encoder._encode_by_offsets(samples)
+    quick, slow = encoder.encode(renderings), encoder._encode_by_offsets(renderings)
     assert quick.input_ids.tolist() == slow.input_ids.tolist()
     assert quick.trained.tolist() == slow.trained.tolist()
     assert quick.lengths.tolist() == slow.lengths.tolist()
-    return bool(encoder._specials) and all(encoder._edges_are_special(sample) for sample in samples)
+    return bool(encoder._specials) and all(encoder._edges_are_special(rendering) for rendering in renderings)
 
 
 @pytest.mark.parametrize(
@@ -33,25 +33,27 @@ def test_both_ways_agree(family: str, is_quick: bool, contents: list[str]) -> No
     tokenizer = byte_tokenizer(FAMILIES[family])
     question, answer = contents
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    samples = ChatRenderer(tokenizer, "assistant").samples(chat)
-    assert agree(Encoder(tokenizer), samples * 2) == is_quick
+    renderings = ChatRenderer(tokenizer, "assistant").renderings(chat)
+    assert agree(Encoder(tokenizer), renderings * 2) == is_quick
 
 
 def test_both_ways_agree_on_merged_tokens(tmp_path) -> None:
     documents = ToyChat(num_chats=200)
     tokenizer = train_bpe_tokenizer(documents, 384, cache_dir=tmp_path)
     renderer = ChatRenderer(tokenizer, "assistant")
-    samples = [sample for chat in documents.train.documents for sample in renderer.samples(chat["messages"])]
-    assert agree(Encoder(tokenizer), samples)
+    renderings = [
+        rendering for chat in documents.train.documents for rendering in renderer.renderings(chat["messages"])
+    ]
+    assert agree(Encoder(tokenizer), renderings)
 
 
 def test_a_text_without_special_tokens_and_an_empty_one() -> None:
     encoder = Encoder(byte_tokenizer(MISTRAL))
-    samples = [Sample("abc", ((0, 3),)), Sample("", ()), Sample("abc", ((1, 2),))]
-    assert encoder.encode(samples).trained.tolist() == [True] * 3 + [False, True, False]
+    renderings = [Rendering("abc", ((0, 3),)), Rendering("", ()), Rendering("abc", ((1, 2),))]
+    assert encoder.encode(renderings).trained.tolist() == [True] * 3 + [False, True, False]
 
 
-def test_no_samples() -> None:
+def test_no_renderings() -> None:
     assert len(Encoder(byte_tokenizer(MISTRAL)).encode([]).lengths) == 0
 
 
@@ -59,5 +61,5 @@ def test_truncation_that_a_tokenizer_brings_along_is_taken_off() -> None:
     tokenizer = byte_tokenizer(MISTRAL)
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding()
-    encoded = Encoder(tokenizer).encode([Sample("abcdef", ((0, 6),)), Sample("a", ((0, 1),))])
+    encoded = Encoder(tokenizer).encode([Rendering("abcdef", ((0, 6),)), Rendering("a", ((0, 1),))])
     assert np.array_equal(encoded.lengths, [6, 1])

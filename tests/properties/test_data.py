@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from automodel_lite.data.encode import ChatRenderer, SampleRenderer
+from automodel_lite.data.encode import ChatRenderer, Renderer
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.memmap import MemmapCorpus, write_memmap
 from automodel_lite.data.tokenize import tokenize_documents
@@ -262,9 +262,9 @@ def test_any_template_renders_or_is_named(num_cases: int) -> None:
         tokenizer = byte_tokenizer(LLAMA3)
         tokenizer.chat_template = "".join([*pieces[0], LLAMA3.template, *pieces[1]])
         chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
-        for sample in ChatRenderer(tokenizer, "assistant").samples(chat):
-            assert all(0 <= start <= stop <= len(sample.text) for start, stop in sample.spans)
-        SampleRenderer(tokenizer, "assistant", {})
+        for rendering in ChatRenderer(tokenizer, "assistant").renderings(chat):
+            assert all(0 <= start <= stop <= len(rendering.text) for start, stop in rendering.spans)
+        Renderer(tokenizer, "assistant", {})
 
     explore(st.tuples(st.lists(PIECES, max_size=3), st.lists(PIECES, max_size=3)), attempt, num_cases)
 

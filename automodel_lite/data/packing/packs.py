@@ -94,17 +94,9 @@ class Packer:
 
     def resized(self, packed_sequence_size: int, overlong: str) -> Packer:
         """The same packing in packs of another size; it must be a multiple of `slot_multiple`."""
-        return Packer(
-            packed_sequence_size,
-            self.strategy,
-            self.max_packs,
-            overlong,
-            balance=self.balance,
-            slot_multiple=self.slot_multiple,
-            seed=self.seed,
-            repack_each_epoch=self.repack_each_epoch,
-            padding_idx=self.padding_idx,
-        )
+        resized = copy(self)
+        resized.packed_sequence_size, resized.overlong = packed_sequence_size, overlong
+        return resized
 
     def padded_with(self, padding_id: int) -> Packer:
         """The same packing, which fills packs up with `padding_id` unless the settings name another id."""
