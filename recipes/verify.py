@@ -74,7 +74,8 @@ class Verification:
         self.mesh: Mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
         self.dtype = choose_precision(config.training.precision, self.mesh.device)
-        self.strategy = choose_strategy(config.mesh.strategy, shape, self.mesh.device.type == "cuda")
+        is_gpu = self.mesh.device.type == "cuda"
+        self.strategy = choose_strategy(config.mesh.strategy, shape, is_gpu, parts.is_quantized)
         source, self.layers_text = first_layers(parts.model, self.sample.tokenizer, self.mesh.device)
         parts = replace(parts, model=source)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]

@@ -234,8 +234,15 @@ def idle(device: str, is_tiny: bool = False) -> dict[str, Any]:
             return {"verdict": "FAIL"}
     if device != "cuda":
         return {"verdict": "pass", "idle_frac": None}
-    spans = sorted((event.time_range.start, event.time_range.end) for event in profiler.events())
-    return {"verdict": "pass", "idle_frac": idle_frac(spans)}
+    return {"verdict": "pass", "idle_frac": idle_frac(kernel_spans(profiler.events()))}
+
+
+def kernel_spans(events: Any) -> list[tuple[float, float]]:
+    """Of what ran on the GPU, by start: launches by the host are events of this activity too."""
+    from torch.autograd import DeviceType
+
+    on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return sorted((event.time_range.start, event.time_range.end) for event in on_gpu)
 
 
 def idle_frac(spans: list[tuple[float, float]]) -> float:

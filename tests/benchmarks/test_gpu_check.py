@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import gpu_check
-from benchmarks.gpu.recipe import idle_frac
+from benchmarks.gpu.recipe import idle_frac, kernel_spans
 from benchmarks.gpu.steps import Variant, measure, padded_batches
 from benchmarks.gpu.table import last_words
 
@@ -56,6 +58,18 @@ def lengths_of_chats() -> Any:
 def test_idle_time_is_what_no_span_covers() -> None:
     assert idle_frac([(0, 4), (2, 5), (6, 10)]) == pytest.approx(0.1)
     assert idle_frac([(0, 10), (2, 3)]) == 0
+
+
+def test_launches_and_annotations_are_no_kernels() -> None:
+    """A host that launches all the time would hide a GPU that stands idle."""
+
+    def event(start: int, end: int, device: DeviceType, is_annotation: bool = False) -> FunctionEvent:
+        options: Any = {"device_type": device, "is_user_annotation": is_annotation}
+        return FunctionEvent(0, "any", 0, start, end, **options)
+
+    gpu, cpu = DeviceType.CUDA, DeviceType.CPU
+    events = [event(6, 10, gpu), event(0, 9, cpu), event(0, 4, gpu), event(0, 10, gpu, is_annotation=True)]
+    assert kernel_spans(events) == [(0, 4), (6, 10)]
 
 
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

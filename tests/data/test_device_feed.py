@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -61,3 +63,68 @@ def test_the_end_of_the_steps_is_the_end_of_the_feed() -> None:
         seen.append(ready.batches.after.packs)
         feed.stage()
     assert seen == [1, 2]
+
+
+class Card(torch.Tensor):
+    """Poses as a tensor of a GPU, or as a page-locked one."""
+
+    used_on: ClassVar[list[str]] = []
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def record_stream(self, stream: Any) -> None:
+        Card.used_on.append(stream.name)
+
+
+class Pinned(torch.Tensor):
+    pass
+
+
+class Stream:
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events, self.is_idle = name, events, False
+
+    def query(self) -> bool:
+        return self.is_idle
+
+    def wait_stream(self, other: Stream) -> None:
+        self.events.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_gpu_gets_its_batches_from_page_locked_memory_beside_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy out of other memory waits for the device; one in the stream of the computation waits for its end."""
+    events: list[str] = []
+    to_dtype = torch.Tensor.to
+    compute, copies = Stream("compute", events), Stream("copies", events)
+    current = [compute]
+
+    @contextmanager
+    def running(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def move(tensor: torch.Tensor, device: Any, non_blocking: bool = False) -> torch.Tensor:
+        if not isinstance(device, torch.device):
+            return to_dtype(tensor, device)
+        how = "locked" if isinstance(tensor, Pinned) else "other"
+        events.append(f"{current[-1].name}: {how} memory, {'goes on' if non_blocking else 'waits'}")
+        return tensor.as_subclass(Card)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", running)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.as_subclass(Pinned))
+    monkeypatch.setattr(torch.Tensor, "to", move)
+    feed = DeviceFeed(steps(2, []), lambda batch: batch, torch.device("cuda"))
+    feed.stage()
+    assert set(events) == {"copies: locked memory, goes on"}
+    ready = next(feed)
+    assert events[-1] == "compute waits for copies"
+    assert len(Card.used_on) == len(events) - 1 > 0  # the memory of each copy is kept until the step has used it
+    assert set(Card.used_on) == {"compute"}
+    assert ready.batches.wait_s == 0.0  # the GPU was at work all the time
+    compute.is_idle = True
+    assert next(feed).batches.wait_s == 0.5

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.cuda._pin_memory_utils
 from torch import nn
 
 from automodel_lite.config.schema import CheckpointConfig, Config
@@ -69,6 +70,42 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, mode: str) -> None
     state = checkpointer(tmp_path).load_newest(fresh.model, fresh.optimizer)
     assert state == {"step": 3}
     assert same(fresh.values(), want)
+
+
+class OnGpu(torch.Tensor):
+    """Poses as a tensor of a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_gpu_is_copied_into_page_locked_memory_behind_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 25 GB/s and more, where other memory takes 3 to 6; the copies are waited for once, when all are under way."""
+    trained, events = Trained(3), []
+    real_copy = torch.UntypedStorage.copy_
+
+    def copy(storage: torch.UntypedStorage, source: torch.UntypedStorage, non_blocking: bool | None = None) -> Any:
+        events.append("copy" if non_blocking else "copy and wait")
+        return real_copy(storage, source)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(torch.cuda._pin_memory_utils, "pin_memory", lambda place, size: events.append("lock"))
+    monkeypatch.setattr(torch.cuda._pin_memory_utils, "unpin_memory", lambda place: None)
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", copy)
+    values = {str(number): value for number, value in enumerate(trained.values())}
+    saves = checkpointer(tmp_path)
+    staged = saves._stage({name: value.as_subclass(OnGpu) for name, value in values.items()})
+    large = sum(value.nbytes > 4 for value in values.values())  # but the counts of steps
+    assert (events.count("lock"), events.count("copy")) == (large, len(values))
+    assert events[-1] == "wait"
+    assert set(events) == {"lock", "copy", "wait"}
+    assert same(list(staged.values()), list(values.values()))
+    events.clear()
+    checkpointer(tmp_path)._stage(values)  # on the host
+    assert set(events) == {"copy and wait"}
 
 
 def test_loading_uses_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
