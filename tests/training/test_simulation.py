@@ -29,10 +29,11 @@ from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 from automodel_lite.training.simulation import _MADE_IN, Simulation, simulate
 from automodel_lite.training.start import dry_run, planned_shape
 
+LAYERS = 2
 LLAMA = transformers.LlamaConfig(
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=4,
+    num_hidden_layers=LAYERS,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=2048,
@@ -40,7 +41,7 @@ LLAMA = transformers.LlamaConfig(
 )
 EMBEDDING = 2048 * 256
 LAYER = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256
-PARAMETERS = 2 * EMBEDDING + 4 * LAYER + 256
+PARAMETERS = 2 * EMBEDDING + LAYERS * LAYER + 256
 
 
 def config(*overrides: str) -> Config:
@@ -89,7 +90,7 @@ def test_memory_falls_with_ranks_and_with_recomputation() -> None:
     assert recomputed.peaks["forward"] < few.peaks["forward"]
     assert recomputed.weights == few.weights
     offloaded = world(1, 2, 1, overrides=("training.activation_checkpointing=offload",))
-    inputs = 4 * 2048 * 256 * 2  # of each layer, in bf16
+    inputs = LAYERS * 2048 * 256 * 2  # of each layer, in bf16
     assert recomputed.peaks["forward"] - offloaded.peaks["forward"] == pytest.approx(inputs, rel=0.01)
 
 
@@ -176,7 +177,7 @@ def test_the_dry_run_of_one_process_answers_for_a_world(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("peft", ["lora", "dora"])
 def test_adapters_alone_have_gradients_and_states(peft: str) -> None:
-    rank = 8 * 4 * (4 * 256 + 2 * 256 + 2 * 128)  # of the four matrices of attention, on each of which sit two
+    rank = 8 * LAYERS * (4 * 256 + 2 * 256 + 2 * 128)  # of the four matrices of attention, on each of which sit two
     overrides = (
         f"peft={peft}",
         "peft.r=8",
@@ -184,7 +185,7 @@ def test_adapters_alone_have_gradients_and_states(peft: str) -> None:
         "training.precision=bf16",
     )
     found = world(1, 2, 1, overrides=(*overrides, "model=pretrained", "model.pretrained=any"))
-    adapters = rank + (4 * (2 * 256 + 2 * 128) if peft == "dora" else 0)
+    adapters = rank + (LAYERS * (2 * 256 + 2 * 128) if peft == "dora" else 0)
     assert found.gradients == 4 * adapters // 2
     assert found.weights == (2 * PARAMETERS + 4 * adapters) // 2
 
@@ -344,4 +345,4 @@ def test_long_packs_are_held_in_tiles_and_on_the_host() -> None:
     whole, tiled = world(1, 1, 2, overrides=(FULL,)), world(1, 1, 2, overrides=(FULL, "training.tile_tokens=128"))
     assert tiled.peaks["backward"] < whole.peaks["backward"] - 3 * 1024 * 512 * 2  # three of 1,024 x 512 in bf16
     offloaded = world(1, 1, 2, overrides=("training.activation_checkpointing=offload", "mesh.cp_exchange=ring"))
-    assert offloaded.peaks["forward"] <= whole.peaks["forward"] - 3 * 1024 * 256 * 2
+    assert offloaded.peaks["forward"] <= whole.peaks["forward"] - (LAYERS - 1) * 1024 * 256 * 2
