@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,43 @@ def test_the_average_is_torchs() -> None:
     with average.applied(parallel(model)):
         for ours, want in zip(model.parameters(), theirs.module.parameters()):
             assert torch.equal(ours, want)
+
+
+@pytest.fixture
+def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters pose as a GPU's: a copy that does not wait is there when an event after it is waited for."""
+    under_way: list[Callable[[], object]] = []
+    copy_now, empty = torch.Tensor.copy_, torch.empty
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            for arrive in under_way:
+                arrive()
+            under_way.clear()
+
+    def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking:
+            return copy_now(target, source)
+        under_way.append(partial(copy_now, target, source.clone()))
+        return target
+
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+
+
+@pytest.mark.usefixtures("weights_on_a_gpu")
+def test_the_average_of_a_gpus_weights_is_one_step_behind_until_it_is_used() -> None:
+    model, average, theirs = stepped()
+    behind = [state["ema"].clone() for state in average.optimizer.state.values()]
+    with average.applied(parallel(model)):
+        for ours, want, before in zip(model.parameters(), theirs.module.parameters(), behind):
+            assert torch.equal(ours, want)
+            assert not torch.equal(ours, before)
 
 
 def test_a_model_has_its_own_weights_again() -> None:
