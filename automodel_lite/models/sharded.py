@@ -58,7 +58,7 @@ def load_shards(load: Callable[..., Any], spread: Spread) -> Any:
 
     hooks = _replaced(transformers.PreTrainedModel, "maybe_distribute_model", classmethod(shard))
     with hooks, _replaced(modeling_utils, "safe_open", _open_rows):
-        loaded = load(distributed_config=DistributedConfig())  # of one rank: the engine itself shards nothing
+        loaded = load(distributed_config=DistributedConfig(tp_size=1, fsdp_size=1))  # the engine itself shards nothing
     model = loaded[0]
     del model.config.distributed_config
     for one, other in tied:

@@ -112,6 +112,9 @@ class ParallelModel:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+                # torch 2.11 gathers a unit of several modules before the first of them, and took the head of a tied
+                # model, called alone, for a pass that the embedding is still to join
+                module._get_fsdp_state()._modules_to_run_forward.clear()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.loss_model.parameters()
