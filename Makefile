@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving survey newest lint clean
+.PHONY: train test test-system test-slow test-newest test-oldest test-gpu-paths test-serving survey newest lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -38,6 +38,10 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,liger,qlora]"
 	touch $@
+
+# the test suite on the oldest torch and transformers that pyproject.toml allows
+test-oldest: .venv-gpu-oldest/.ready
+	.venv-gpu-oldest/bin/python -m pytest -m "not slow and not system" -n 3 --dist loadfile
 
 # the exported folder in an engine of its own (mlx-lm, on a CPU)
 test-serving: .venv-serving/.ready
