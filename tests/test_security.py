@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -243,7 +244,8 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
     options += ["+tokenize.template_kwargs.c=x-${oc.env:AWS_SECRET_ACCESS_KEY}-y", *more]
     options += ["logger=tensorboard", "samples.max_new_tokens=2", "tokenize.template_kwargs.d=${oc.env:DB_PWD}"]
     options += ["samples.prompts=['${oc.env:HF_TOKEN}','is ${oc.env:DB_PWD}?','${oc.env:GITHUB_PAT}']"]
-    code, screen = in_a_process(_train_with_canaries, tmp_path, options)
+    start = _in_a_new_interpreter if ending == "fails" else partial(in_a_process, _train_with_canaries)
+    code, screen = start(tmp_path, options)
     assert (code == 0) == (ending == "finishes"), screen
     written = {str(p): str(p).encode() + p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     assert len(written) > 10 or ending != "finishes"
@@ -256,6 +258,15 @@ def test_no_canary_in_anything_that_a_run_writes(tmp_path: Path, ending: str) ->
         assert b"<HF_TOKEN>" in (tmp_path / "run" / "config.yaml").read_bytes()
         again = in_a_process(_train_with_canaries, tmp_path, options)[1]
         assert "nothing to do" in again  # the scrubbed configuration is the same one
+
+
+def _in_a_new_interpreter(folder: Path, options: list[str]) -> tuple[int, str]:
+    """Logs of libraries that the fork server has imported go to its own screen, past the one that hides secrets."""
+    environment = os.environ | CANARIES | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "recipes/train_ft.py"), *options]
+    with open(folder / "screen", "w") as screen:
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=screen, stderr=screen, timeout=300)
+    return done.returncode, (folder / "screen").read_text()
 
 
 def _train_with_canaries(options: list[str]) -> None:
