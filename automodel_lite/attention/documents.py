@@ -6,8 +6,9 @@ other names. So the model holds them while it runs, and so does each decoder lay
 in whichever thread that happens. A compiled layer does not see them: a graph that contained the boundaries of one pack
 would be compiled again for the next.
 
-Any other causal mixer (state spaces, delta rules, convolutions) gets the documents of the stream as right-padded rows
-(thd.py): exact by construction, on any device, without code for single families. Which modules are mixers follows from
+Other causal mixers (state spaces, delta rules, convolutions) run on the stream where their inner functions can
+(mixer_functions.py). Any other gets the documents as right-padded rows (thd.py): exact by construction, on any device,
+without code for single families. Which modules are mixers follows from
 transformers' conventions: a token mixer takes a cache or a mask, and attention asks transformers' registry for its
 function. The isolation probe finds what the conventions miss.
 """
@@ -274,17 +275,15 @@ class PackedMixer:
 
     def _splits_inside(self, call: _Arguments, plan: MixerPlan) -> bool:
         """Are the inner functions split at documents, rather than the whole mixer? Where ranks share their heads, and
-        where a package's kernel takes the boundaries.
+        where one of them works on a packed stream.
         """
-        if plan.exchange is None and not call.streams[0].is_cuda:
-            return False
         if self.called is None:  # from a few tokens; not in the graph
             self.called = Recorded()
             with torch.no_grad(), running(self.called):
                 self.forward(**call.with_streams([x[None, :FEW_TOKENS] for x in call.streams]))
         if plan.exchange is not None:
             return self.called.divide(plan.exchange.size)
-        return any(self.called.takes_boundaries)
+        return any(self.called.takes_streams)
 
     def _by_documents(self, call: _Arguments, plan: MixerPlan) -> Any:
         """The whole mixer on rows."""

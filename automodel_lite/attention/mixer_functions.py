@@ -1,9 +1,10 @@
 """The functions that transformers' recurrent and convolution mixers call, made to keep documents apart.
 
 Every such mixer of transformers goes through a handful of module-level functions, each of which is a package's kernel
-where the package is installed (causal-conv1d, mamba-ssm, flash-linear-attention), else PyTorch. Between `call_within`
-and its end these functions split at documents: kernels that take the boundaries get them; the others get the documents
-as rows. Under context parallelism they get all tokens of some heads.
+where the package is installed (causal-conv1d, mamba-ssm, flash-linear-attention), else PyTorch. Inside `running` these
+functions split at documents: kernels that take the boundaries get them; PyTorch is replaced by our own functions for a
+packed stream; where there is none, the documents are passed as rows. Under context parallelism they get all tokens of
+some heads.
 
 Legend: T tokens, H heads or channels, n rows of L tokens.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from automodel_lite.attention import packed_mixers
 from automodel_lite.thd import DocumentRows, MixerPlan
 
 
@@ -119,17 +121,19 @@ def running(run: Callable[[Call], Any]) -> Iterator[None]:
 
 @dataclass
 class Recorded:
-    """What a mixer called: for each call its heads, and whether a package's kernel takes the boundaries."""
+    """What a mixer called: for each call its heads, and whether the function works on a packed stream."""
 
     heads: list[list[int]] = field(default_factory=list)
-    takes_boundaries: list[bool] = field(default_factory=list)
+    takes_streams: list[bool] = field(default_factory=list)
 
     def __call__(self, call: Call) -> Any:
         if call.name in FUSED:
             return None
         layout = FUNCTIONS[call.name]
         self.heads.append([x.shape[dim] for x, dim in _with_heads(layout, call.arguments)])
-        self.takes_boundaries.append(takes_boundaries(call.function, layout.boundary))
+        self.takes_streams.append(
+            takes_boundaries(call.function, layout.boundary) or packed_function(call.function, call.name) is not None
+        )
         return call.again()
 
     def divide(self, num_ranks: int) -> bool:
@@ -139,14 +143,32 @@ class Recorded:
         )
 
 
+@functools.cache
 def takes_boundaries(function: Callable[..., Any], boundary: str | None) -> bool:
     """Is `function` a package's kernel that has the argument `boundary`? transformers' PyTorch fallback refuses it."""
-    known = _chosen(inspect.unwrap(function, stop=lambda f: "is_new_implementation" in _chosen(f)))
+    known = _chosen(function)
     return bool(known.get("is_new_implementation")) and boundary in known["applicable_params"]
+
+
+@functools.cache
+def packed_function(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """Ours in place of transformers' PyTorch; None with a package's kernel, or if `function` has an argument that ours
+    does not know.
+    """
+    ours = packed_mixers.FUNCTIONS.get(name)
+    if ours is None or _chosen(function).get("is_new_implementation"):
+        return None
+    known = inspect.signature(ours).parameters.keys() | packed_mixers.NOT_ON_A_STREAM
+    return ours if inspect.signature(function).parameters.keys() <= known else None
 
 
 def _chosen(function: Callable[..., Any]) -> Mapping[str, Any]:
     """What transformers' decorator found when it looked for the package."""
+    decorated = inspect.unwrap(function, stop=lambda f: "is_new_implementation" in _nonlocals(f))
+    return _nonlocals(decorated)
+
+
+def _nonlocals(function: Callable[..., Any]) -> Mapping[str, Any]:
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
@@ -182,8 +204,13 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
         returns_states = isinstance(out, tuple)
         return _heads_third(out[0] if isinstance(out, tuple) else out, *places[0])
 
+    ours = packed_function(call.function, call.name)
     if takes_boundaries(call.function, layout.boundary):
         out = mix([x[None] for x in streams], **_boundaries(layout, plan.stream))[0]
+    elif ours is not None:
+        known = {name: value for name, value in arguments.items() if name in inspect.signature(ours).parameters}
+        out = ours(plan.stream.seq_idx[0], **known | dict(zip(given, streams)) | weights)
+        returns_states = call.name in packed_mixers.RETURN_STATES
     else:
         out = plan.stream.each(mix, streams)
     if exchange is not None:

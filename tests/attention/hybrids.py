@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.attention.families import VOCAB
@@ -66,9 +69,19 @@ def build_hybrid(family: str) -> PreTrainedModel:
     known = AutoConfig.for_model(model_type).to_dict()
     settings = {key: value for key, value in SETTINGS.items() if key in known}
     config = AutoConfig.for_model(model_type, **settings | HYBRIDS[family])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.normal_(0, 0.2)
     return model.train()
+
+
+class InFloat64(TorchFunctionMode):
+    """Computes in fp64 where transformers asks for fp32: what remains of an error is not rounding."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        args, kwargs = pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return function(*args, **kwargs)

@@ -180,10 +180,6 @@ def test_kernels_get_the_boundaries(family: str, calls: set[str], installed: Any
     parts = slices([9, 4, 30, 1])
     want = torch.cat([first(plain(hidden[:, part])) for part in parts], 1)
     (want_grad,) = torch.autograd.grad(want.square().sum(), hidden)
-    recorded = Recorded()
-    with running(recorded):
-        plain(hidden[:, :8])
-    assert any(recorded.takes_boundaries)
     with running(split_at_documents(batch.mixers)):
         got = first(plain(hidden))
     assert set(SEEN) == calls
@@ -203,5 +199,5 @@ def test_without_packages_no_function_takes_boundaries() -> None:
     with running(recorded), torch.no_grad():
         next(mixers_of(model)).forward.forward(torch.randn(1, 8, 32))  # type: ignore[attr-defined]
     assert recorded.heads == [[64], [4, 2, 2, 4, 4]]
-    assert recorded.takes_boundaries == [False, False]
+    assert recorded.takes_streams == [True, True]
     assert not takes_boundaries(len, "seq_idx")

@@ -18,10 +18,10 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, document_rows
 from tests.attention.families import build, documents, gradients, stream
-from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
+from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
 
-LARGEST_ERROR = 1e-5
-"""fp32, relative to the largest logit or gradient."""
+LARGEST_ERROR = 1e-10
+"""fp64, relative to the largest logit or gradient."""
 
 LENGTHS = [37, 5, 70, 1, 23]
 
@@ -62,12 +62,15 @@ def largest_errors(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_separate(family: str) -> None:
     model, docs = build_hybrid(family), documents(LENGTHS)
-    want = separate(model, docs)
     install(model, ReferenceAttention())
     check_packing_isolation(model)
-    for multiple, total in ((1, None), (8, 192)):
-        batch = stream(docs, multiple, total)
-        assert max(largest_errors(packed(model, batch), want, batch)) < LARGEST_ERROR
+    plain = build_hybrid(family).double()
+    with InFloat64():
+        want = separate(plain, docs)
+        model.double()
+        for multiple, total in ((1, None), (8, 192)):
+            batch = stream(docs, multiple, total)
+            assert max(largest_errors(packed(model, batch), want, batch)) < LARGEST_ERROR
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])

@@ -1,0 +1,135 @@
+"""The inner functions on a packed stream are transformers' own on each document alone, gradients of all inputs too."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from automodel_lite.attention.mixer_functions import FUNCTIONS, packed_function
+from tests.attention.hybrids import HYBRIDS, InFloat64
+
+G, H, D, P, C = 2, 4, 8, 16, 12
+"""Groups, heads, dims of keys and values, channels."""
+
+DOCUMENTS = {
+    "shorter than the convolution": [1, 2, 3, 1, 1],
+    "shorter than a chunk": [37, 5, 20, 1, 23],
+    "longer than chunks": [200, 130, 3, 1, 1, 90],
+    "as long as chunks": [64, 64, 16, 48],
+    "one": [150],
+}
+
+FUNCTION_OF = {
+    "causal_conv1d_fn": "lfm2",
+    "torch_chunk_gated_delta_rule": "qwen3_next",
+    "chunk_kimi_delta_attention": "kimi_linear",
+    "mamba2_chunk_scan": "nemotron_h",
+}
+
+
+def function_of(name: str, model_type: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
+
+
+def inputs(name: str, num_tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Streams [T, ...], weights, and what is no tensor; decays from none to e^-60 per token."""
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if name == "causal_conv1d_fn":
+        return (
+            {"hidden_states": normal(num_tokens, C)},
+            {"weight": normal(C, 4), "bias": normal(C)},
+            {"activation": "silu"},
+        )
+    if name == "mamba2_chunk_scan":
+        streams = {"hidden_states": normal(num_tokens, H, P), "dt": normal(num_tokens, H)}
+        streams |= {"B": normal(num_tokens, G, D), "C": normal(num_tokens, G, D)}
+        weights = {"A": -(2 * normal(H)).exp(), "D": normal(H), "dt_bias": normal(H)}
+        return streams, weights, {"dt_softplus": True, "dt_limit": (0.01, 3.0)}
+    per_channel = name == "chunk_kimi_delta_attention"
+    keys, decays = (H, (H, D)) if per_channel else (G, (H,))
+    streams = {"query": normal(num_tokens, keys, D), "key": normal(num_tokens, keys, D)}
+    streams |= {"value": normal(num_tokens, H, P), "beta": normal(num_tokens, H).sigmoid()}
+    return streams | {"g": -(2 * normal(num_tokens, *decays)).exp()}, {}, {"use_qk_l2norm_in_kernel": True}
+
+
+def by_document(name: str, lens: list[int], streams: dict[str, Tensor], **rest: Any) -> Tensor:
+    """The slow twin."""
+    function = inspect.unwrap(function_of(name, FUNCTION_OF[name]))
+    rest |= {"chunk_size": 64} if name == "mamba2_chunk_scan" else {}
+    is_conv = name == "causal_conv1d_fn"
+    outs = []
+    for parts in zip(*(x.split(lens) for x in streams.values())):
+        of_document = {n: x.t()[None] if is_conv else x[None] for n, x in zip(streams, parts)}
+        out = function(**of_document, **rest)
+        out = out[0] if isinstance(out, tuple) else out
+        outs.append(out[0].t() if is_conv else out[0])
+    return torch.cat(outs)
+
+
+def of_stream(name: str, lens: list[int], streams: dict[str, Tensor], **rest: Any) -> Tensor:
+    ours = packed_function(function_of(name, FUNCTION_OF[name]), name)
+    assert ours is not None
+    seq_idx = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(torch.tensor(lens))
+    return ours(seq_idx, **streams, **rest)  # type: ignore[no-any-return]
+
+
+def output_and_gradients(
+    function: Callable[..., Tensor], name: str, lens: list[int], dtype: torch.dtype
+) -> list[Tensor]:
+    streams, weights, rest = inputs(name, sum(lens))
+    streams, weights = ({n: x.to(dtype).requires_grad_() for n, x in given.items()} for given in (streams, weights))
+    out = function(name, lens, streams, **weights, **rest)
+    towards = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [*streams.values(), *weights.values()], towards)]
+
+
+def largest_error(got: list[Tensor], want: list[Tensor]) -> float:
+    """Relative to the largest element of each."""
+    return max(float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("lens", [pytest.param(lens, id=name) for name, lens in DOCUMENTS.items()])
+@pytest.mark.parametrize("name", FUNCTION_OF)
+def test_a_stream_equals_its_documents(name: str, lens: list[int]) -> None:
+    with InFloat64():
+        want = output_and_gradients(by_document, name, lens, torch.float64)
+    assert largest_error(output_and_gradients(of_stream, name, lens, torch.float64), want) < 1e-12
+    ours = largest_error(output_and_gradients(of_stream, name, lens, torch.float32), want)
+    theirs = largest_error(output_and_gradients(by_document, name, lens, torch.float32), want)
+    assert ours < 1e-5
+    assert ours < 3 * theirs
+
+
+def test_bf16_is_computed_in_fp32() -> None:
+    for name in FUNCTION_OF:
+        with torch.autocast("cpu", torch.bfloat16):
+            got = output_and_gradients(of_stream, name, [70, 9], torch.bfloat16)
+        want = output_and_gradients(of_stream, name, [70, 9], torch.float64)
+        assert largest_error(got, want) < 0.03
+
+
+def test_all_families_have_functions_that_ours_replace() -> None:
+    """If this fails after an upgrade of transformers, a function has an argument that ours does not know."""
+    ours = []
+    for family in HYBRIDS:
+        model_type = family.partition("-")[0].removesuffix("_text")
+        module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+        for name in FUNCTIONS.keys() & vars(module).keys():
+            assert (packed_function(getattr(module, name), name) is None) == (name == "mamba_selective_scan")
+            ours.append(name)
+    assert {name: ours.count(name) for name in FUNCTION_OF} == {
+        "causal_conv1d_fn": 20,
+        "torch_chunk_gated_delta_rule": 6,
+        "chunk_kimi_delta_attention": 2,
+        "mamba2_chunk_scan": 6,
+    }
