@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -52,6 +54,7 @@ from automodel_lite.progress import Progress
 OnBadRow = Literal["error", "skip"]
 CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenizes about that many
+MOST_SOCKET_FOLDER_BYTES = 70  # a socket has a path of at most 107 bytes, of which multiprocessing takes about 32
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,7 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     if num_proc <= 1:
         yield from _chunks_in_threads(ChunkTokenizer(rows, job), ranges)
         return
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__])  # imported once, not by each process: 4 CPU-s
-    pool = ProcessPoolExecutor(num_proc, context, _start_process, (rows, job))
+    pool = ProcessPoolExecutor(num_proc, _process_context(), _start_process, (rows, job))
     try:
         waiting = iter(ranges)
         pending = deque(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 4 * num_proc))
@@ -101,6 +102,17 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _process_context() -> BaseContext:
+    """Processes of a fork server, which has imported what each new interpreter takes 4 CPU-s for. Its socket is in the
+    folder for temporary files: where that path is too long for one, new interpreters.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) > MOST_SOCKET_FOLDER_BYTES:
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__])
+    return context
 
 
 def _chunks_in_threads(worker: ChunkTokenizer, ranges: Sequence[range]) -> Iterator[Chunk]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from automodel_lite.data.documents import DocumentList, TokenizedData, ToyChat
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.token_rows import TokenRows, mark_trained, next_token_labels
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenize import _process_context, tokenize_documents
 from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
@@ -320,6 +321,13 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     assert np.array_equal(alone.input_ids, two.input_ids)
     assert np.array_equal(alone.labels, two.labels)
     assert np.array_equal(alone.offsets, two.offsets)
+
+
+def test_no_socket_where_the_path_of_temporary_files_is_too_long_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_server()
+    assert _process_context().get_start_method() == "forkserver"
+    monkeypatch.setattr(tempfile, "tempdir", f"/{80 * 'x'}")
+    assert _process_context().get_start_method() == "spawn"
 
 
 def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
