@@ -1,7 +1,8 @@
 """The formulas of docs/scaling.md beside the recipe itself: bytes on the wire, state in memory and step time of 1, 2 and
 4 processes (gloo, one thread each).
 
-    python -m benchmarks.scaling
+    python -m benchmarks.scaling                   bytes, memory and times of a step
+    python -m benchmarks.scaling --starts 1 2 4    CPU seconds and peak memory of a rank until its model is built and checked
 
 Every collective of one whole step is counted where it is dispatched, by its tensor's size: of n ranks each receives
 (n - 1) / n of what it gathers, or of what it reduces and scatters, and twice that of what is all-reduced. The other
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,12 +184,102 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True)
+class Start:
+    """Of one rank, above its imports: until the model is loaded or drawn, and checked."""
+
+    cpu_s: float
+    peak_gib: float
+
+
+MODEL_OF_STARTS = {  # 253 M parameters, 0.94 GiB in fp32
+    **{"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16},
+    **{"num_key_value_heads": 8, "vocab_size": 8192},
+}
+ROUNDS = 3
+
+
+def measure_start(folder: str, overrides: list[str]) -> Start:
+    """On this rank; the imports, those of the model's code too, come first."""
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    import recipes.train_ft  # noqa: F401
+    from automodel_lite.cli import compose_config
+    from automodel_lite.config.check import check_config
+    from automodel_lite.parallel.mesh import init_mesh
+    from automodel_lite.training.build import build_model, build_parts
+
+    torch.set_num_threads(1)
+    config = check_config(
+        compose_config("smoke", [f"output_dir={folder}/run", f"cache_dir={folder}/cache", *overrides])
+    )
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
+    mesh = init_mesh(config.mesh)
+    peak, began = _peak_gib(), time.process_time()
+    build_model(build_parts(config), tokenizer, mesh)
+    return Start(time.process_time() - began, _peak_gib() - peak)
+
+
+def _peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def save_model(folder: str) -> None:
+    """The model of starts as a checkpoint in bf16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**MODEL_OF_STARTS)).to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
+
+
+def starts(of_ranks: list[int]) -> None:
+    """Ranks take turns over the rounds; medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(f"{folder}/model")
+        written = {
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+        }
+        scratch = [f"{'' if k in written else '+'}model.config.{k}={v}" for k, v in MODEL_OF_STARTS.items()]
+        sources = {"from scratch": scratch, "bf16": ["model=pretrained", f"model.pretrained={folder}/model"]}
+        found: dict[tuple[str, int], list[Start]] = {}
+        for _ in range(ROUNDS):
+            for source, overrides in sources.items():
+                for num_processes in of_ranks:
+                    start = Start(**on_ranks(num_processes, ["--starts", *overrides]))
+                    found.setdefault((source, num_processes), []).append(start)
+    print("| checkpoint | ranks | CPU-s of a rank | lowest to highest | peak GiB |\n|" + " --- |" * 5)
+    for (source, num_processes), of_rounds in found.items():
+        seconds = sorted(start.cpu_s for start in of_rounds)
+        peak = max(start.peak_gib for start in of_rounds)
+        cells = [
+            source,
+            num_processes,
+            f"{median(seconds):.2f}",
+            f"{seconds[0]:.2f} to {seconds[-1]:.2f}",
+            f"{peak:.2f}",
+        ]
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
 def run_layout(num_processes: int, overrides: list[str]) -> Measured:
+    return Measured(**on_ranks(num_processes, overrides))
+
+
+def on_ranks(num_processes: int, arguments: list[str]) -> dict[str, Any]:
     """Rank 0's numbers."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
         done = subprocess.run(
-            [*command, "-m", "benchmarks.scaling", folder, *overrides],
+            [*command, "-m", "benchmarks.scaling", folder, *arguments],
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -195,10 +287,14 @@ def run_layout(num_processes: int, overrides: list[str]) -> Measured:
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return Measured(**json.loads(lines[0].removeprefix("RESULT ")))
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
 
 
 def main() -> None:
+    if "--starts" in sys.argv:
+        starts([int(number) for number in sys.argv[2:]])
+        return
     print(
         "| ranks | gathered KiB | on paper | reduced KiB | on paper | cp KiB | on paper | other KiB | state MiB |",
         end="",
@@ -216,7 +312,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        result = measure(sys.argv[2:], sys.argv[1])
+        folder, *arguments = sys.argv[1:]
+        is_start = arguments[0] == "--starts"
+        result = measure_start(folder, arguments[1:]) if is_start else measure(arguments, folder)
         if os.environ["RANK"] == "0":
             print("RESULT " + json.dumps(asdict(result)), flush=True)
         os._exit(0)

@@ -272,7 +272,7 @@ def _held_rows(model: nn.Module, compute_dtype: torch.dtype, device: torch.devic
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = {id(group): group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)}
     managed = {id(param.sharded_param) for group in groups.values() for param in group.fsdp_params}
-    owners = [m for unit in units for m in _outside_lists(unit) if isinstance(m, (nn.Linear, nn.Embedding))]
+    owners = [m for unit in units for m in _outside_lists(unit) if _is_plain(m)]
     held: dict[int, Any] = {}
     for owner in owners:
         weight: Any = owner._parameters["weight"]
@@ -304,6 +304,11 @@ def _outside_lists(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _outside_lists(child)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """A linear layer (in fp8 it has a product of its own) or an embedding."""
+    return type(module).forward is nn.Linear.forward or isinstance(module, nn.Embedding)
 
 
 def _is_split_by_rows(weight: DTensor) -> bool:
