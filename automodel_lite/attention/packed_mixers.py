@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from transformers.activations import ACT2FN
 
 CHUNK = 64
@@ -87,8 +88,9 @@ def _where_same(x_TC: Tensor, seq_idx: Tensor, start: int, end: int, offset: int
 
 
 def _blocks(x_TC: Tensor) -> Iterator[tuple[int, int]]:
-    """256 KiB of fp32 on a CPU; a GPU gets the whole."""
-    tokens = max(16, 2**16 // x_TC.shape[1]) if x_TC.is_cpu else max(1, len(x_TC))
+    """256 KiB of fp32 on a CPU; a GPU gets the whole, and so does one that is simulated."""
+    has_cache = x_TC.is_cpu and not isinstance(x_TC, FakeTensor)
+    tokens = max(16, 2**16 // x_TC.shape[1]) if has_cache else max(1, len(x_TC))
     for start in range(0, len(x_TC), tokens):
         yield start, min(start + tokens, len(x_TC))
 
