@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from transformers.activations import ACT2FN
 
 CHUNK = 64
 """The work inside a chunk grows with its length, the number of dependent steps falls with it."""
@@ -37,7 +36,9 @@ def causal_conv1d(
     seq_idx: Tensor, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """Depthwise; seq_idx int [T], hidden_states [T, C], weight [C, K] -> [T, C]."""
-    out = _DocumentConv.apply(hidden_states, weight, bias, seq_idx)
+    from transformers.activations import ACT2FN  # with the models' code
+
+    out: Tensor = _DocumentConv.apply(hidden_states, weight, bias, seq_idx)
     return out if activation is None else ACT2FN[activation](out)  # type: ignore[no-any-return]
 
 
