@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-oldest test-gpu-paths test-serving survey newest lint clean
+.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving survey newest lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -20,11 +20,13 @@ test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio,mlflow]" trl
 	$(BIN)/python -m pytest -m slow
 
-# what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers
+# what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers, with
+# which whole runs, sharded loading and export are tested too
 GPU_PATHS := tests/gpu_paths tests/attention/test_flex.py tests/attention/test_signatures.py tests/training/test_optimizers.py
 test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-paths/bin/python -m pytest $(GPU_PATHS)
 	.venv-gpu-oldest/bin/python -m pytest $(GPU_PATHS)
+	.venv-gpu-oldest/bin/python -m pytest -m "not slow and not system" tests/parallel/test_sharded_start.py tests/run tests/recipes
 
 .venv-gpu-paths/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-gpu-paths
@@ -38,10 +40,6 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,liger,qlora]"
 	touch $@
-
-# the test suite on the oldest torch and transformers that pyproject.toml allows
-test-oldest: .venv-gpu-oldest/.ready
-	.venv-gpu-oldest/bin/python -m pytest -m "not slow and not system" -n 3 --dist loadfile
 
 # the exported folder in an engine of its own (mlx-lm, on a CPU)
 test-serving: .venv-serving/.ready

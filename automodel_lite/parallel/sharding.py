@@ -86,7 +86,9 @@ class ParallelModel:
         """See LossModel.probe; every rank calls it with the same batch. No weight of a linear layer is gathered."""
         self.free_gathered()
         with self._autocast(batch), _held_rows(self.module, self.compute_dtype, batch.labels.device):
-            return self.loss_model.probe(batch)
+            found = self.loss_model.probe(batch)
+        self.free_gathered()
+        return found
 
     def _autocast(self, batch: ThdBatch) -> torch.autocast:
         """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no recomputation."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import transformers
@@ -163,6 +164,11 @@ def check_axes(parts: Parts, strategy: str) -> None:
     axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
     if strategy != "fsdp":
         raise ConfigError(f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.")
+    if not find_spec("transformers.distributed.expert_parallel"):
+        raise ConfigError(
+            f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed: "
+            "pip install -U transformers, or use mesh.dp_shard."
+        )
     if parts.peft:
         raise ConfigError(
             f"{axes} with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard."
