@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, linear_cross_entropy
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, linear_cross_entropy
+from tests.attention.families import build, documents, stream
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -113,3 +116,22 @@ def test_the_fused_head_under_autocast_is_that_of_a_linear_layer() -> None:
 
     for got, want in zip(run(plain=False), run(plain=True), strict=True):
         assert float((got - want).norm() / want.norm()) < 5e-3
+
+
+@pytest.mark.parametrize(("scale", "is_plain"), [(1.0, True), (1.2, False)])
+def test_a_head_is_plain_though_two_products_round_apart(scale: float, is_plain: bool) -> None:
+    """Under autocast both round to bf16, and nothing says that two kernels of a GPU add up in one order."""
+    lm, batch = build("llama"), stream(documents([37, 5, 23]))
+    weight = lm.lm_head.weight
+
+    def in_two_sums(hidden: torch.Tensor) -> torch.Tensor:
+        half = hidden.shape[-1] // 2
+        return scale * (F.linear(hidden[..., :half], weight[:, :half]) + F.linear(hidden[..., half:], weight[:, half:]))
+
+    lm.lm_head.forward = in_two_sums
+    install(lm, ReferenceAttention())
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logits_TV, found = LossModel(lm, FusedLinearCrossEntropy()).probe(batch)
+        one_sum_TV = F.linear(lm.model(**batch.model_inputs()).last_hidden_state[0], weight)
+    assert found == is_plain
+    assert not torch.equal(logits_TV, one_sum_TV)

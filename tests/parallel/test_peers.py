@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import DataError, PeerError, RanksDifferError
-from automodel_lite.parallel.peers import flat, open_peers, together, versions
+from automodel_lite.parallel.peers import flat, open_control, open_peers, together, versions
 from tests.ranks import run_ranks
 from tests.run.small_run import train
 
@@ -30,6 +32,16 @@ def _compare(rank: int, world_size: int, facts: list[dict[str, Any]]) -> tuple[s
     peers.compare("data", {"tokens": 5})
     dist.barrier()  # rank 0 holds the store: it must not leave first
     return "", time.monotonic() - began
+
+
+def _waits_s(rank: int, world_size: int) -> list[float]:
+    config = MeshConfig(timeout_s=7)
+    groups: list[Any] = [open_control(config, is_slow).group for is_slow in (False, True)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_a_rank_that_writes_is_waited_for_an_hour_whatever_the_timeout_of_a_step() -> None:
+    assert run_ranks(_waits_s, 2) == [[7.0, 3600.0]] * 2
 
 
 def test_equal_facts_pass_and_others_are_named_with_both_values_on_every_rank() -> None:
