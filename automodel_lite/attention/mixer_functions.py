@@ -158,8 +158,13 @@ def packed_function(function: Callable[..., Any], name: str) -> Callable[..., An
     ours = packed_mixers.FUNCTIONS.get(name)
     if ours is None or _chosen(function).get("is_new_implementation"):
         return None
-    known = inspect.signature(ours).parameters.keys() | packed_mixers.NOT_ON_A_STREAM
-    return ours if inspect.signature(function).parameters.keys() <= known else None
+    known = _parameters(ours) | packed_mixers.NOT_ON_A_STREAM
+    return ours if _parameters(function) <= known else None
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _chosen(function: Callable[..., Any]) -> Mapping[str, Any]:
@@ -208,7 +213,7 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     if takes_boundaries(call.function, layout.boundary):
         out = mix([x[None] for x in streams], **_boundaries(layout, plan.stream))[0]
     elif ours is not None:
-        known = {name: value for name, value in arguments.items() if name in inspect.signature(ours).parameters}
+        known = {name: value for name, value in arguments.items() if name in _parameters(ours)}
         out = ours(plan.stream.seq_idx[0], **known | dict(zip(given, streams)) | weights)
         returns_states = call.name in packed_mixers.RETURN_STATES
     else:

@@ -240,7 +240,7 @@ class _Drawn(TorchDispatchMode):
             _draw(func, args[0], range(args[0].numel()) if part is None else part, *args[1:], **kwargs)
             return args[0]
         read = args[1:] if func._schema.is_mutable else () if func.is_view else args
-        if self.parts and any(self._part(x) for x in tree_leaves((read, kwargs)) if isinstance(x, Tensor)):
+        if any(self._part(x) is not None for x in tree_leaves((read, kwargs)) if isinstance(x, Tensor)):
             raise _ReadsWholeError
         return func(*args, **kwargs)
 

@@ -126,6 +126,15 @@ def test_a_part_of_a_weight_is_drawn_alone(rule: str) -> None:
     assert not torch.equal(whole.view(-1)[: sharded.BLOCK], whole.view(-1)[sharded.BLOCK : 2 * sharded.BLOCK])
 
 
+@pytest.mark.parametrize("part", [range(300), range(0)], ids=["a part", "nothing"])
+@torch.no_grad()
+def test_a_rank_that_holds_nothing_of_a_weight_finds_that_a_rule_reads_it(part: range) -> None:
+    """Else it would go on with other random numbers than the ranks that draw the whole again."""
+    weight = torch.empty(ROWS, COLUMNS)
+    with pytest.raises(sharded._ReadsWholeError), sharded._Drawn({weight.untyped_storage().data_ptr(): part}):
+        weight.norm()
+
+
 @torch.no_grad()
 def test_a_small_weight_is_drawn_as_ever() -> None:
     torch.manual_seed(5)
