@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.training.optimizers import WeightAverage, adamw, adamw_bf16
+from automodel_lite.training.ema import WeightAverage
+from automodel_lite.training.optimizers import adamw, adamw_bf16
 from recipes import export_hf
 from tests.run.small_run import losses, train, train_on
 
