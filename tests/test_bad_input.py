@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from automodel_lite.errors import ConfigError, DataError
-from tests.run.small_run import train
+from tests.runs import train_quick
 
 
 def chat(number: int, answer: str = "it is {}.") -> str:
@@ -79,7 +79,7 @@ def test_one_sentence(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     make, sentence = CASES[case]
     with pytest.raises((ConfigError, DataError)) as error:
-        train(tmp_path / "run", *make(tmp_path))
+        train_quick(tmp_path / "run", *make(tmp_path))
     assert re.search(sentence, str(error.value)), str(error.value)
     assert not (tmp_path / "run").exists()
 
@@ -91,7 +91,7 @@ def test_one_sentence(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_bad_rows_can_be_skipped_and_are_counted(row: str, counted: str, model_folder: Path, tmp_path: Path) -> None:
     options = rows(f"{LINES}\n{row}", "tokenize.on_bad_row=skip", *_tokenizer(model_folder))(tmp_path)
-    code, screen = train(tmp_path / "run", *options)
+    code, screen = train_quick(tmp_path / "run", *options)
     assert code == 0
     assert counted in screen
 
@@ -104,14 +104,14 @@ def test_too_many_bad_rows_are_an_error(model_folder: Path, tmp_path: Path) -> N
     bad = "\n".join([*GOOD, *["not json"] * 10])
     options = rows(bad, "tokenize.on_bad_row=skip", *_tokenizer(model_folder))(tmp_path)
     with pytest.raises(DataError, match=r"max_bad_frac"):
-        train(tmp_path / "run", *options)
+        train_quick(tmp_path / "run", *options)
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
-    assert train(folder / "run", "checkpoint.export_hf=true", "training.max_steps=1")[0] == 0
+    assert train_quick(folder / "run", "checkpoint.export_hf=true", "training.max_steps=1")[0] == 0
     return folder / "run" / "hf"
 
 
@@ -169,7 +169,7 @@ def test_a_model_folder_that_is_not_whole(case: str, model_folder: Path, tmp_pat
     options = ["model=pretrained", "~model.config", f"model.pretrained={folder}"]
     options += ["tokenizer=pretrained"] if case == "no chat template" else []
     with pytest.raises((ConfigError, DataError)) as error:
-        train(tmp_path / "run", *options)
+        train_quick(tmp_path / "run", *options)
     assert re.search(sentence, str(error.value)), str(error.value)
 
 
@@ -184,21 +184,21 @@ def test_a_tokenizer_without_a_pad_token_trains(model_folder: Path, tmp_path: Pa
     settings.pop("pad_token", None)
     path.write_text(json.dumps(settings))
     options = ["model=pretrained", "~model.config", f"model.pretrained={folder}"]
-    assert train(tmp_path / "run", *options, "tokenizer=pretrained")[0] == 0
+    assert train_quick(tmp_path / "run", *options, "tokenizer=pretrained")[0] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------- the folder
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"is not empty and is not the folder of a run: choose another name="):
-        train(tmp_path)
+        train_quick(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(ConfigError, match=r"is a file"):
-        train(tmp_path / "run")
+        train_quick(tmp_path / "run")
 
 
 def test_a_disk_that_is_full_for_a_while_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_run(tmp_path: Path, monkeypatc
 
     answers = iter([0, 0, *[1 << 40] * 100])
     monkeypatch.setattr(durable, "free_bytes", lambda folder: next(answers))
-    code, screen = train(tmp_path)
+    code, screen = train_quick(tmp_path)
     assert code == 0
     assert screen.count("is not saved: no space") == 2
     assert "saved step_00000006" in screen

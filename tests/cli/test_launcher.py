@@ -14,7 +14,7 @@ import pytest
 
 from automodel_lite.cli.launcher import _config, without_flags
 from automodel_lite.errors import ConfigError
-from tests.run.small_run import QUICK
+from tests.runs import QUICK
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ from automodel_lite.models.layers import compile_layers, decoder_layers, recompu
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.training.optimizers import adamw_8bit, codebook, param_groups
 from tests.models.test_layers import pack_of
-from tests.run.small_run import losses, train
+from tests.runs import losses_by_step, train_quick
 
 pytestmark = pytest.mark.slow
 WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128", "packed_sequence.packed_sequence_size=256"]
@@ -28,13 +28,13 @@ WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128", "pa
 def resumed(folder: Path, *options: str) -> dict[int, tuple[float, float]]:
     """A run that is told to stop in step 4 and goes on: bit for bit the run in one go."""
     options = ("training.log_every_steps=1", *options)
-    assert train(folder / "whole", *options)[0] == 0
-    assert train(folder / "cut", *options, term_at=4)[0] == 75
-    code, screen = train(folder / "cut", *options)
+    assert train_quick(folder / "whole", *options)[0] == 0
+    assert train_quick(folder / "cut", *options, stop_at=4)[0] == 75
+    code, screen = train_quick(folder / "cut", *options)
     assert code == 0, screen
     assert "continues from step_00000004" in screen
-    assert losses(folder / "cut") == losses(folder / "whole")
-    return losses(folder / "whole")
+    assert losses_by_step(folder / "cut") == losses_by_step(folder / "whole")
+    return losses_by_step(folder / "whole")
 
 
 # ------------------------------------------------------------------------------------------------------------ 8 bits
@@ -74,8 +74,8 @@ def emulated_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp8_trains_resumes_and_exports(tmp_path: Path) -> None:
     ends = resumed(tmp_path, "training.fp8=tensorwise", "checkpoint.export_hf=true", *WIDE)
     assert (tmp_path / "whole/hf/model.safetensors").is_file()
-    assert train(tmp_path / "fp32", "training.log_every_steps=1", *WIDE)[0] == 0
-    plain = losses(tmp_path / "fp32")
+    assert train_quick(tmp_path / "fp32", "training.log_every_steps=1", *WIDE)[0] == 0
+    plain = losses_by_step(tmp_path / "fp32")
     assert ends != plain  # it did round
     assert ends[6][0] == pytest.approx(plain[6][0], rel=0.05)
 
@@ -83,7 +83,7 @@ def test_fp8_trains_resumes_and_exports(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("emulated_fp8")
 def test_adapters_stay_out_of_fp8(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    assert train(base, *WIDE, "checkpoint.export_hf=true")[0] == 0
+    assert train_quick(base, *WIDE, "checkpoint.export_hf=true")[0] == 0
     options = [
         "training.fp8=rowwise",
         "peft=lora",
@@ -91,7 +91,7 @@ def test_adapters_stay_out_of_fp8(tmp_path: Path) -> None:
         "tokenizer=pretrained",
     ]
     loaded = [f"tokenizer.path={base}/hf", "~model.config", f"model.pretrained={base}/hf"]
-    code, screen = train(tmp_path / "lora", *options, *loaded)
+    code, screen = train_quick(tmp_path / "lora", *options, *loaded)
     assert code == 0, screen
     from automodel_lite.models.fp8 import _fits
 
@@ -185,7 +185,7 @@ def test_4_bit_weights_have_the_gradients_of_what_they_stand_for(tmp_path: Path)
 def test_4_bit_weights_train_and_resume(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     base = tmp_path / "base"
-    assert train(base, *WIDE, "checkpoint.export_hf=true")[0] == 0
+    assert train_quick(base, *WIDE, "checkpoint.export_hf=true")[0] == 0
     loaded = ["tokenizer=pretrained", f"tokenizer.path={base}/hf", "~model.config", f"model.pretrained={base}/hf"]
     ends = resumed(tmp_path, "peft=qlora", "packed_sequence.packed_sequence_size=256", *loaded, "optimizer.lr=0.01")
     assert ends[6][0] < ends[1][0]

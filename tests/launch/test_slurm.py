@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm_cluster import Cluster, _free_port, missing
-from tests.run.small_run import QUICK, losses, train_on
+from tests.runs import QUICK, losses_by_step, train_on
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = [*QUICK, "training.max_steps=150", "training.log_every_steps=1", "checkpoint.every_steps=50"]
@@ -102,7 +102,7 @@ def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tm
     wait_for_state(cluster, job, tmp_path, "COMPLETED")
     log = (tmp_path / "job.log").read_text()
     assert f"continues from step_{status['step']:08d}" in log
-    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert losses_by_step(tmp_path / "run") == losses_by_step(uninterrupted)
 
 
 @pytest.mark.system
@@ -208,7 +208,7 @@ def test_a_sweep_of_two_jobs_of_two_ranks_one_preempted(cluster: Cluster, tmp_pa
         (0, "seed=0", "finished", 400),
         (1, "seed=1", "finished", 400),
     ]
-    assert sorted(losses(first)) == list(range(1, 401))
+    assert sorted(losses_by_step(first)) == list(range(1, 401))
     assert "| 0 " in (tmp_path / "job.log").read_text()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.small_run import QUICK, losses
+from tests.runs import QUICK, losses_by_step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,5 +106,5 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(hosts: list[str]
         assert [process.wait(timeout=180) for process in again] == [0, 0], (tmp_path / "host0.log").read_text()[-2000:]
     finally:
         end(again)
-    assert sorted(losses(tmp_path / "run")) == list(range(1, 101))
+    assert sorted(losses_by_step(tmp_path / "run")) == list(range(1, 101))
     assert "continues from step_" in (tmp_path / "host0.log").read_text()

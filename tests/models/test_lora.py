@@ -15,7 +15,7 @@ from automodel_lite.models.adapter import cast_frozen
 from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from recipes import export_hf
-from tests.recipes.runs import losses, train
+from tests.runs import losses, train
 
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 

@@ -10,7 +10,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
 from automodel_lite.run.checkpoint_folder import exported_folder
 from recipes import export_hf
-from tests.run.small_run import train
+from tests.runs import train_quick
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +29,7 @@ class MineForCausalLM(LlamaForCausalLM):
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its own modeling_mine.py."""
     folder = tmp_path_factory.mktemp("mine")
-    train(folder / "run", "checkpoint.export_hf=true", "training.max_steps=1")
+    train_quick(folder / "run", "checkpoint.export_hf=true", "training.max_steps=1")
     shutil.copytree(folder / "run" / "hf", folder / "mine")
     (folder / "mine" / "modeling_mine.py").write_text(CODE)
     path = folder / "mine" / "config.json"
@@ -42,7 +42,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_refused_unless_it_is_trusted(model_folder: Path, tmp_path: Path) -> None:
     chosen = ["model=pretrained", f"model.pretrained={model_folder}"]
     with pytest.raises(ConfigError, match=r"runs its own code: review it, and allow it on the command line"):
-        train(tmp_path / "run", *chosen)
+        train_quick(tmp_path / "run", *chosen)
     with pytest.raises(ConfigError, match=r"allow it with --trust-remote-code"):
         load_generator(str(model_folder))
 
@@ -50,7 +50,9 @@ def test_it_is_refused_unless_it_is_trusted(model_folder: Path, tmp_path: Path) 
 def test_a_trusted_one_goes_the_whole_way(model_folder: Path, tmp_path: Path) -> None:
     chosen = ["model=pretrained", f"model.pretrained={model_folder}", "model.trust_remote_code=true"]
     run = tmp_path / "run"
-    code, screen = train(run, *chosen, "training.max_steps=2", "checkpoint.export_hf=true", "evaluation=exact_match")
+    code, screen = train_quick(
+        run, *chosen, "training.max_steps=2", "checkpoint.export_hf=true", "evaluation=exact_match"
+    )
     assert code == 0
     assert "exactly right" in screen
     assert (run / "hf" / "modeling_mine.py").read_text() == CODE
@@ -64,7 +66,7 @@ def test_a_trusted_one_goes_the_whole_way(model_folder: Path, tmp_path: Path) ->
 
 def test_a_run_of_a_stranger_allows_itself_nothing(model_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(run, "training.max_steps=1")
+    train_quick(run, "training.max_steps=1")
     config = (run / "config.yaml").read_text()
     assert "allow_targets: []" in config
     (run / "config.yaml").write_text(config.replace("allow_targets: []", "allow_targets: [os]"))

@@ -20,7 +20,7 @@ from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape, allow_sockets, init_mesh
 from automodel_lite.parallel.sharding import ParallelModel, choose_strategy, copies_of_experts, parallelize
-from tests.run.small_run import losses, train, train_on
+from tests.runs import losses_by_step, train_on, train_quick
 
 
 @pytest.mark.parametrize(("num_visible", "index"), [(8, 3), (1, 0), (4, 3)], ids=["all", "its own alone", "half"])
@@ -123,18 +123,18 @@ def test_autocast_keeps_no_casts_of_weights() -> None:
 def test_one_rank_alone_has_the_numbers_of_two(precision: str, tmp_path: Path) -> None:
     """The way of one GPU, on gloo: a group of one rank, saved and resumed. Under autocast bf16 differs more."""
     options = ["mesh.strategy=fsdp", f"training.precision={precision}", "training.log_every_steps=1"]
-    assert train(tmp_path / "one", *options, term_at=3)[0] == 75
-    code, screen = train(tmp_path / "one", *options)
+    assert train_quick(tmp_path / "one", *options, stop_at=3)[0] == 75
+    code, screen = train_quick(tmp_path / "one", *options)
     assert code == 0, screen
     assert "continues from step_00000003" in screen
     assert train_on(2, tmp_path / "two", *options)[0] == 0
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    one, two = losses_by_step(tmp_path / "one"), losses_by_step(tmp_path / "two")
     assert one.keys() == two.keys()
     for step, (loss, norm) in one.items():
         assert (loss, norm) == pytest.approx(two[step], rel=1e-5 if precision == "fp32" else 2e-3)
 
 
 def test_ddp_of_one_process(tmp_path: Path) -> None:
-    assert train(tmp_path / "none")[0] == train(tmp_path / "ddp", "mesh.strategy=ddp")[0] == 0
-    for step, values in losses(tmp_path / "ddp").items():
-        assert values == pytest.approx(losses(tmp_path / "none")[step], rel=1e-6)
+    assert train_quick(tmp_path / "none")[0] == train_quick(tmp_path / "ddp", "mesh.strategy=ddp")[0] == 0
+    for step, values in losses_by_step(tmp_path / "ddp").items():
+        assert values == pytest.approx(losses_by_step(tmp_path / "none")[step], rel=1e-6)

@@ -18,7 +18,7 @@ from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import DataError, PeerError, RanksDifferError
 from automodel_lite.parallel.peers import flat, open_control, open_peers, together, versions
 from tests.ranks import run_ranks
-from tests.run.small_run import train
+from tests.runs import train_quick
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ def test_what_is_compared() -> None:
 
 def _train_otherwise(rank: int, world_size: int, folder: str, overrides: list[list[str]]) -> str:
     try:
-        train(Path(folder), *overrides[rank])
+        train_quick(Path(folder), *overrides[rank])
     except RanksDifferError as error:
         return str(error)
     return "trained"

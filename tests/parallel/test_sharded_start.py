@@ -32,7 +32,7 @@ from tests.attention.families import FAMILIES, VOCAB, documents, stream
 from tests.attention.hybrids import HYBRIDS
 from tests.parallel.test_matrix import fsdp_parameters, loss_model
 from tests.ranks import run_ranks
-from tests.recipes.runs import config_of
+from tests.runs import config_of
 
 ALONE = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
 

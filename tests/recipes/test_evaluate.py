@@ -12,7 +12,7 @@ from automodel_lite.models.generate import Generator, load_generator
 from automodel_lite.training.evaluation import F1, ExactMatch, answers_to
 from recipes import evaluate, generate
 from tests.ranks import run_ranks
-from tests.recipes.runs import config_of, train
+from tests.runs import config_of, train
 
 CHATS = [[{"role": "user", "content": text}] for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automodel_lite.errors import ConfigError
-from tests.recipes.runs import losses, train
+from tests.runs import losses, train
 
 
 def stream_of(tmp_path: Path) -> list[str]:

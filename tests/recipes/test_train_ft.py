@@ -13,9 +13,10 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.telemetry.metrics import StepResult
 from recipes.train_ft import TrainFinetuneRecipe, main
 from tests.ranks import run_ranks
-from tests.recipes.runs import config_of, losses, rows_of, train
+from tests.runs import config_of, losses, rows_of, train
 
 LAYOUT = ("training.global_batch_size=8", "packed_sequence.slot_multiple=8", "training.max_steps=3")
+EVERY_2_LAYERS = ("training.recompute_every_layers=2",)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,8 @@ def test_the_built_in_job_learns_to_answer_held_out_questions(tmp_path: Path) ->
         pytest.param(4, ["mesh.cp=4", "mesh.cp_exchange=all_to_all"], id="cp-4-all-to-all", marks=pytest.mark.system),
         pytest.param(1, ["loss=cross_entropy"], id="plain-loss"),
         pytest.param(1, ["training.activation_checkpointing=full"], id="recompute"),
+        pytest.param(2, ["training.activation_checkpointing=full", *EVERY_2_LAYERS], id="recompute-2"),
+        pytest.param(2, ["training.activation_checkpointing=selective", *EVERY_2_LAYERS], id="recompute-selective-2"),
         pytest.param(1, ["dataloader.num_workers=2"], id="workers"),
     ],
 )

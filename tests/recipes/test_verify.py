@@ -15,7 +15,7 @@ from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
 from automodel_lite.thd import to_thd as right_to_thd
 from tests.attention.test_interface import LeakingAttention
 from tests.ranks import run_ranks
-from tests.recipes.runs import config_of
+from tests.runs import config_of
 
 CAUSAL_LM = "automodel_lite.models.source.CausalLM"
 

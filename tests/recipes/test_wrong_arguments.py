@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.errors import ConfigError, DataError
-from tests.run.small_run import train
+from tests.runs import train_quick
 
 TOOLS = ("generate", "export_hf", "estimate", "report")
 
@@ -18,7 +18,7 @@ TOOLS = ("generate", "export_hf", "estimate", "report")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert train(folder, "checkpoint.export_hf=true", "training.max_steps=2")[0] == 0
+    assert train_quick(folder, "checkpoint.export_hf=true", "training.max_steps=2")[0] == 0
     return folder
 
 

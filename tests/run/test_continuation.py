@@ -10,7 +10,7 @@ import pytest
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.trained import load_run_config
-from tests.run.small_run import DROPOUT, config_of, losses, train, train_on
+from tests.runs import DROPOUT, losses_by_step, quick_config, train_on, train_quick
 
 OVER_AN_EPOCH = [*DROPOUT, "dataset.num_chats=100", "training.max_steps=12"]
 
@@ -20,7 +20,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks, dropout on, 12 steps of 4 packs: over the edge of an epoch (34 packs)."""
     folder = tmp_path_factory.mktemp("whole")
     assert train_on(2, folder, *OVER_AN_EPOCH)[0] == 0
-    assert len(losses(folder)) == 12
+    assert len(losses_by_step(folder)) == 12
     return folder
 
 
@@ -35,18 +35,18 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_layout_continues_bit_for_bit(tmp_path: Path, uninterrupted: Path, options: list[str]) -> None:
     run = tmp_path / "run"
     overrides = [*OVER_AN_EPOCH, *options]
-    code, screen = train_on(2, run, *overrides, term_at=5, term_rank=1)
+    code, screen = train_on(2, run, *overrides, stop_at=5, on_rank=1)
     assert code == 75
     assert "stopped after step 5 of 12 (SIGTERM); run the same command again to continue from step_00000005" in screen
     status = json.loads((run / "STATUS.json").read_text())
     assert status == {"state": "preempted", "step": 5, "reason": "SIGTERM", "checkpoint": "step_00000005"}
-    code, screen = train_on(2, run, *overrides, term_at=10)  # past the edge of the epoch
+    code, screen = train_on(2, run, *overrides, stop_at=10)  # past the edge of the epoch
     assert code == 75
     assert "continues from step_00000005, steps 6 to 12" in screen
     code, screen = train_on(2, run, *overrides)
     assert code == 0
     assert json.loads((run / "STATUS.json").read_text())["state"] == "finished"
-    assert losses(run) == losses(uninterrupted)
+    assert losses_by_step(run) == losses_by_step(uninterrupted)
 
 
 @pytest.mark.system
@@ -56,14 +56,17 @@ def test_another_layout_continues_with_the_same_batches(tmp_path: Path) -> None:
     """
     slots = "packed_sequence.slot_multiple=4"  # wide enough for cp=2 later
     whole, run = tmp_path / "whole", tmp_path / "run"
-    assert train(whole, slots, "training.max_steps=12")[0] == 0
+    assert train_quick(whole, slots, "training.max_steps=12")[0] == 0
     overrides = [slots, "training.max_steps=12"]
-    assert train(run, *overrides, "training.global_batch_size=null", "training.micro_batch_size=4", term_at=3)[0] == 75
+    assert (
+        train_quick(run, *overrides, "training.global_batch_size=null", "training.micro_batch_size=4", stop_at=3)[0]
+        == 75
+    )
     free = "training.global_batch_size=null"  # stays what the run began with
-    assert train_on(2, run, *overrides, free, term_at=6)[0] == 75
-    assert train_on(4, run, *overrides, free, "mesh.cp=2", term_at=9)[0] == 75
-    assert train(run, *overrides, free, "training.micro_batch_size=2", "dataloader.num_workers=2")[0] == 0
-    want, got = losses(whole), losses(run)
+    assert train_on(2, run, *overrides, free, stop_at=6)[0] == 75
+    assert train_on(4, run, *overrides, free, "mesh.cp=2", stop_at=9)[0] == 75
+    assert train_quick(run, *overrides, free, "training.micro_batch_size=2", "dataloader.num_workers=2")[0] == 0
+    want, got = losses_by_step(whole), losses_by_step(run)
     assert want.keys() == got.keys()
     for step, (loss, grad_norm) in want.items():
         assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
@@ -71,8 +74,8 @@ def test_another_layout_continues_with_the_same_batches(tmp_path: Path) -> None:
 
 def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
     """SLURM signals the data workers too."""
-    assert train_on(1, tmp_path, "dataloader.num_workers=2", term_at=-3)[0] == 75
-    assert train(tmp_path)[0] == 0
+    assert train_on(1, tmp_path, "dataloader.num_workers=2", stop_at=-3)[0] == 75
+    assert train_quick(tmp_path)[0] == 0
 
 
 def test_a_signal_in_validation_leaves_at_once_and_is_made_up_for(
@@ -84,7 +87,7 @@ def test_a_signal_in_validation_leaves_at_once_and_is_made_up_for(
     from recipes import train_ft
 
     options = ["training.val_every_steps=3", "checkpoint.every_steps=0"]
-    assert train(tmp_path / "whole", *options)[0] == 0
+    assert train_quick(tmp_path / "whole", *options)[0] == 0
     real = train_ft.TrainFinetuneRecipe.validate
 
     def validate(recipe: train_ft.TrainFinetuneRecipe) -> None:
@@ -93,11 +96,11 @@ def test_a_signal_in_validation_leaves_at_once_and_is_made_up_for(
 
     with monkeypatch.context() as patch:
         patch.setattr(train_ft.TrainFinetuneRecipe, "validate", validate)
-        code, screen = train(tmp_path / "run", *options)
+        code, screen = train_quick(tmp_path / "run", *options)
     assert code == 75
     assert "stopped after step 3 of 6 (SIGUSR1)" in screen
     assert "validation (held_out)" not in screen
-    assert train(tmp_path / "run", *options)[0] == 0
+    assert train_quick(tmp_path / "run", *options)[0] == 0
     read = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
     validations = [[line for line in lines if "val_loss" in line] for lines in read]
     assert validations[0] == validations[1]
@@ -108,16 +111,16 @@ def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    code, screen = train(tmp_path, "training.stop_margin_s=3600")
+    code, screen = train_quick(tmp_path, "training.stop_margin_s=3600")
     assert code == 75
     assert "(the time is nearly up)" in screen
-    assert train(tmp_path, "training.stop_margin_s=60")[0] == 0
+    assert train_quick(tmp_path, "training.stop_margin_s=60")[0] == 0
 
 
 def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Path) -> None:
-    assert train(tmp_path, "training.max_steps=2")[0] == 0
+    assert train_quick(tmp_path, "training.max_steps=2")[0] == 0
     with pytest.raises(ConfigError) as refusal:
-        train(tmp_path, "training.max_steps=4", "mesh.cp=2", "checkpoint.accept_changes=true")
+        train_quick(tmp_path, "training.max_steps=4", "mesh.cp=2", "checkpoint.accept_changes=true")
     assert str(refusal.value) == (
         f"mesh.cp=2 needs documents padded to multiples of 4, and {tmp_path} was started with "
         "packed_sequence.slot_multiple=1: use another mesh.cp, or start a new run with name=... "
@@ -126,22 +129,22 @@ def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Pat
 
 
 def test_changed_settings_are_refused_with_the_ways_out(tmp_path: Path) -> None:
-    assert train(tmp_path, "training.max_steps=2")[0] == 0
+    assert train_quick(tmp_path, "training.max_steps=2")[0] == 0
     with pytest.raises(ConfigError) as refusal:
-        train(tmp_path, "training.max_steps=4", "optimizer.lr=0.02", "dataloader.num_workers=2")
+        train_quick(tmp_path, "training.max_steps=4", "optimizer.lr=0.02", "dataloader.num_workers=2")
     text = str(refusal.value)
     assert "training.max_steps: was 2, now 4" in text
     assert "optimizer.lr: was 0.01, now 0.02" in text
     assert "num_workers" not in text
     assert "name=..." in text
     assert "checkpoint.accept_changes=true" in text
-    assert train(tmp_path, "training.max_steps=4", "checkpoint.accept_changes=true")[0] == 0
-    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+    assert train_quick(tmp_path, "training.max_steps=4", "checkpoint.accept_changes=true")[0] == 0
+    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4]
 
 
 def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: Path) -> None:
     """Its parts stood in other modules, and it did not know every setting of today."""
-    folder, config = RunFolder(tmp_path), config_of(tmp_path)
+    folder, config = RunFolder(tmp_path), quick_config(tmp_path)
     folder.open(config, global_batch_size=4, slot_multiple=1)
     config = folder.with_saved_layout(config)
     text = folder.config.read_text().replace("automodel_lite.training.schedules.", "automodel_lite.training.schedule.")
@@ -168,33 +171,33 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     lines = [json.dumps(chat).replace("{}", f"thing {number}") for number in range(40)]
     data.write_text("\n".join(lines))
     options = ["dataset=files", f"dataset.path={data}", "training.max_steps=4", "~dataset.num_chats"]
-    assert train(tmp_path / "run", *options, term_at=2)[0] == 75
+    assert train_quick(tmp_path / "run", *options, stop_at=2)[0] == 75
     data.write_text("\n".join([*lines, lines[0]]))
     with pytest.raises(ConfigError, match="the data changed since the checkpoint was written"):
-        train(tmp_path / "run", *options)
+        train_quick(tmp_path / "run", *options)
     data.write_text("\n".join(lines))
-    assert train(tmp_path / "run", *options)[0] == 0
+    assert train_quick(tmp_path / "run", *options)[0] == 0
 
 
 def test_a_torn_metrics_line_is_written_again(tmp_path: Path) -> None:
-    assert train(tmp_path, term_at=3)[0] == 75
+    assert train_quick(tmp_path, stop_at=3)[0] == 75
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 1.0, "grad_norm": 1.0}\n{"step": 5, "lo')
-    assert train(tmp_path)[0] == 0
-    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert train_quick(tmp_path)[0] == 0
+    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> None:
     """2 ranks FSDP -> tp 2 -> dp 2 x tp 2 -> 1 rank: the same packs and the losses of one process."""
     free = ["training.max_steps=8", "training.global_batch_size=null"]
-    assert train(tmp_path / "whole", "training.max_steps=8")[0] == 0
+    assert train_quick(tmp_path / "whole", "training.max_steps=8")[0] == 0
     run = tmp_path / "run"
-    assert train_on(2, run, "training.max_steps=8", term_at=2)[0] == 75
-    assert train_on(2, run, *free, "mesh.tp=2", term_at=4)[0] == 75
-    assert train_on(4, run, *free, "mesh.tp=2", term_at=6)[0] == 75
-    assert train(run, *free)[0] == 0
-    want, got = losses(tmp_path / "whole"), losses(run)
+    assert train_on(2, run, "training.max_steps=8", stop_at=2)[0] == 75
+    assert train_on(2, run, *free, "mesh.tp=2", stop_at=4)[0] == 75
+    assert train_on(4, run, *free, "mesh.tp=2", stop_at=6)[0] == 75
+    assert train_quick(run, *free)[0] == 0
+    want, got = losses_by_step(tmp_path / "whole"), losses_by_step(run)
     assert want.keys() == got.keys()
     for step, (loss, grad_norm) in want.items():
         assert got[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(grad_norm, rel=1e-4)), step
@@ -206,8 +209,8 @@ def test_a_mixture_continues_within_its_schedule(tmp_path: Path) -> None:
     first, second = chats % (60, 1), chats % (60, 2)
     parts = f"{{one: {{dataset: {first}, weight: [0.8, 0.2]}}, two: {{dataset: {second}, weight: [0.2, 0.8]}}}}"
     overrides = ["dataset=mixture", "~dataset.num_chats", f"dataset.parts={parts}", "training.max_steps=16"]
-    assert train(tmp_path / "whole", *overrides)[0] == 0
+    assert train_quick(tmp_path / "whole", *overrides)[0] == 0
     run = tmp_path / "run"
-    assert train(run, *overrides, term_at=9)[0] == 75
-    assert train(run, *overrides)[0] == 0
-    assert losses(run) == losses(tmp_path / "whole")
+    assert train_quick(run, *overrides, stop_at=9)[0] == 75
+    assert train_quick(run, *overrides)[0] == 0
+    assert losses_by_step(run) == losses_by_step(tmp_path / "whole")

@@ -25,7 +25,7 @@ from recipes import average, export_hf
 from tests.attention.families import FAMILIES
 from tests.parallel.test_sharded_start import tokenizer
 from tests.ranks import run_ranks
-from tests.recipes.runs import config_of, train
+from tests.runs import config_of, train
 
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 FEW = ["training.max_steps=3", "training.val_every_steps=0", "optimizer.lr=1e-2"]

@@ -30,7 +30,7 @@ from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import STOP_SIGNALS, Deadline, StopSignals, deadline_of, seconds_of
 from tests.ranks import fork_server, in_a_process, run_ranks
 from tests.run.disk_faults import Faults
-from tests.run.small_run import QUICK, config_of, losses, train
+from tests.runs import QUICK, losses_by_step, quick_config, train_quick
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def _train_with_bad_steps(rank: int, world_size: int, folder: str, bad: dict[int
 
     train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
     try:
-        return train(Path(folder), *overrides)
+        return train_quick(Path(folder), *overrides)
     except RunStoppedError as error:
         return 1, str(error)
 
@@ -85,7 +85,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     complete, _ = checkpoint_folder.survey(tmp_path / "checkpoints")
     assert complete[0].name == "step_00000002"
     assert json.loads((tmp_path / "STATUS.json").read_text())["state"] == "failed"
-    assert train(tmp_path, *options)[0] == 0  # the same command, without the fault
+    assert train_quick(tmp_path, *options)[0] == 0  # the same command, without the fault
 
 
 # -------------------------------------------------------------------------------------------------- dead, silent ranks
@@ -428,7 +428,7 @@ def test_a_lock_that_is_given_back_is_gone(tmp_path: Path) -> None:
 def test_a_second_run_in_the_same_folder(tmp_path: Path, holder: Any) -> None:
     """The recipe itself, in a folder whose lock is held."""
     with pytest.raises(ConfigError, match=r"is in use by process"):
-        train(tmp_path)
+        train_quick(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- clocks
@@ -449,13 +449,13 @@ def test_a_jump_of_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train(tmp_path / "a")[0] == 0
+    assert train_quick(tmp_path / "a")[0] == 0
     real = time.time
     jumps = iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + (-1) ** next(jumps) * 1e6)
-    assert train(tmp_path / "b", term_at=3)[0] == 75
-    assert train(tmp_path / "b")[0] == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert train_quick(tmp_path / "b", stop_at=3)[0] == 75
+    assert train_quick(tmp_path / "b")[0] == 0
+    assert losses_by_step(tmp_path / "a") == losses_by_step(tmp_path / "b")
 
 
 # ------------------------------------------------------------------------------------------- how a run ends is written
@@ -465,12 +465,12 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def test_ctrl_c_saves_and_leaves_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
-    code, screen = train(tmp_path, "checkpoint.mode=async", stop_at=3, stop_by=signal.SIGINT)
+    code, screen = train_quick(tmp_path, "checkpoint.mode=async", stop_at=3, stop_by=signal.SIGINT)
     assert code == 130
     assert "stopped after step 3 of 6 (SIGINT); run the same command again to continue from step_00000003" in screen
     want = {"state": "interrupted", "step": 3, "reason": "SIGINT", "checkpoint": "step_00000003"}
     assert status_of(tmp_path) == want
-    assert train(tmp_path)[0] == 0
+    assert train_quick(tmp_path)[0] == 0
     assert status_of(tmp_path)["state"] == "finished"
 
 
@@ -527,7 +527,7 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
     status = status_of(tmp_path / "run")
     assert (status["state"], status["checkpoint"]) == ("failed", "step_00000002")
     assert "ended without a message (killed, out of memory, or a crash), in step 3" in status["reason"]
-    assert train(tmp_path / "run")[0] == 0
+    assert train_quick(tmp_path / "run")[0] == 0
     assert status_of(tmp_path / "run")["state"] == "finished"
 
 
@@ -545,7 +545,7 @@ def test_numbers_that_are_not_finite_are_not_finished(tmp_path: Path, overrides:
     """NaN once was `finished`, exit 0, with nothing saved."""
     more = ["checkpoint.every_steps=0", "lr_scheduler=constant", "training.max_grad_norm=0", "training.max_bad_steps=9"]
     with pytest.raises(RunStoppedError, match=said):
-        train(tmp_path, *overrides, *more)
+        train_quick(tmp_path, *overrides, *more)
     assert status_of(tmp_path)["state"] == "failed"
     assert not list(tmp_path.glob("checkpoints/step_*"))
 
@@ -557,10 +557,10 @@ def test_a_disk_that_is_full_at_the_end_is_a_failure_and_the_run_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(durable, "free_bytes", lambda folder: 0 if list(folder.glob("step_00000004")) else real(folder))
         with pytest.raises(RunStoppedError, match=r"the last step, 6, could not be saved: .* step_00000004. Make room"):
-            train(tmp_path)
+            train_quick(tmp_path)
     status = status_of(tmp_path)
     assert (status["state"], status["checkpoint"]) == ("failed", "step_00000004")
-    code, screen = train(tmp_path)
+    code, screen = train_quick(tmp_path)
     assert code == 0
     assert "continues from step_00000004" in screen
 
@@ -579,14 +579,14 @@ def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monk
     with monkeypatch.context() as patch:
         patch.setattr(train_ft.TrainFinetuneRecipe, "step", step)
         with pytest.raises(RunStoppedError, match=r"output_dir=.*run is gone: it was removed or renamed"):
-            train(run)
+            train_quick(run)
     assert not (run / "checkpoints").exists()
 
 
 def test_a_closed_terminal_is_a_stop_with_a_save(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     try:
-        assert train(tmp_path, stop_at=3, stop_by=signal.SIGHUP)[0] == 75
+        assert train_quick(tmp_path, stop_at=3, stop_by=signal.SIGHUP)[0] == 75
     finally:
         signal.signal(signal.SIGHUP, before)
     status = json.loads((tmp_path / "STATUS.json").read_text())
@@ -635,23 +635,23 @@ def test_a_disk_that_is_full_at_the_start_is_a_sentence(tmp_path: Path, at: int)
     with pytest.MonkeyPatch.context() as patch:
         Faults(patch, tmp_path / "run", at, _no_space).is_on = True
         with pytest.raises((ConfigError, RunStoppedError), match=r"No space left|no space"):
-            train(tmp_path / "run", "training.max_steps=1")
+            train_quick(tmp_path / "run", "training.max_steps=1")
 
 
 @pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])
 def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
     """A damaged STATUS.json or metrics line is written again; a damaged config.yaml is a sentence."""
-    assert train(tmp_path, stop_at=3)[0] == 75
+    assert train_quick(tmp_path, stop_at=3)[0] == 75
     (tmp_path / "STATUS.json").write_text(content)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(content + "\n")
     whole = (tmp_path / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(content or "a: [")
     with pytest.raises(ConfigError, match=r"config.yaml cannot be read .*restore it"):
-        train(tmp_path)
+        train_quick(tmp_path)
     (tmp_path / "config.yaml").write_text(whole)
-    assert train(tmp_path)[0] == 0
-    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert train_quick(tmp_path)[0] == 0
+    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
 # ------------------------------------------------------------------------------------------------------------ watchdog
@@ -751,7 +751,7 @@ def test_a_kill_at_any_moment_of_the_start_leaves_a_folder_to_start_in(tmp_path:
     while is_killed:
         at += 1
         folder = RunFolder(tmp_path / f"at{at}")
-        config = config_of(folder.path)
+        config = quick_config(folder.path)
         pid = os.fork()
         if pid == 0:
             try:

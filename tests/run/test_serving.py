@@ -9,7 +9,7 @@ import pytest
 
 from automodel_lite.models.generate import load_generator
 from recipes import export_hf
-from tests.recipes.runs import train
+from tests.runs import train
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="installed by `make test-serving`")
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.callbacks import Callback, EarlyStopping, JsonlLogger, RunInfo, open_metrics
-from tests.recipes.runs import config_of, rows_of, train
+from tests.runs import config_of, rows_of, train
 
 
 class Breaks(Callback):

@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard
 from automodel_lite.errors import ConfigError
 from automodel_lite.tools.trained import push, write_card
 from recipes import export_hf
-from tests.recipes.runs import config_of, train
+from tests.runs import config_of, train
 
 FEW = ["training.max_steps=2", "training.val_every_steps=0"]
 

@@ -18,7 +18,7 @@ from automodel_lite.tools.report import (
     warnings_of,
     write_report,
 )
-from tests.recipes.runs import train
+from tests.runs import train
 
 
 def run_folder(path: Path, lr: float = 0.01, **more: object) -> Path:

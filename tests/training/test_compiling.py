@@ -12,7 +12,7 @@ from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.loss import FusedLinearCrossEntropy, linear_cross_entropy
 from automodel_lite.training import build
 from automodel_lite.training.build import compiles
-from tests.run.small_run import losses, train
+from tests.runs import losses_by_step, train_quick
 
 
 def test_auto_compiles_on_a_gpu() -> None:
@@ -36,13 +36,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_compiled_run_has_the_numbers_of_an_uncompiled_one(how: str, tmp_path: Path) -> None:
     """The layers and the loss's chunk; all graphs are made before the first step."""
     options = [f"training.activation_checkpointing={how}", "training.log_every_steps=1"]
-    assert train(tmp_path / "plain", *options)[0] == 0
-    code, screen = train(tmp_path / "compiled", *options, "training.compile=true", "training.val_every_steps=0")
+    assert train_quick(tmp_path / "plain", *options)[0] == 0
+    code, screen = train_quick(tmp_path / "compiled", *options, "training.compile=true", "training.val_every_steps=0")
     assert code == 0
     made = next(line for line in screen.splitlines() if line.startswith("compile"))
     assert "graphs in" in made
-    for step, values in losses(tmp_path / "compiled").items():
-        assert values == pytest.approx(losses(tmp_path / "plain")[step], rel=1e-5)
+    for step, values in losses_by_step(tmp_path / "compiled").items():
+        assert values == pytest.approx(losses_by_step(tmp_path / "plain")[step], rel=1e-5)
 
 
 def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,13 +55,13 @@ def test_auto_trains_uncompiled_what_cannot_be_compiled(tmp_path: Path, monkeypa
     real = build.speed_up
     monkeypatch.setattr(build, "speed_up", lambda parts, model, mesh: real(parts, model, mesh, broken))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
-        train(tmp_path / "asked", "training.compile=true")
+        train_quick(tmp_path / "asked", "training.compile=true")
     monkeypatch.setattr(build, "compiles", lambda training, is_gpu: True)
-    code, screen = train(tmp_path / "auto", "training.log_every_steps=1")
+    code, screen = train_quick(tmp_path / "auto", "training.log_every_steps=1")
     assert code == 0
     assert "no such instruction" in next(line for line in screen.splitlines() if line.startswith("compile"))
-    assert train(tmp_path / "plain", "training.compile=false", "training.log_every_steps=1")[0] == 0
-    assert losses(tmp_path / "auto") == losses(tmp_path / "plain")
+    assert train_quick(tmp_path / "plain", "training.compile=false", "training.log_every_steps=1")[0] == 0
+    assert losses_by_step(tmp_path / "auto") == losses_by_step(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

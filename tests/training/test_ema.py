@@ -17,7 +17,7 @@ from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.optimizers import adamw, adamw_bf16
 from recipes import export_hf
-from tests.run.small_run import losses, train, train_on
+from tests.runs import losses_by_step, train_on, train_quick
 
 WITH_AVERAGE = ["training.ema_decay=0.8", "checkpoint.export_hf=true", "training.log_every_steps=1"]
 
@@ -106,19 +106,19 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_averages_resumes_and_exports(tmp_path: Path) -> None:
     """The export at the end, that of the last checkpoint, and those of runs in two parts, the second on two ranks."""
     whole = tmp_path / "whole"
-    code, screen = train(whole, *WITH_AVERAGE)
+    code, screen = train_quick(whole, *WITH_AVERAGE)
     assert code == 0, screen
     assert "of the weights of about 5 steps (decay 0.8): validated, sampled and exported" in screen
-    assert train(tmp_path / "plain", "checkpoint.export_hf=true", "training.log_every_steps=1")[0] == 0
-    assert losses(tmp_path / "plain") == losses(whole)  # training itself is not averaged
+    assert train_quick(tmp_path / "plain", "checkpoint.export_hf=true", "training.log_every_steps=1")[0] == 0
+    assert losses_by_step(tmp_path / "plain") == losses_by_step(whole)  # training itself is not averaged
     averaged, last = weights_of(whole / "hf"), weights_of(tmp_path / "plain/hf")
     assert max(float((averaged[name] - last[name]).abs().max()) for name in last) > 1e-3
     assert export_hf.main([str(whole), "--to", str(tmp_path / "later")]) == 0
     later = weights_of(tmp_path / "later")
     assert all(torch.equal(later[name], averaged[name]) for name in averaged)
-    assert train(tmp_path / "cut", *WITH_AVERAGE, term_at=4)[0] == 75
+    assert train_quick(tmp_path / "cut", *WITH_AVERAGE, stop_at=4)[0] == 75
     shutil.copytree(tmp_path / "cut", tmp_path / "wider")
-    assert train(tmp_path / "cut", *WITH_AVERAGE)[0] == 0
+    assert train_quick(tmp_path / "cut", *WITH_AVERAGE)[0] == 0
     again = weights_of(tmp_path / "cut/hf")
     assert all(torch.equal(again[name], averaged[name]) for name in averaged)
     code, screen = train_on(2, tmp_path / "wider", *WITH_AVERAGE, "checkpoint.accept_changes=true")
@@ -141,7 +141,7 @@ def test_validation_is_of_the_average(tmp_path: Path) -> None:
     options = ["training.log_every_steps=1", "training.val_every_steps=2"]
     assert train_on(2, tmp_path / "averaged", *options, "training.ema_decay=0.8")[0] == 0
     assert train_on(2, tmp_path / "plain", *options)[0] == 0
-    assert losses(tmp_path / "averaged") == losses(tmp_path / "plain")
+    assert losses_by_step(tmp_path / "averaged") == losses_by_step(tmp_path / "plain")
     averaged, plain = validations(tmp_path / "averaged"), validations(tmp_path / "plain")
     assert len(averaged) == len(plain) > 0
     assert all(one > other for one, other in zip(averaged, plain))  # the loss falls, and the average lags behind

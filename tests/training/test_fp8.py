@@ -13,7 +13,7 @@ from automodel_lite.data import prepare
 from automodel_lite.data.prepare import check_sizes
 from automodel_lite.errors import ConfigError
 from automodel_lite.models import lora
-from tests.run.small_run import config_of
+from tests.runs import quick_config
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_sizes_that_fp8_cannot_multiply(
 ) -> None:
     spec = importlib.machinery.ModuleSpec("torchao", None)
     monkeypatch.setattr(prepare, "find_spec", lambda name: spec)  # installed or not, the sizes are wrong
-    config = config_of(tmp_path, "training.fp8=rowwise", *overrides)
+    config = quick_config(tmp_path, "training.fp8=rowwise", *overrides)
     with pytest.raises(ConfigError, match=sentence):
         check_sizes(config, config.mesh.cp)
 
@@ -42,7 +42,7 @@ def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: py
     package = ModuleType("bitsandbytes")  # only its presence is asked for
     package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    config = config_of(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
+    config = quick_config(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
     config.peft = {"_target_": "automodel_lite.models.lora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
         check_sizes(config, 1)

@@ -29,7 +29,7 @@ from automodel_lite.training.memory import (
 )
 from benchmarks.tiny_models import tiny_config
 from recipes.train_ft import main
-from tests.recipes.runs import config_of
+from tests.runs import config_of
 
 TOKENS = 64
 LIGER_MODULE = "liger_kernel.transformers.fused_linear_cross_entropy"

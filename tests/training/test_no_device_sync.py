@@ -19,7 +19,7 @@ from automodel_lite.data.loader import DeviceFeed, ReadyStep
 from automodel_lite.run.failures import StepNumbers
 from automodel_lite.telemetry.metrics import StepResult
 from recipes import train_ft
-from tests.run.small_run import losses, train
+from tests.runs import losses_by_step, train_quick
 
 READS = {
     torch.ops.aten._local_scalar_dense.default: "item",
@@ -127,8 +127,8 @@ def test_the_steps_of_the_recipe_read_nothing_off_the_device(
         monkeypatch.setattr(owner, name, on_the_host()(getattr(owner, name)))
     monkeypatch.setattr(train_ft, "TrainFinetuneRecipe", StrictRecipe)
     options = ["training.max_steps=6", "training.log_every_steps=3", "checkpoint.every_steps=0"]
-    assert train(tmp_path, *options, f"optimizer={optimizer}", "optimizer.lr=0.01")[0] == 0
-    assert len(losses(tmp_path)) == 3
+    assert train_quick(tmp_path, *options, f"optimizer={optimizer}", "optimizer.lr=0.01")[0] == 0
+    assert len(losses_by_step(tmp_path)) == 3
     # logged, so settled after the step: 1, 3, 6; read one step later, while the next is under way: 2, 4, 5
     assert ages == [1, 1, 1]
 

@@ -40,7 +40,7 @@ from automodel_lite.training.optimizers import (
 )
 from automodel_lite.training.simulation import _fake_world
 from tests.ranks import run_ranks
-from tests.run.small_run import losses, train, train_on
+from tests.runs import losses_by_step, train_on, train_quick
 
 MAKERS = {
     "adamw": adamw,
@@ -204,17 +204,19 @@ KINDS = [
 def test_a_run_resumes_bit_for_bit_and_on_more_ranks(kind: tuple[str, ...], tmp_path: Path) -> None:
     """Saved on the way, on one process; on two ranks the same run goes on from their shards."""
     options = [*kind, "optimizer.lr=0.01", "training.log_every_steps=1"]
-    assert train(tmp_path / "whole", *options)[0] == 0
-    assert train(tmp_path / "cut", *options, term_at=4)[0] == 75
+    assert train_quick(tmp_path / "whole", *options)[0] == 0
+    assert train_quick(tmp_path / "cut", *options, stop_at=4)[0] == 75
     shutil.copytree(tmp_path / "cut", tmp_path / "wider")
-    code, screen = train(tmp_path / "cut", *options)
+    code, screen = train_quick(tmp_path / "cut", *options)
     assert code == 0, screen
     assert "continues from step_00000004" in screen
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert losses_by_step(tmp_path / "cut") == losses_by_step(tmp_path / "whole")
     code, screen = train_on(2, tmp_path / "wider", *options, "checkpoint.accept_changes=true")
     assert code == 0, screen
-    for step, (loss, _) in losses(tmp_path / "wider").items():
-        assert loss == pytest.approx(losses(tmp_path / "whole")[step][0], rel=2e-2 if "bf16" in str(kind) else 1e-3)
+    for step, (loss, _) in losses_by_step(tmp_path / "wider").items():
+        assert loss == pytest.approx(
+            losses_by_step(tmp_path / "whole")[step][0], rel=2e-2 if "bf16" in str(kind) else 1e-3
+        )
 
 
 # --------------------------------------------------------------------------------------------------- weights in bf16
@@ -341,7 +343,7 @@ def test_weights_in_bf16_are_refused_where_they_would_not_learn(tmp_path: Path) 
         (["optimizer=adamw_bf16", "training.precision=fp32"], "set training.precision=bf16, not fp32"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            train(tmp_path, *BF16, *options)
+            train_quick(tmp_path, *BF16, *options)
 
 
 # --------------------------------------------------------------------------------------------------------------- muon

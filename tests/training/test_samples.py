@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from tests.recipes.runs import Row, train
+from tests.runs import Row, train
 
 ASKED = ["samples.prompts=[What is the capital of France?]", "samples.max_new_tokens=4", "training.max_steps=3"]
 

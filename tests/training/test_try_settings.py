@@ -19,7 +19,7 @@ from automodel_lite.training.build import build_parts
 from automodel_lite.training.start import try_model, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
-from tests.run.small_run import train
+from tests.runs import train_quick
 
 
 def no_lambda(optimizer: torch.optim.Optimizer, max_steps: int) -> torch.optim.lr_scheduler.ConstantLR:
@@ -188,7 +188,7 @@ def test_an_optimizer_of_your_own_that_refuses_a_value() -> None:
 def test_a_mistake_costs_no_tokenizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.train_ft.prepare_data", lambda *_: pytest.fail("the data were read"))
     with pytest.raises(ConfigError, match="does not work"):
-        train(tmp_path / "run", "model.config.hidden_size=33")
+        train_quick(tmp_path / "run", "model.config.hidden_size=33")
 
 
 # --------------------------------------------------------------------------------------------------------------- weights

@@ -1,0 +1,155 @@
+"""Whole runs of the recipe on small settings, in this process or on several ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.config.schema import Config
+from automodel_lite.run.stopping import SIGNALS
+from recipes import train_ft
+from tests.ranks import run_ranks
+
+Row = dict[str, Any]
+QUICK = [
+    "training.num_threads=1",
+    "training.val_every_steps=0",
+    "training.max_steps=6",
+    "training.global_batch_size=4",
+    "checkpoint.every_steps=2",
+    "checkpoint.export_hf=false",
+    "optimizer.lr=0.01",
+]
+# a model with dropout in its embeddings and its layers; learned positions, so the model's length is the pack's
+DROPOUT = [
+    "~model.config",
+    "model.config.model_type=gpt2",
+    "model.config.n_embd=32",
+    "model.config.n_layer=2",
+    "model.config.n_head=4",
+    "model.config.n_positions=128",
+    "model.config.attn_pdrop=0.0",
+    "model.config.resid_pdrop=0.1",
+    "model.config.embd_pdrop=0.1",
+]
+
+
+def config_of(preset: str, folder: Path, *overrides: str) -> Config:
+    """The checked configuration of a run in `folder`; token caches live beside it."""
+    return check_config(_composed(preset, folder, *overrides))
+
+
+def train(preset: str, folder: Path, *overrides: str, world_size: int = 1) -> list[Row]:
+    """Runs a preset to its end and returns the rows of metrics.jsonl."""
+    if world_size == 1:
+        assert train_ft.main(config_of(preset, folder, *overrides)) == 0
+    else:
+        run_ranks(_train_on_rank, world_size, _composed(preset, folder, *overrides))
+    return rows_of(folder)
+
+
+def _train_on_rank(rank: int, world_size: int, raw: DictConfig) -> None:
+    assert train_ft.main(check_config(raw)) == 0
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(rows: list[Row]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each logged step."""
+    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+def losses_by_step(folder: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm) as logged, every digit."""
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows_of(folder) if "loss" in row}
+
+
+def quick_config(folder: Path, *overrides: str) -> Config:
+    """The smoke preset in even fewer steps; token caches are those of all tests."""
+    return check_config(_quick(folder, *overrides))
+
+
+def train_quick(
+    folder: Path, *overrides: str, stop_at: int = 0, stop_by: signal.Signals = signal.SIGTERM
+) -> tuple[int, str]:
+    """Runs `quick_config` in this process -> exit code, what it printed.
+
+    stop_at   the step in which the process gets the signal `stop_by`; negative: its data workers too
+    """
+    return _train_raw(_quick(folder, *overrides), stop_at, stop_by)
+
+
+def train_on(world_size: int, folder: Path, *overrides: str, stop_at: int = 0, on_rank: int = 0) -> tuple[int, str]:
+    """The same on so many ranks, of which `on_rank` gets the signal -> rank 0's exit code and screen."""
+    results = run_ranks(_train_quick_on_rank, world_size, _quick(folder, *overrides), stop_at, on_rank)
+    assert len({code for code, _ in results}) == 1, results
+    return tuple(results[0])  # type: ignore[return-value]
+
+
+def _train_quick_on_rank(rank: int, world_size: int, raw: DictConfig, stop_at: int, on_rank: int) -> Any:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
+    return _train_raw(raw, stop_at if rank == on_rank else 0)
+
+
+def _train_raw(raw: DictConfig, stop_at: int = 0, stop_by: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+    torch.set_num_threads(1)
+    SIGNALS.__init__()  # type: ignore[misc]
+    SIGNALS.install()
+    real_step = train_ft.TrainFinetuneRecipe.step
+
+    def step(recipe: Any, batches: Any) -> Any:
+        if recipe.num_steps + 1 == abs(stop_at):
+            for child in multiprocessing.active_children() if stop_at < 0 else ():
+                subprocess.run(["kill", "-TERM", str(child.pid)], check=True)  # from elsewhere, as SLURM would
+            os.kill(os.getpid(), stop_by)
+        return real_step(recipe, batches)
+
+    train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
+    screen = io.StringIO()
+    try:
+        with redirect_stdout(screen):
+            code = train_ft.main(check_config(raw))
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        train_ft.TrainFinetuneRecipe.step = real_step  # type: ignore[method-assign]
+        SIGNALS._stop_watching()  # its thread would take the next run's pause for a hang, and end this process
+        SIGNALS.__init__()  # type: ignore[misc]  # what this run was told is not for the next one
+    return code, screen.getvalue()
+
+
+def _quick(folder: Path, *overrides: str) -> DictConfig:
+    return _placed("smoke", (*QUICK, *overrides), output_dir=str(folder))
+
+
+def _composed(preset: str, folder: Path, *overrides: str) -> DictConfig:
+    return _placed(preset, overrides, output_dir=str(folder), cache_dir=str(folder.parent / "cache"))
+
+
+def _placed(preset: str, overrides: tuple[str, ...], **places: str) -> DictConfig:
+    """Composed by Hydra once per process and settings (0.13 s); folders that are not among them differ by run."""
+    raw = _composed_once(preset, overrides).copy()
+    typed = {text.partition("=")[0] for text in overrides}
+    return OmegaConf.merge(raw, {key: value for key, value in places.items() if key not in typed})  # type: ignore
+
+
+@cache
+def _composed_once(preset: str, overrides: tuple[str, ...]) -> DictConfig:
+    return compose_config(preset, list(overrides))
