@@ -11,21 +11,23 @@ process reads a shard is another matter: the packs do not depend on the number o
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
 from automodel_lite.data.documents import Document, DocumentList, DocumentSet, Question, question_of
-from automodel_lite.data.formats import Alignment, Normalize, NormalizedRows, align, detect, find_alignment
+from automodel_lite.data.formats import Alignment, NormalizedRows, detect, find_alignment
 from automodel_lite.data.readers import RawRow, RawRows, Source, is_file_name, open_source, without_nulls
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, one_line
 
 NUM_SNIFFED_ROWS = 20
 Delimiter = Annotated[str, OneOf(("comma", "semicolon", "tab", "pipe", ",", ";", "|", "\\t"))]
@@ -66,17 +68,14 @@ class FilesDataset:
             raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
         source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
         detected = detect(sniff_columns(source.rows, source.description), self.format, self.columns)
-
-        normalize, labels = detected.format.normalize, ""
+        labels = ""
         if detected.format.kind == "tokens":
-            normalize, labels = self._aligned(NormalizedRows(source.rows, normalize, detected.renames))
-
-        def normalized(rows: RawRows) -> DocumentSet:
-            return NormalizedRows(rows, normalize, detected.renames, detected.media)
-
+            detected = replace(detected, labels=self.labels or _found_labels(NormalizedRows(source.rows, detected)))
+            how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
+            labels = f", labels {how[detected.labels]}"
         val_sources = self._val_sources()
-        val: dict[str, DocumentSet] = {name: normalized(val_source.rows) for name, val_source in val_sources.items()}
-        train = normalized(source.rows)
+        val: dict[str, DocumentSet] = {name: NormalizedRows(s.rows, detected) for name, s in val_sources.items()}
+        train: DocumentSet = NormalizedRows(source.rows, detected)
         if self.max_documents is not None:
             train = SelectedRows(train, np.arange(min(self.max_documents, len(train))))
         if self.val_frac:
@@ -90,14 +89,6 @@ class FilesDataset:
         delimiter = f", delimiter={self.delimiter}" if self.delimiter else ""
         self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}{delimiter})"
 
-    def _aligned(self, rows: NormalizedRows) -> tuple[Normalize, str]:
-        """How token rows are normalized, by the convention that their labels follow."""
-        first = (_row_or_none(rows, index) for index in range(min(NUM_SNIFFED_ROWS, len(rows))))
-        alignment = self.labels or find_alignment(row for row in first if row is not None)
-        if alignment == "aligned":
-            return rows.normalize, ", labels next-token aligned"
-        return Composed(align, rows.normalize), ", labels unshifted (shifted once here)"
-
     def _val_sources(self) -> dict[str, Source]:
         if self.val_split is not None:
             return {"val": open_source(self.path, self.name, self.val_split, "dataset.val_split")}
@@ -110,22 +101,13 @@ class FilesDataset:
         }
 
 
-@dataclass(frozen=True)
-class Composed:  # a function that can be pickled
-    """`after(before(row))`."""
-
-    after: Callable[[Document], Document]
-    before: Normalize
-
-    def __call__(self, row: RawRow) -> Document:
-        return self.after(self.before(row))
-
-
-def _row_or_none(rows: NormalizedRows, index: int) -> Document | None:
-    try:
-        return rows[index]
-    except DataError:
-        return None  # left to the tokenizer to report
+def _found_labels(rows: DocumentSet) -> Alignment:
+    """The convention that the labels of the first documents follow."""
+    documents = []
+    for index in range(min(NUM_SNIFFED_ROWS, len(rows))):
+        with suppress(DataError):  # left to the tokenizer to report
+            documents.append(rows[index])
+    return find_alignment(documents)
 
 
 def sniff_columns(rows: RawRows, description: str) -> list[str]:
@@ -161,22 +143,12 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
     except ConfigError:
         missing = [name for name in _ANSWERS if name not in columns]
         detected = detect([*columns, *missing], None, None)
-    rows = NormalizedRows(source.rows, Composed(detected.format.normalize, Without(missing)), detected.renames)
-    for index in range(len(rows)):
-        question = question_of(rows[index])
+    for index in range(len(source.rows)):
+        row = source.rows[index]
+        question = question_of(detected.document({**dict.fromkeys(missing, ""), **row}, source.rows.where(index)))
         if question is None:
             raise ConfigError(f"--prompts {path}: {detected.description} has no question: it needs prompt or messages.")
-        yield source.rows[index], question
-
-
-@dataclass(frozen=True)
-class Without:
-    """A row in which columns may be missing: they are empty."""
-
-    columns: Sequence[str]
-
-    def __call__(self, row: RawRow) -> RawRow:
-        return {**dict.fromkeys(self.columns, ""), **row}
+        yield row, question
 
 
 @dataclass(frozen=True)
@@ -209,26 +181,23 @@ NUM_HEAD_DOCUMENTS = 2000  # that a tokenizer is trained on, or that are looked 
 Placed = tuple[str, RawRow | DataError]
 
 
-class RawStream(Protocol):
+@dataclass(frozen=True)
+class RawStream(ABC):
     """A stream of raw rows that can be read from any place on, again and again with the same result."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    identity: str
 
-    @property
-    def identity(self) -> str: ...
-
+    @abstractmethod
     def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         """(place, row) of every row of a shard but the first `start`; a broken row is the error that says so."""
 
 
 @dataclass(frozen=True)
-class FileStream:
+class FileStream(RawStream):
     """Local files; any row is found at once."""
 
     rows: RawRows
-    name: str
-    identity: str
 
     def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         for index in range(shard + start * num_shards, len(self.rows), num_shards):
@@ -239,21 +208,12 @@ class FileStream:
 
 
 @dataclass(frozen=True)
-class HubStream:
+class HubStream(RawStream):
     """A dataset of the hub, streamed; files are distributed to shards where there are enough of them, else rows are."""
 
     path: str
     config: str | None
     split: str
-    key: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}/{self.config}" if self.config else self.path
-
-    @property
-    def identity(self) -> str:
-        return f"{self.name} {self.split}"
 
     def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         import datasets
@@ -261,8 +221,7 @@ class HubStream:
         try:
             stream = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ConfigError(f"{self.key}={self.path} cannot be streamed: {reason}") from error
+            raise ConfigError(f"dataset.path={self.path} cannot be streamed: {one_line(error)}") from error
         by_file = stream.num_shards >= num_shards
         rows: Iterable[RawRow] = (
             stream.shard(num_shards, shard).skip(start)
@@ -275,24 +234,13 @@ class HubStream:
             yield f"{place}{first + number * step + 1}", {name: without_nulls(value) for name, value in row.items()}
 
 
-@dataclass(frozen=True)
-class GeneratorStream:
-    """Rows that a function of the user yields; it is called once for every shard, and must yield the same each time."""
-
-    function: str
-
-    @property
-    def name(self) -> str:
-        return self.function
-
-    @property
-    def identity(self) -> str:
-        return self.function
+class GeneratorStream(RawStream):
+    """Rows that a function of the user yields, called `name`: once for every shard, and the same rows each time."""
 
     def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         first = shard + start * num_shards
-        for number, row in enumerate(islice(_locate(self.function)(), first, None, num_shards)):
-            place = f"{self.function}[{first + number * num_shards}]"
+        for number, row in enumerate(islice(_locate(self.name)(), first, None, num_shards)):
+            place = f"{self.name}[{first + number * num_shards}]"
             yield place, row if isinstance(row, dict) else DataError(f"{place}: a row must be a dict, not {row!r:.40}.")
 
 
@@ -341,39 +289,35 @@ class StreamingDataset:
 
     def read(self, shard: int, start: int) -> Iterator[tuple[str, Document | DataError]]:
         """(place, document) of every document of a shard but the first `start`."""
-        for place, row in self.stream.read(shard, self.num_shards, start):
-            if isinstance(row, DataError):
-                yield place, row
-                continue
-            try:
-                yield place, NormalizedRows(_OneRow(row, place), *self._normalize)[0]
-            except DataError as error:
-                yield place, error
+        return map(self._document, self.stream.read(shard, self.num_shards, start))
 
     @cached_property
     def train(self) -> DocumentList:
         """The first documents, for whoever wants to look at some (training a tokenizer on them)."""
-        head = islice(self.stream.read(0, 1, 0), NUM_HEAD_DOCUMENTS)
-        rows = (_OneRow(row, place) for place, row in head if not isinstance(row, DataError))
-        return DocumentList(
-            [d for d in (_normalized_or_none(row, *self._normalize) for row in rows) if d], self.name or ""
-        )
+        head = map(self._document, islice(self.stream.read(0, 1, 0), NUM_HEAD_DOCUMENTS))
+        return DocumentList([d for _, d in head if not isinstance(d, DataError)], self.name or "")
 
-    @property
-    def _normalize(self) -> tuple[Callable[[RawRow], Document], Mapping[str, str], tuple[str, ...]]:
-        return self._detected.format.normalize, self._detected.renames, self._detected.media
+    def _document(self, placed: Placed) -> tuple[str, Document | DataError]:
+        place, row = placed
+        if isinstance(row, DataError):
+            return placed
+        try:
+            return place, self._detected.document(row, place)
+        except DataError as error:
+            return place, error
 
     def _open(self) -> RawStream:
         if (self.path is None) == (self.generator is None):
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
             _locate(self.generator)
-            return GeneratorStream(self.generator)
+            return GeneratorStream(self.generator, self.generator)
         assert self.path is not None
         if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
-            return HubStream(self.path, self.name, self.split, "dataset.path")
+            shown = f"{self.path}/{self.name}" if self.name else self.path
+            return HubStream(shown, f"{shown} {self.split}", self.path, self.name, self.split)
         source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
-        return FileStream(source.rows, source.description, source.identity)
+        return FileStream(source.description, source.identity, source.rows)
 
     def _val(self) -> Iterator[tuple[str, DocumentSet]]:
         if self.val_path is not None:
@@ -384,30 +328,6 @@ class StreamingDataset:
 
     def _is_empty(self) -> str:
         return f"{self.stream.name}: the stream is empty: it holds no row."
-
-
-@dataclass(frozen=True)
-class _OneRow:
-    """A row on its own, as `NormalizedRows` reads them."""
-
-    row: RawRow
-    place: str
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> RawRow:
-        return self.row
-
-    def where(self, index: int) -> str:
-        return self.place
-
-
-def _normalized_or_none(row: _OneRow, *normalize: Any) -> Document | None:
-    try:
-        return NormalizedRows(row, *normalize)[0]
-    except DataError:
-        return None  # met again, and reported, when it is its turn
 
 
 def _locate(function: str) -> Callable[[], Iterable[Any]]:

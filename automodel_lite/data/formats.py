@@ -206,6 +206,31 @@ class Detected:
     renames: Mapping[str, str]
     description: str
     media: tuple[str, ...] = ()  # columns of pictures and sounds: a row that has some is refused
+    labels: Alignment = "aligned"  # of token rows
+
+    def document(self, row: RawRow, where: str) -> Document:
+        """A raw row as a document; raises `DataError` with the row's place and the file's own names of its columns."""
+        if self.renames:
+            row = {**row, **{canonical: row.get(column) for canonical, column in self.renames.items()}}
+        try:
+            self._check_media(row)
+            document = self.format.normalize(row)
+            return align(document) if self.labels == "unshifted" else document
+        except DataError as error:
+            raise DataError(f"{where}: {self._own_names(str(error))}") from error
+
+    def _check_media(self, row: RawRow) -> None:
+        for column in self.media:
+            if row.get(column) not in (None, [], {}, ""):
+                raise DataError(
+                    f"column {column} would be ignored: this program trains only on text; set dataset.format=... to "
+                    "train without it."
+                )
+
+    def _own_names(self, message: str) -> str:
+        for canonical, column in self.renames.items():
+            message = message.replace(f"column {canonical} ", f"column {column} ")
+        return message
 
 
 def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str, str] | None) -> Detected:
@@ -347,41 +372,19 @@ def _detected(
 
 @dataclass(frozen=True)
 class NormalizedRows:
-    """Raw rows as documents; a row that does not fit its format raises `DataError` with its place and column."""
+    """Raw rows as documents."""
 
     raw: RawRows
-    normalize: Normalize
-    renames: Mapping[str, str]
-    media: tuple[str, ...] = ()
+    detected: Detected
 
     def __len__(self) -> int:
         return len(self.raw)
 
     def __getitem__(self, index: int) -> Document:
-        row = self.raw[index]
-        if self.renames:
-            row = {**row, **{canonical: row.get(column) for canonical, column in self.renames.items()}}
-        try:
-            self._check_media(row)
-            return self.normalize(row)
-        except DataError as error:
-            raise DataError(f"{self.where(index)}: {self._own_names(str(error))}") from error
+        return self.detected.document(self.raw[index], self.where(index))
 
     def where(self, index: int) -> str:
         return self.raw.where(index)
-
-    def _check_media(self, row: RawRow) -> None:
-        for column in self.media:
-            if row.get(column) not in (None, [], {}, ""):
-                raise DataError(
-                    f"column {column} would be ignored: this program trains only on text; set dataset.format=... to "
-                    "train without it."
-                )
-
-    def _own_names(self, message: str) -> str:
-        for canonical, column in self.renames.items():
-            message = message.replace(f"column {canonical} ", f"column {column} ")
-        return message
 
 
 def _turns(row: RawRow, column: str) -> list[Message]:

@@ -32,7 +32,7 @@ import pyarrow
 
 from automodel_lite.config.rules import looks_local
 from automodel_lite.data.cache import build_once, default_cache_dir
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, one_line
 
 RawRow = dict[str, Any]
 INDEX_BLOCK_BYTES = 64 * 2**20
@@ -493,8 +493,8 @@ def open_arrow(path: Path, name: str, builder: str, split: str) -> RawRows:
             else datasets.load_dataset(builder, data_files=str(path), split="train")
         )
     except Exception as error:  # whatever a damaged file makes of its reader
-        reason = str(error.__cause__ or error).strip().splitlines()[:1]
-        raise DataError(f"{name}: cannot be read as {builder or 'a saved dataset'}: {' '.join(reason)}") from error
+        reason = one_line(error.__cause__ or error)
+        raise DataError(f"{name}: cannot be read as {builder or 'a saved dataset'}: {reason}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise ConfigError(f"dataset.split={split} is not in {path}, which has {', '.join(loaded)}.")
@@ -508,9 +508,9 @@ def _open_hub(path: str, name: str | None, split: str, key: str) -> Source:
     try:
         loaded = datasets.load_dataset(path, name, split=split)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: {reason}"
+            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: "
+            f"{one_line(error)}"
         ) from error
     shown = f"{path}/{name}" if name else path
     return Source(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")

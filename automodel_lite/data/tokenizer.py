@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
 from automodel_lite.data.cache import build_once, default_cache_dir, short_hash
 from automodel_lite.data.documents import Documents, document_texts
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
@@ -51,8 +51,7 @@ def load_tokenizer(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {first_line}") from error
+        raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {one_line(error)}") from error
     if chat_template is not None:
         is_file = "{" not in chat_template
         tokenizer.chat_template = _read_template(chat_template) if is_file else chat_template
