@@ -14,8 +14,8 @@ from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.cli import compose_config, imported
 from automodel_lite.config.check import check_config
+from automodel_lite.config.schema import TokenizeConfig, TrainOn
 from automodel_lite.data.documents import DocumentList
-from automodel_lite.data.encode import TrainOn
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.data.token_rows import TokenRows
 from automodel_lite.data.tokenize import Job, tokenize_in_memory
@@ -54,8 +54,9 @@ def tokenize_chats(
     Labels are next-token aligned, -100 where nothing is trained on. Raises DataError: a message that the template
     cannot render, or a set in which nothing is trained on.
     """
+    settings = TokenizeConfig(train_on=train_on, template_kwargs=dict(template_kwargs or {}))
     documents = DocumentList([{"messages": [dict(message) for message in chat]} for chat in chats], "chats")
-    return tokenize_in_memory(documents, Job(tokenizer, train_on, dict(template_kwargs or {})))
+    return tokenize_in_memory(documents, Job(tokenizer, settings))
 
 
 def hf_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ import torch
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.loader import (
     BatchShape,
-    MicroBatchSampler,
     deal,
     deal_to_ranks,
     epoch_order,
@@ -311,7 +310,7 @@ def each(packs: PackedDataset) -> None:
 def loaded(packs: PackedDataset) -> None:
     """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
     steps = [deal_to_ranks(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
-    for _ in read_batches(packs, MicroBatchSampler(steps, 0), DataloaderConfig()):
+    for _ in read_batches(packs, steps, 0, DataloaderConfig()):
         pass
 
 
@@ -346,8 +345,8 @@ def balance(n: int) -> None:
             costs = pack_costs(plan, lengths, llama_3_8b)[seeded_order(len(plan), 0, 0)]
             print(f"{name}: {len(plan):,} packs, slowest rank over the mean (Llama-3-8B, causal)")
             for ranks, micro_steps in ((8, 8), (64, 1), (64, 8)):
-                layout = {"ranks": ranks, "micro_steps": micro_steps}
-                dealt = {b: imbalance(costs[deal(costs, b, **layout)], **layout) for b in ("none", "step", "window")}
+                shape = BatchShape(ranks * micro_steps, 1, ranks)
+                dealt = {b: imbalance(costs[deal(costs, b, shape)], shape) for b in ("none", "step", "window")}
                 print(
                     f"  {ranks:>3} ranks x {micro_steps} micro-steps  "
                     + "  ".join(f"{b} {v:.4f}" for b, v in dealt.items())

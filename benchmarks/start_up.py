@@ -17,7 +17,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
@@ -79,19 +79,19 @@ def data_seconds(job: Job) -> tuple[float, float]:
     import time
 
     from automodel_lite.config.components import build
+    from automodel_lite.data import tokenize
     from automodel_lite.data.packing.plan import plan_packs
-    from automodel_lite.data.tokenize import tokenize_documents
     from automodel_lite.data.tokenizer import load_tokenizer
     from benchmarks.peers.recipe import recipe_config
 
     config = recipe_config(job)
     tokenizer = load_tokenizer(f"{job.folder}/tokenizer")
     documents = build(config.dataset)
-    settings = asdict(config.tokenize) | {"num_proc": 1}
+    tokenizing = tokenize.Job(tokenizer, replace(config.tokenize, num_proc=1))
     seconds = []
     for _ in range(2):
         began = time.process_time()
-        rows = tokenize_documents(documents, tokenizer, cache_dir=f"{job.scratch}/rows", **settings).train
+        rows = tokenize.tokenize_documents(documents, tokenizing, f"{job.scratch}/rows").train
         plan_packs(rows.lengths, 2048)
         seconds.append(time.process_time() - began)
     return seconds[0], seconds[1]

@@ -20,7 +20,7 @@ from typing import Any
 
 from automodel_lite.data.encode import Renderer
 from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.tokenize import num_cores, tokenize_documents
+from automodel_lite.data.tokenize import Job, num_cores, tokenize_documents
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
 
 
@@ -42,7 +42,7 @@ def main() -> None:
             ids, used = timed(lambda: tokenizer(texts, add_special_tokens=False)["input_ids"])
             alone.append(used)
             folder = Path(cache_dir) / str(repeat)
-            data, used = timed(partial(tokenize_documents, documents, tokenizer, cache_dir=folder))
+            data, used = timed(partial(tokenize_documents, documents, Job(tokenizer), folder))
             ours.append(used)
         num_tokens = sum(map(len, ids))
         assert num_tokens == data.train.num_tokens

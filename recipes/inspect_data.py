@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from automodel_lite.config.schema import Config, check_alone
-from automodel_lite.data.files import NUM_HEAD_DOCUMENTS, StreamingDataset
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.report import draw_histogram, draw_mask, draw_pack, packing_report
 from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
@@ -50,8 +49,6 @@ def counts(data: PlannedPacks) -> Iterator[str]:
     """What was read, skipped, dropped and cut."""
     yield "DATA"
     yield f"  {data.documents.description}"
-    if isinstance(data.documents, StreamingDataset):
-        yield f"  its first {NUM_HEAD_DOCUMENTS:,} documents are looked at"
     yield from (f"  {note}" for note in data.tokens.notes)
 
 

@@ -56,11 +56,14 @@ class MeshConfig:
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run
 
 
+TrainOn = Annotated[str, OneOf(("assistant", "last_assistant", "completion", "all"))]
+
+
 @dataclass
 class TokenizeConfig:
     """How documents become tokens, and which of them are trained on."""
 
-    train_on: Annotated[str, OneOf(("assistant", "last_assistant", "completion", "all"))] = "assistant"
+    train_on: TrainOn = "assistant"
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
     max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
     num_proc: Annotated[int, Range(1), UpToTheCores()] | None = None  # processes; null = all cores for large datasets

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -37,7 +37,6 @@ from automodel_lite.data.documents import Document, Message, sound_text
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.interpreter import Deadline, DeadlineExceeded
 
-TrainOn = Literal["assistant", "last_assistant", "completion", "all"]
 Span = tuple[int, int]
 
 # End-of-turn tokens of other turns than a plain answer: Llama-3 tool calls, gpt-oss, Gemma-4, Cohere.
@@ -86,7 +85,7 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, train_on: TrainOn, template_kwargs: dict[str, Any] | None = None
+        self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any] | None = None
     ):
         if tokenizer.chat_template is None:
             raise ConfigError(no_template(tokenizer))
@@ -293,7 +292,7 @@ class Renderer:
     where neither brings white space. Plain text becomes `<bos> text <eos>`, the BOS only for tokenizers that add one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, train_on: TrainOn, template_kwargs: dict[str, Any]):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any]):
         self._train_on = train_on
         has_template = tokenizer.chat_template is not None
         self._chat = ChatRenderer(tokenizer, train_on, template_kwargs) if has_template else None

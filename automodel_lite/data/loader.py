@@ -26,20 +26,21 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.schema import DataloaderConfig, TrainingConfig, global_batch_size_of
+from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig, global_batch_size_of
 from automodel_lite.data.documents import Documents
 from automodel_lite.data.packing.packs import (
     EMPTY_PACK,
@@ -123,60 +124,69 @@ class TrainingPlan:
         return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
 
 
-class PackSource(Protocol):
-    """Where the packs of a run come from. A position means the same packs on every number of ranks and workers."""
+@dataclass(frozen=True)
+class PackSource(ABC):
+    """Where the packs of a run come from. A position means the same packs on every number of ranks and workers.
+
+    The methods with a body here answer for packs that are not known before the start.
+    """
+
+    documents: Documents
+    tokenizer: PreTrainedTokenizerFast
+    packer: Packer
+    val_packs: Mapping[str, PackedDataset]
+    notes: tuple[str, ...]  # what tokenizing did, a line per set
+    shape: BatchShape
+    dataloader: DataloaderConfig
+
+    @classmethod
+    @abstractmethod
+    def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> PackSource:
+        """The packs of a dataset; tokenizes what is not in the cache, once per node."""
+
+    @classmethod
+    @abstractmethod
+    def tokenize_part(cls, config: Config, documents: Any) -> tuple[tuple[str, ...], list[int]]:
+        """Tokenizes one part of the documents, for `prepared` to join: notes, and the parts that are still missing."""
 
     @property
-    def documents(self) -> Documents: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerFast: ...
-
-    @property
-    def packer(self) -> Packer: ...
-
-    @property
-    def shape(self) -> BatchShape: ...
-
-    @property
-    def dataloader(self) -> DataloaderConfig: ...
-
-    @property
-    def val_packs(self) -> Mapping[str, PackedDataset]: ...
-
-    @property
+    @abstractmethod
     def held_out(self) -> Mapping[str, PackedDataset]:
         """The validation sets, or all documents where there is none; raises ConfigError for a stream without one."""
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What tokenizing did, a line per set."""
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What was read and left out, for metrics.jsonl; empty for a stream, whose position counts."""
-
-    @property
+    @abstractmethod
     def longest(self) -> int:
         """Tokens of the longest document (or piece of one) that a pack may hold."""
 
+    @abstractmethod
     def plan(self, config: TrainingConfig) -> TrainingPlan:
         """How many steps; raises ConfigError when the settings do not say."""
 
+    @abstractmethod
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
         """The steps of this rank that follow `cursor`, without end."""
 
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What the order of the data follows from, for checkpoints: other values are other data."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was read and left out, for metrics.jsonl."""
+        return {}
+
     def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
-        """Documents left out up to `cursor`, where this was not known before the start. Every rank calls it."""
+        """Documents left out up to `cursor`, where `counts` could not tell before the start. Every rank calls it."""
+        return {}
 
     def report(self, costs: CostModel | None = None) -> PackingReport | None:
-        """What the packs of the first epoch cost and gain; None where they are not known before the start."""
+        """What the packs of the first epoch cost and gain."""
+        return None
 
     def lengths(self) -> dict[str, list[float]]:
         """For drawing: documents in equal bins of length, and the lengths in one pack of the first epoch."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What the order of the data follows from, for checkpoints: other values are other data."""
+        return {}
 
 
 _NEVER = 1 << 60
@@ -220,27 +230,24 @@ def pack_costs(plan: PackPlan, lengths: np.ndarray, model: CostModel) -> np.ndar
     return model.per_token * plan.packed_sequence_size + model.per_pair * (attention + padding[which])
 
 
-def deal(
-    costs: np.ndarray, balance: str, *, ranks: int, micro_steps: int, micro_batch_size: int = 1, seed: int = 0
-) -> np.ndarray:
+def deal(costs: np.ndarray, balance: str, shape: BatchShape, seed: int = 0) -> np.ndarray:
     """The order in which packs are consumed, int64 [n]: positions in `costs`, which stands in the epoch's order.
 
-    Position p of the result goes to step p // G, then micro-step, rank and place in the micro-batch, with
-    G = micro_steps * ranks * micro_batch_size. An unfinished last step (or window) keeps its place.
+    Position p of the result goes to step p // global_batch_size, then micro-step, rank and place in the micro-batch.
+    An unfinished last step (or window) keeps its place.
     The steps of "window" depend on the number of ranks, those of "step" do not.
     Under "step" every optimizer step keeps its packs; under "window" every window of 32 steps does.
     """
     order = np.arange(len(costs))
-    step = ranks * micro_steps * micro_batch_size
+    step, ranks = shape.global_batch_size, shape.dp_size
     if balance == "window":
-        order = _mix_windows(costs, step, ranks * micro_batch_size, seed)
-    if balance == "none" or micro_steps * micro_batch_size == 1:
+        order = _mix_windows(costs, step, ranks * shape.micro_batch_size, seed)
+    if balance == "none" or step == ranks:
         return order
     whole = len(costs) // step * step
     steps = order[:whole].reshape(-1, step)
     rising = np.take_along_axis(steps, np.argsort(costs[steps], axis=1, kind="stable"), axis=1)
-    shape = (-1, micro_steps, micro_batch_size, ranks)
-    dealt = rising.reshape(shape).copy()
+    dealt = rising.reshape(-1, shape.micro_steps, shape.micro_batch_size, ranks).copy()
     dealt[:, :, 1::2] = dealt[:, :, 1::2, ::-1]  # there and back, so that the sums of micro-batches agree
     dealt[:, 1::2] = dealt[:, 1::2, :, ::-1]  # and the sums of steps, where ranks wait once a step only
     order[:whole] = dealt.swapaxes(2, 3).reshape(-1)
@@ -262,44 +269,27 @@ def _mix_windows(costs: np.ndarray, step: int, group: int, seed: int) -> np.ndar
     return order
 
 
-def imbalance(costs: np.ndarray, *, ranks: int, micro_steps: int, micro_batch_size: int = 1) -> float:
+def imbalance(costs: np.ndarray, shape: BatchShape) -> float:
     """Time over the time of perfectly shared work, at least 1: every micro-step lasts as long as its slowest rank.
 
     costs: float [n] in the order of consumption (see `deal`); an unfinished last step is left out.
     """
-    step = ranks * micro_steps * micro_batch_size
-    whole = len(costs) // step * step
+    whole = len(costs) // shape.global_batch_size * shape.global_batch_size
     if not whole:
         return 1.0
-    work = costs[:whole].reshape(-1, ranks, micro_batch_size).sum(axis=2)
+    work = costs[:whole].reshape(-1, shape.dp_size, shape.micro_batch_size).sum(axis=2)
     return float(work.max(axis=1).sum() / work.mean(axis=1).sum())
 
 
-class MicroBatchSampler(Sampler[list[int]]):
-    """This rank's micro-batches of one epoch, from a position on; a batch sampler for StatefulDataLoader.
-
-    steps      pack ids of each optimizer step, dealt: int64 [micro-steps, dp ranks, micro_batch_size]
-    """
-
-    def __init__(self, steps: list[np.ndarray], dp_rank: int) -> None:
-        self.steps = steps
-        self.dp_rank = dp_rank
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps:
-            for micro in step[:, self.dp_rank]:
-                yield micro.tolist()
-
-    def __len__(self) -> int:
-        return sum(len(step) for step in self.steps)
-
-
-def read_batches(packs: Dataset[Any], sampler: MicroBatchSampler, config: DataloaderConfig) -> StatefulDataLoader:
-    """Collated micro-batches."""
+def read_batches(
+    packs: Dataset[Any], steps: Iterable[np.ndarray], dp_rank: int, config: DataloaderConfig
+) -> StatefulDataLoader:
+    """The collated micro-batches of a rank; `steps` are pack ids, dealt to ranks."""
+    micro_batches = [micro_batch for step in steps for micro_batch in step[:, dp_rank].tolist()]
     pins = config.pin_memory and torch.cuda.is_available()
     options = worker_options(config)
     return StatefulDataLoader(
-        packs, batch_sampler=sampler, collate_fn=packed_sequence_thd_collater, pin_memory=pins, **options
+        packs, batch_sampler=micro_batches, collate_fn=packed_sequence_thd_collater, pin_memory=pins, **options
     )
 
 
@@ -333,7 +323,7 @@ def validation_steps(
     """Every pack once over all ranks, one micro-batch at a time; ranks that run short get empty packs, so all run
     equally often.
     """
-    for batch in read_batches(packs, MicroBatchSampler([deal_to_ranks(np.arange(len(packs)), shape)], dp_rank), config):
+    for batch in read_batches(packs, [deal_to_ranks(np.arange(len(packs)), shape)], dp_rank, config):
         yield StepBatches([batch], [], 0, Cursor(), 0.0)
 
 

@@ -6,24 +6,23 @@ documents ─▶ tokenizer ─▶ token rows (cached, once a node) ─▶ pack p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache, singledispatch
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
-from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
+from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.documents import Documents, TokenizedData
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import (
     BatchShape,
     Cursor,
-    MicroBatchSampler,
     PackSource,
     StepBatches,
     TrainingPlan,
@@ -37,13 +36,8 @@ from automodel_lite.data.loader import (
 )
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.streams import StreamedPacks, TokenStream
-from automodel_lite.data.tokenize import (
-    Job,
-    tokenize_documents,
-    tokenize_part,
-    tokenize_validation,
-)
+from automodel_lite.data.streams import StreamedPacks
+from automodel_lite.data.tokenize import job_of, tokenize_documents, tokenize_part
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import is_quantized
@@ -100,29 +94,41 @@ def check_positions(longest: int, model_config: PretrainedConfig) -> None:
 
 
 @dataclass(frozen=True)
-class PlannedPacks:
-    """A `PackSource` of documents whose lengths are known: the packs of every epoch are planned beforehand.
+class PlannedPacks(PackSource):
+    """Packs of documents whose lengths are known: those of every epoch are planned beforehand.
 
     packs_of   epoch -> its packs
+    seed       of the order of packs
     """
 
-    documents: Documents
-    tokenizer: PreTrainedTokenizerFast
     tokens: TokenizedData
-    packer: Packer
     packs_of: Callable[[int], PackedDataset]
-    val_packs: dict[str, PackedDataset]
-    shape: BatchShape
-    dataloader: DataloaderConfig
-    seed: int  # of the order of packs
+    seed: int
+
+    @classmethod
+    def prepared(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
+        job = job_of(config, documents)
+        packer = packer.padded_with(padding_id(job.tokenizer))
+        tokens = tokenize_documents(documents, job, config.cache_dir)
+
+        @lru_cache(maxsize=2)
+        def packs_of(epoch: int) -> PackedDataset:
+            if epoch and not packer.repack_each_epoch and not tokens.drawn:
+                return packs_of(0)
+            rows = tokens.train_of(epoch)
+            return packer.packs(rows, packer.plan(rows.lengths, epoch))
+
+        val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in tokens.val.items()}
+        facts = (documents, job.tokenizer, packer, val_packs, tokens.notes, batches, config.dataloader)
+        return cls(*facts, tokens, packs_of, config.seed)
+
+    @classmethod
+    def tokenize_part(cls, config: Config, documents: Documents) -> tuple[tuple[str, ...], list[int]]:
+        return tokenize_part(documents, job_of(config, documents), config.cache_dir)
 
     @property
-    def held_out(self) -> dict[str, PackedDataset]:
+    def held_out(self) -> Mapping[str, PackedDataset]:
         return self.val_packs or {"all": self.packs_of(0)}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.tokens.notes
 
     @property
     def counts(self) -> dict[str, int]:
@@ -161,13 +167,14 @@ class PlannedPacks:
         size = self.shape.global_batch_size
         starts = range(cursor.packs, len(order), size)
         steps = [deal_to_ranks(order[start : start + size], self.shape) for start in starts]
-        batches = iter(read_batches(packs, MicroBatchSampler(steps, dp_rank), self.dataloader))
+        batches = iter(read_batches(packs, steps, dp_rank, self.dataloader))
         for start, step in zip(starts, steps):
             began = time.perf_counter()
             micro_batches = [next(batches) for _ in range(len(step))]
             waited_s = time.perf_counter() - began
             ids = order[start : start + size]
-            after = _after(cursor.epoch, start + len(ids), len(order))
+            is_last = start + size >= len(order)  # the end of an epoch has one name: (next epoch, 0)
+            after = Cursor(cursor.epoch + 1, 0) if is_last else Cursor(cursor.epoch, start + size)
             yield StepBatches(micro_batches, ids.tolist(), cursor.epoch, after, waited_s)
 
     def order_of(self, epoch: int, costs: CostModel) -> np.ndarray:
@@ -175,24 +182,10 @@ class PlannedPacks:
         packs = self.packs_of(epoch)
         order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
         costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs)[order]
-        return order[deal(costs_of_packs, self.packer.balance, **self._layout, seed=self.seed)]
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        shape = self.shape
-        return {
-            "ranks": shape.dp_size,
-            "micro_steps": shape.micro_steps,
-            "micro_batch_size": shape.micro_batch_size,
-        }
-
-    def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
-        """Nothing: `counts` says it at the start."""
-        return {}
+        return order[deal(costs_of_packs, self.packer.balance, self.shape, self.seed)]
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
-        plan, lengths = self.packs_of(0).plan, self.tokens.train.lengths
-        return packing_report(plan, lengths, cost_model=costs, balance=self.packer.balance, **self._layout)
+        return packing_report(self.packs_of(0).plan, self.tokens.train.lengths, costs, self.packer.balance, self.shape)
 
     def lengths(self) -> dict[str, list[float]]:
         lengths = self.tokens.train.lengths
@@ -213,20 +206,22 @@ class PlannedPacks:
         }
 
 
-def _after(epoch: int, packs: int, num_packs: int) -> Cursor:
-    """The end of an epoch has one name: (next epoch, 0)."""
-    return Cursor(epoch + 1, 0) if packs >= num_packs else Cursor(epoch, packs)
+@singledispatch
+def source_of(documents: Documents) -> type[PackSource]:
+    """What makes packs of a dataset."""
+    return PlannedPacks
+
+
+@source_of.register
+def _source_of_stream(documents: StreamingDataset) -> type[PackSource]:
+    return StreamedPacks
 
 
 def prepare_data(config: Config, batches: BatchShape) -> PackSource:
     """The packs of a run; tokenizes what is not in the cache, once per node."""
     packer = build_packer(config)  # first: it checks sizes
-    documents: Documents | StreamingDataset = build(config.dataset)
-    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
-    packer = packer.padded_with(padding_id(tokenizer))
-    if isinstance(documents, StreamingDataset):
-        return _stream(config, documents, tokenizer, packer, batches)
-    return _planned(config, documents, tokenizer, packer, batches)
+    documents = build(config.dataset)
+    return source_of(documents).prepared(config, documents, packer, batches)
 
 
 def prepare_part(config: Config) -> tuple[tuple[str, ...], list[int]]:
@@ -238,51 +233,18 @@ def prepare_part(config: Config) -> tuple[tuple[str, ...], list[int]]:
             "--array=0-15 for 16)."
         )
     documents = build(config.dataset)
-    if isinstance(documents, StreamingDataset):
-        raise ConfigError(f"tokenize.part={config.tokenize.part}: a stream is tokenized while it is trained on.")
-    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
-    return tokenize_part(documents, Job(tokenizer, **asdict(config.tokenize)), config.cache_dir)
+    return source_of(documents).tokenize_part(config, documents)
 
 
 def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
     """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
-    batches = batch_shape(config.training, dp_size=1)
-    documents: Documents = build(config.dataset)
-    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
-    return _planned(config, documents, tokenizer, packer.padded_with(padding_id(tokenizer)), batches)
+    return PlannedPacks.prepared(config, build(config.dataset), packer, batch_shape(config.training, dp_size=1))
 
 
 def build_packer(config: Config) -> Packer:
     """Raises ConfigError for sizes that do not divide."""
     packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)
     return packer
-
-
-def _planned(
-    config: Config, documents: Documents, tokenizer: PreTrainedTokenizerFast, packer: Packer, batches: BatchShape
-) -> PlannedPacks:
-    tokens = tokenize_documents(documents, tokenizer, cache_dir=config.cache_dir, **asdict(config.tokenize))
-
-    @lru_cache(maxsize=2)
-    def packs_of(epoch: int) -> PackedDataset:
-        if epoch and not packer.repack_each_epoch and not tokens.drawn:
-            return packs_of(0)
-        rows = tokens.train_of(epoch)
-        return packer.packs(rows, packer.plan(rows.lengths, epoch))
-
-    val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in tokens.val.items()}
-    return PlannedPacks(
-        documents, tokenizer, tokens, packer, packs_of, val_packs, batches, config.dataloader, config.seed
-    )
-
-
-def _stream(
-    config: Config, stream: StreamingDataset, tokenizer: PreTrainedTokenizerFast, packer: Packer, batches: BatchShape
-) -> StreamedPacks:
-    job = replace(Job(tokenizer, **asdict(config.tokenize)), num_parts=1)
-    val, notes = tokenize_validation(stream, job, config.cache_dir)
-    val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
-    return StreamedPacks(TokenStream(stream, job), packer, val_packs, notes, batches, config.dataloader)
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: bool) -> None:

@@ -16,28 +16,28 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
+from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.documents import Document
+from automodel_lite.data.documents import Document, Documents
 from automodel_lite.data.encode import Encoder, Renderer, Rendering
 from automodel_lite.data.files import StreamingDataset
-from automodel_lite.data.loader import BatchShape, Cursor, StepBatches, TrainingPlan, worker_options
+from automodel_lite.data.loader import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, worker_options
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.packs import PackedDataset, Packer, lay_out, packed_sequence_thd_collater
 from automodel_lite.data.token_rows import flatten, next_token_labels
-from automodel_lite.data.tokenize import Job
+from automodel_lite.data.tokenize import Job, job_of, tokenize_validation
+from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
@@ -197,16 +197,17 @@ class TokenStream:
             for rows in self._rows([self._renderings(place, document) for place, document in chunk]):
                 num_read, num_unusable = num_read + 1, num_unusable + (not rows)
                 yield rows
-            if num_read >= MIN_JUDGED_DOCUMENTS and num_unusable > self.job.max_bad_frac * num_read:
+            max_bad_frac = self.job.settings.max_bad_frac
+            if num_read >= MIN_JUDGED_DOCUMENTS and num_unusable > max_bad_frac * num_read:
                 raise DataError(
                     f"{self.dataset.stream.name}, shard {shard}: {num_unusable:,} of {num_read:,} documents are bad, "
-                    f"empty or without a trained token; max_bad_frac={self.job.max_bad_frac} allows "
-                    f"{int(self.job.max_bad_frac * num_read):,}."
+                    f"empty or without a trained token; max_bad_frac={max_bad_frac} allows "
+                    f"{int(max_bad_frac * num_read):,}."
                 )
 
     @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(self.job.tokenizer, self.job.train_on, dict(self.job.template_kwargs))
+        return self.job.renderer()
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -221,7 +222,7 @@ class TokenStream:
                 raise document
             return self._renderer.renderings(document)
         except DataError as error:
-            if self.job.on_bad_row == "error":
+            if self.job.settings.on_bad_row == "error":
                 raise error if error is document else DataError(f"{place}: {error}") from error
             return []
 
@@ -246,18 +247,26 @@ Turn = tuple[int, Pack | None, ShardState | None]  # shard, its next pack and it
 
 
 @dataclass(frozen=True)
-class StreamedPacks:
-    """A `PackSource` of a stream, which is tokenized and packed while it is trained on and begins again when it ends.
+class StreamedPacks(PackSource):
+    """Packs of a stream, which is tokenized and packed while it is trained on and begins again when it ends.
 
     Raises ConfigError when the shards cannot be shared out evenly to the processes that read them.
     """
 
     tokens: TokenStream
-    packer: Packer
-    val_packs: dict[str, PackedDataset]
-    notes: tuple[str, ...]
-    shape: BatchShape
-    dataloader: DataloaderConfig
+
+    @classmethod
+    def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
+        job = job_of(replace(config, tokenize=replace(config.tokenize, num_parts=1)), documents)
+        packer = packer.padded_with(padding_id(job.tokenizer))
+        val, notes = tokenize_validation(documents, job, config.cache_dir)
+        val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
+        facts = (documents, job.tokenizer, packer, val_packs, notes, batches, config.dataloader)
+        return cls(*facts, TokenStream(documents, job))
+
+    @classmethod
+    def tokenize_part(cls, config: Config, documents: Documents) -> NoReturn:
+        raise ConfigError(f"tokenize.part={config.tokenize.part}: a stream is tokenized while it is trained on.")
 
     def __post_init__(self) -> None:
         readers = self.shape.dp_size * max(1, self.dataloader.num_workers)
@@ -269,15 +278,7 @@ class StreamedPacks:
             )
 
     @property
-    def documents(self) -> StreamingDataset:
-        return self.tokens.dataset
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        return self.tokens.job.tokenizer
-
-    @property
-    def held_out(self) -> dict[str, PackedDataset]:
+    def held_out(self) -> Mapping[str, PackedDataset]:
         if not self.val_packs:
             raise ConfigError("a stream has no end to evaluate: set dataset.val_path, or dataset=files.")
         return self.val_packs
@@ -285,10 +286,6 @@ class StreamedPacks:
     @property
     def _num_shards(self) -> int:
         return self.tokens.dataset.num_shards
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {}
 
     @property
     def longest(self) -> int:
@@ -302,12 +299,6 @@ class StreamedPacks:
                 f"instance training.max_steps=1000 ({1000 * self.shape.global_batch_size:,} packs)."
             )
         return TrainingPlan(config.max_steps, None, self.shape)
-
-    def report(self, costs: CostModel | None = None) -> None:
-        """Nothing is known before the stream is read."""
-
-    def lengths(self) -> dict[str, list[float]]:
-        return {}
 
     def fingerprint(self) -> dict[str, Any]:
         packer = self.packer
@@ -339,14 +330,14 @@ class StreamedPacks:
         return {"stream/num_dropped": dropped, "stream/num_empty": empty}
 
     def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[StepBatches]:
-        per_step = self.shape.global_batch_size // self.shape.dp_size
+        per_step, size = self.shape.global_batch_size // self.shape.dp_size, self.shape.micro_batch_size
         turns = self._turns(cursor, mesh.dp_rank)
         states = dict(cursor.shards or {})
         for step in itertools.count():
             began = time.perf_counter()
             taken = [next(turns, None) for _ in range(per_step)]
             packs = [turn[1] if turn is not None else None for turn in taken]
-            batches = [self._collate(packs[i : i + self.shape.micro_batch_size]) for i in self._micro_starts(per_step)]
+            batches = [self._collate(packs[i : i + size]) for i in range(0, per_step, size)]
             num_packs = mesh.sum(torch.tensor([sum(pack is not None for pack in packs)]))
             wait_s = time.perf_counter() - began
             if not num_packs.item():  # the same on all ranks, so all end the epoch at this step
@@ -363,7 +354,7 @@ class StreamedPacks:
         states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
         turns = ShardTurns(self.tokens, self.packer, shards, states)
         options = worker_options(self.dataloader)
-        read = iter(StatefulDataLoader(turns, batch_size=None, collate_fn=_as_it_is, **options))
+        read = iter(StatefulDataLoader(turns, batch_size=None, collate_fn=lambda turn: turn, **options))
         ahead = next(read, None)
         for shard in itertools.cycle(shards):
             if ahead is None:
@@ -373,9 +364,6 @@ class StreamedPacks:
                 continue
             yield ahead
             ahead = next(read, None)
-
-    def _micro_starts(self, num_packs: int) -> range:
-        return range(0, num_packs, self.shape.micro_batch_size)
 
     def _collate(self, packs: list[Pack | None]) -> dict[str, Any]:
         packer = self.packer
@@ -419,7 +407,3 @@ class ShardTurns(IterableDataset):
         if shard in self.states:
             packs.load_state_dict(self.states[shard])
         return packs
-
-
-def _as_it_is(turn: Turn) -> Turn:
-    return turn

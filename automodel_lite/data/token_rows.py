@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.errors import DataError
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
@@ -422,62 +423,48 @@ def _last_labels(labels: np.ndarray, has_label: np.ndarray, offsets: np.ndarray)
     return labels[last_label_at[offsets[1:] - 1]]
 
 
-@dataclass(frozen=True)
-class SetCheck:
+def check_set(
+    name: str, kind: str, found: Findings, settings: TokenizeConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Stops when too much of a set cannot be trained on.
 
-    kind          of the documents, see `Documents`; text is meant to be trained on whole, and what ends given token ids
-                  is their maker's choice
-    max_bad_frac  of the documents may be bad, empty or fully masked
+    kind: of the documents, see `Documents`; text is meant to be trained on whole, and what ends given token ids is
+    their maker's choice.
+
+    Raises:
+        DataError: too many unusable documents, no row, everything trained on, or no trained stop token.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    kind: str
-    train_on: str
-    max_bad_frac: float
-
-    def check(self, name: str, found: Findings) -> None:
-        """Judges the whole set `name`.
-
-        Raises:
-            DataError: too many unusable documents, no row, everything trained on, or no trained stop token.
-        """
-        counts = found.counts
-        if not counts.num_documents:
-            raise DataError(f"{name}: there is no document in it.")
-        unusable = counts.num_bad + counts.num_empty + counts.num_fully_masked
-        if counts.num_rows == 0 or unusable > self.max_bad_frac * counts.num_documents:
-            raise DataError(f"{name}: {self._unusable(found)}")
-        if found.num_fully_trained == counts.num_rows and self.kind != "text" and self.train_on != "all":
-            raise DataError(
-                f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the questions; only "
-                f"train_on=all should do that, train_on={self.train_on} does not. {self._shown(found.first_row)}"
-            )
-        if self.kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
-            raise DataError(
-                f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained stop token, so "
-                f"the model would not learn to stop: fix the chat template. {self._shown(found.unstopped)}"
-            )
-
-    def _unusable(self, found: Findings) -> str:
-        counts = found.counts
-        text = (
-            f"{counts.num_documents:,} documents: {counts.num_bad:,} bad, {counts.num_empty:,} empty, "
-            f"{counts.num_fully_masked:,} with nothing trained on (train_on={self.train_on}); "
-        )
-        text += (
-            f"max_bad_frac={self.max_bad_frac} allows {int(self.max_bad_frac * counts.num_documents):,}."
-            if counts.num_rows
-            else "nothing is left to train on."
-        )
-        if found.first_error:
-            text += f" First bad row: {found.first_error}"
-        return f"{text} {self._shown(found.fully_masked)}" if found.fully_masked else text
-
-    def _shown(self, row: Example | None) -> str:
+    def shown(row: Example | None) -> str:
         assert row is not None
         input_ids, labels = map(np.array, row)
-        return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(self.tokenizer, input_ids, labels)!r}"
+        return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(tokenizer, input_ids, labels)!r}"
+
+    counts, allowed = found.counts, settings.max_bad_frac * found.counts.num_documents
+    if not counts.num_documents:
+        raise DataError(f"{name}: there is no document in it.")
+    if counts.num_rows == 0 or counts.num_bad + counts.num_empty + counts.num_fully_masked > allowed:
+        raise DataError(
+            f"{name}: {counts.num_documents:,} documents: {counts.num_bad:,} bad, {counts.num_empty:,} empty, "
+            f"{counts.num_fully_masked:,} with nothing trained on (train_on={settings.train_on}); "
+            + (
+                f"max_bad_frac={settings.max_bad_frac} allows {int(allowed):,}."
+                if counts.num_rows
+                else "nothing is left to train on."
+            )
+            + (f" First bad row: {found.first_error}" if found.first_error else "")
+            + (f" {shown(found.fully_masked)}" if found.fully_masked else "")
+        )
+    if found.num_fully_trained == counts.num_rows and kind != "text" and settings.train_on != "all":
+        raise DataError(
+            f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the questions; only "
+            f"train_on=all should do that, train_on={settings.train_on} does not. {shown(found.first_row)}"
+        )
+    if kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
+        raise DataError(
+            f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained stop token, so "
+            f"the model would not learn to stop: fix the chat template. {shown(found.unstopped)}"
+        )
 
 
 def mark_trained(

@@ -18,11 +18,12 @@ from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from automodel_lite.config.components import build_with
+from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.cache import (
     CacheEntry,
     Key,
@@ -33,7 +34,7 @@ from automodel_lite.data.cache import (
     short_hash,
 )
 from automodel_lite.data.documents import Document, Documents, DocumentSet, MadeOfRows, TokenizedData
-from automodel_lite.data.encode import Encoder, Renderer, Rendering, TrainOn
+from automodel_lite.data.encode import Encoder, Renderer, Rendering
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.token_rows import (
     CONTENT_HASH,
@@ -42,16 +43,15 @@ from automodel_lite.data.token_rows import (
     RowCounts,
     Rows,
     RowsWriter,
-    SetCheck,
     TokenRows,
     check_rows,
+    check_set,
     load_rows,
     next_token_labels,
 )
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
 
-OnBadRow = Literal["error", "skip"]
 CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenizes about that many
 MOST_SOCKET_FOLDER_BYTES = 70  # a socket has a path of at most 107 bytes, of which multiprocessing takes about 32
@@ -62,19 +62,17 @@ class Job:
     """How the documents of a set are tokenized."""
 
     tokenizer: PreTrainedTokenizerFast
-    train_on: TrainOn = "assistant"
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    on_bad_row: OnBadRow = "error"
-    max_bad_frac: float = 0.05
-    num_proc: int | None = None  # None: all cores for large sets
-    num_parts: int = 1  # tasks that share the work, each with one part of the documents of each set
-    part: int | None = None
+    settings: TokenizeConfig = field(default_factory=TokenizeConfig)
 
     def documents(self, rows: DocumentSet) -> range:
         """Those of the part, or all."""
-        if self.part is None:
+        part, num_parts = self.settings.part, self.settings.num_parts
+        if part is None:
             return range(len(rows))
-        return range(len(rows) * self.part // self.num_parts, len(rows) * (self.part + 1) // self.num_parts)
+        return range(len(rows) * part // num_parts, len(rows) * (part + 1) // num_parts)
+
+    def renderer(self) -> Renderer:
+        return Renderer(self.tokenizer, self.settings.train_on, self.settings.template_kwargs)
 
 
 def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
@@ -85,7 +83,7 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     """
     all_wanted = job.documents(rows)
     ranges = [all_wanted[start : start + CHUNK_DOCUMENTS] for start in range(0, len(all_wanted), CHUNK_DOCUMENTS)]
-    num_proc = job.num_proc or min(num_cores(), len(all_wanted) // MIN_DOCUMENTS_PER_PROCESS)
+    num_proc = job.settings.num_proc or min(num_cores(), len(all_wanted) // MIN_DOCUMENTS_PER_PROCESS)
     if num_proc <= 1:
         yield from _chunks_in_threads(ChunkTokenizer(rows, job), ranges)
         return
@@ -150,7 +148,7 @@ class ChunkTokenizer:
     def __init__(self, rows: DocumentSet, job: Job):
         self._rows = rows
         self._job = job
-        self._renderer = Renderer(job.tokenizer, job.train_on, dict(job.template_kwargs))
+        self._renderer = job.renderer()
         self._encoder = Encoder(job.tokenizer)
         self._vocab_size = len(job.tokenizer)
 
@@ -169,7 +167,7 @@ class ChunkTokenizer:
                 document = self._rows[index]
                 renderings = self._renderings(document, index, rendered)
             except DataError as error:
-                if self._job.on_bad_row == "error":
+                if self._job.settings.on_bad_row == "error":
                     raise
                 rendered.errors.append(str(error))
                 continue
@@ -180,7 +178,7 @@ class ChunkTokenizer:
     def _renderings(self, document: Document, index: int, rendered: Rendered) -> list[Rendering]:
         try:
             if "input_ids" in document:
-                rendered.tokens.append(_given_tokens(document, self._job.train_on, self._vocab_size))
+                rendered.tokens.append(_given_tokens(document, self._job.settings.train_on, self._vocab_size))
                 return []
             return self._renderer.renderings(document)
         except DataError as error:
@@ -209,7 +207,7 @@ def _token_rows(documents: list[Document]) -> tuple[np.ndarray, np.ndarray, np.n
     return input_ids, labels, np.array([n for document in documents for n in document["lengths"]], np.int64)
 
 
-def _given_tokens(document: Document, train_on: TrainOn, vocab_size: int) -> Document:
+def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Document:
     """Checks token ids that were given, and gives them labels where all is trained on."""
     input_ids = document["input_ids"]
     if len(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < vocab_size:
@@ -238,65 +236,48 @@ def _chunk_in_process(wanted: range) -> Chunk:
     return _worker.chunk(wanted)
 
 
+def job_of(config: Config, documents: Documents) -> Job:
+    """The job of a run, whose tokenizer may be trained on its documents."""
+    return Job(build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir), config.tokenize)
+
+
 RULES_VERSION = "4"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
-def tokenize_documents(
-    documents: Documents,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    train_on: TrainOn = "assistant",
-    template_kwargs: Mapping[str, Any] | None = None,
-    on_bad_row: OnBadRow = "error",
-    max_bad_frac: float = 0.05,
-    num_proc: int | None = None,
-    num_parts: int = 1,
-    part: int | None = None,
-    cache_dir: str | Path | None = None,
-) -> TokenizedData:
+def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | None = None) -> TokenizedData:
     """Tokenizes a dataset, or takes it from the cache; any number of processes may call it at once.
 
-    The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken as it is.
-
-    Args:
-        train_on: of chats, the turns that carry labels: every assistant turn, the last one (`last_assistant`), those
-            after the last user turn (`completion`), or every token (`all`). Plain text is trained on whole.
-        template_kwargs: more variables for the chat template.
-        on_bad_row: `skip` counts rows that cannot be read or rendered; `error` stops at the first.
-        max_bad_frac: of the documents of a set may be bad, empty or without a trained token; 0..1.
-        num_proc: processes; default all cores for large sets, and none for small ones.
-        num_parts: the parts that `tokenize_part` left are put together.
-        cache_dir: default `$AUTOMODEL_LITE_CACHE`, else `~/.cache/automodel_lite`.
+    The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken as it is. The parts
+    that `tokenize_part` left are put together. cache_dir: default `$AUTOMODEL_LITE_CACHE`, else
+    `~/.cache/automodel_lite`.
 
     Raises:
         DataError: a bad row (names file, line and column), or a set in which nothing, or everything, is trained on, or
             whose answers do not end on a trained stop token (shows an example).
         ConfigError: a part is missing (names its number).
     """
-    if part is not None:
-        raise ConfigError(f"tokenize.part={part} is only for recipes/prepare_data.py: remove it.")
-    for name, value, kind in (("train_on", train_on, TrainOn), ("on_bad_row", on_bad_row, OnBadRow)):
-        if value not in get_args(kind):
-            raise ConfigError(f"{name}={value} must be one of {', '.join(get_args(kind))}.")
-    job = Job(tokenizer, train_on, dict(template_kwargs or {}), on_bad_row, max_bad_frac, num_proc, num_parts)
+    if job.settings.part is not None:
+        raise ConfigError(f"tokenize.part={job.settings.part} is only for recipes/prepare_data.py: remove it.")
     return _tokenize(documents, job, Path(cache_dir) if cache_dir is not None else default_cache_dir())
 
 
 def tokenize_part(
     documents: Documents, job: Job, cache_dir: str | Path | None = None
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Tokenizes `job.part` of every set into the cache: notes to print, and the parts that are still missing.
+    """Tokenizes the job's part of every set into the cache: notes to print, and the parts that are still missing.
 
     Any number of tasks on any hosts may do so at once, and again: what is there is not made a second time.
     """
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     sets = list(_sets_of(documents, job, root))
     entries = {
-        f"{one.identity.partition('(')[0]} {one.name}": one.tokenized(job.part)
+        f"{one.identity.partition('(')[0]} {one.name}": one.tokenized(job.settings.part)
         for one in sets
         if not one.folder().is_dir()
     }
-    missing = {part for one in sets for part in range(job.num_parts) if not one.folder(part).is_dir()}  # all are done
+    missing = {
+        part for one in sets for part in range(job.settings.num_parts) if not one.folder(part).is_dir()
+    }  # all are done
     done = all(one.folder().is_dir() for one in sets)  # asked last: parts go when they are joined
     return _notes(entries), [] if done else sorted(missing)
 
@@ -304,8 +285,7 @@ def tokenize_part(
 def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
     """Token rows of a set that need no cache; checked as those of a file are."""
     chunks = list(tokenize_chunks(rows, job))
-    check = SetCheck(job.tokenizer, "messages", job.train_on, job.max_bad_frac)
-    check.check("train", sum((chunk.found for chunk in chunks), Findings()))
+    check_set("train", "messages", sum((chunk.found for chunk in chunks), Findings()), job.settings, job.tokenizer)
     input_ids, labels, lengths = (
         np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("input_ids", "labels", "lengths")
     )
@@ -368,14 +348,14 @@ class _Set:
         name, key = f"{self.identity.split('(')[0]}-{self.name}", _key(self.identity, self.job) | {"set": self.name}
         if part is None:
             return "tokens", name, key
-        return "tokens", f"{name}-part", key | {"part": f"{part} of {self.job.num_parts}"}
+        return "tokens", f"{name}-part", key | {"part": f"{part} of {self.job.settings.num_parts}"}
 
     def tokenized(self, part: int | None = None) -> CacheEntry:
         """The entry of the set, or of a part of it; tokenizes, or joins, what is not there."""
-        if part is not None or self.job.num_parts == 1:
+        if part is not None or self.job.settings.num_parts == 1:
             return build_once(self.cache_dir, *self._entry(part), self._tokenize)
         entry = build_once(self.cache_dir, *self._entry(None), self._join)
-        for joined in map(self.folder, range(self.job.num_parts)):
+        for joined in map(self.folder, range(self.job.settings.num_parts)):
             shutil.rmtree(joined, ignore_errors=True)
         return entry
 
@@ -388,17 +368,17 @@ class _Set:
                 writer.append({"input_ids": chunk.input_ids, "labels": chunk.labels}, chunk.lengths)
                 found += chunk.found
         writer.close()
-        if self.job.part is None:
+        if self.job.settings.part is None:
             self._check(found)
         found.save(folder)
 
     def _join(self, folder: Path) -> None:
-        parts = list(map(self.folder, range(self.job.num_parts)))
+        parts = list(map(self.folder, range(self.job.settings.num_parts)))
         missing = [str(number) for number, part in enumerate(parts) if find_damage(part) is not None]
         if missing:
             tasks = ",".join(missing)
             raise ConfigError(
-                f"tokenize.num_parts={self.job.num_parts}: {self.name} lacks part {tasks} in cache_dir="
+                f"tokenize.num_parts={len(parts)}: {self.name} lacks part {tasks} in cache_dir="
                 f"{self.cache_dir}: run this task of the array again (sbatch --array={tasks}), or "
                 f"recipes/prepare_data.py with tokenize.part={missing[0]}."
             )
@@ -411,8 +391,7 @@ class _Set:
         found.save(folder)
 
     def _check(self, found: Findings) -> None:
-        job = self.job
-        SetCheck(job.tokenizer, self.kind, job.train_on, job.max_bad_frac).check(self.name, found)
+        check_set(self.name, self.kind, found, self.job.settings, self.job.tokenizer)
 
 
 def _notes(entries: Mapping[str, CacheEntry]) -> tuple[str, ...]:
@@ -420,16 +399,16 @@ def _notes(entries: Mapping[str, CacheEntry]) -> tuple[str, ...]:
 
 
 def _key(identity: str, job: Job) -> Key:
-    template = job.tokenizer.chat_template
+    template, settings = job.tokenizer.chat_template, job.settings
     return {
         "dataset": identity,
         "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
         "tokenizer.special_tokens": json.dumps(job.tokenizer.special_tokens_map, sort_keys=True, default=str),
         "tokenizer.chat_template": short_hash(json.dumps(template, sort_keys=True)),
-        "template_kwargs": json.dumps(dict(job.template_kwargs), sort_keys=True, default=str),
-        "train_on": job.train_on,
-        "on_bad_row": job.on_bad_row,
-        "max_bad_frac": str(job.max_bad_frac),
+        "template_kwargs": json.dumps(dict(settings.template_kwargs), sort_keys=True, default=str),
+        "train_on": settings.train_on,
+        "on_bad_row": settings.on_bad_row,
+        "max_bad_frac": str(settings.max_bad_frac),
         "rules": RULES_VERSION,
     }
 

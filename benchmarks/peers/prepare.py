@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from automodel_lite.config.components import build, build_with
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.config.components import build
+from automodel_lite.data.tokenize import job_of, tokenize_documents
 from benchmarks.peers.job import Job
 from benchmarks.peers.recipe import recipe_config
 
@@ -16,10 +15,10 @@ from benchmarks.peers.recipe import recipe_config
 def main(job: Job) -> None:
     config = recipe_config(job)
     documents = build(config.dataset)
-    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
-    rows = tokenize_documents(documents, tokenizer, cache_dir=config.cache_dir, **asdict(config.tokenize)).train
+    tokenizing = job_of(config, documents)
+    rows = tokenize_documents(documents, tokenizing, config.cache_dir).train
     folder = Path(job.folder)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizing.tokenizer.save_pretrained(folder / "tokenizer")
     np.savez(folder / "rows.npz", input_ids=rows.input_ids, labels=rows.labels, offsets=rows.offsets)
     share = (np.asarray(rows.labels) != -100).mean()
     print(f"{len(rows)} documents, {len(rows.input_ids)} tokens, {share:.1%} of the positions carry a label")

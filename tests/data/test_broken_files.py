@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
@@ -28,7 +29,9 @@ def _cache_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(path: Path, **options: Any) -> Any:
-    return tokenize_documents(FilesDataset(str(path)), byte_tokenizer(MARKED), **options).counts["train"]
+    return tokenize_documents(FilesDataset(str(path)), Job(byte_tokenizer(MARKED), TokenizeConfig(**options))).counts[
+        "train"
+    ]
 
 
 def changed(**changes: Any) -> bytes:

@@ -16,7 +16,7 @@ import pytest
 from automodel_lite.data import cache
 from automodel_lite.data.cache import CacheEntry, build_once, content_sum, find_damage
 from automodel_lite.data.documents import DocumentList, ToyChat
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 
@@ -105,7 +105,7 @@ def test_what_changed_is_named_against_the_closest_entry(tmp_path: Path) -> None
 def tokenize_toy_chat(cache_dir: Path, log: Path) -> None:
     documents = ToyChat(num_chats=300)
     documents.train = DocumentList([*documents.train.documents], "toy_chat")
-    data = tokenize_documents(documents, byte_tokenizer(MARKED), cache_dir=cache_dir)
+    data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), cache_dir)
     append(log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.labels.sum())}")
 
 
@@ -220,7 +220,7 @@ def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
     documents = ToyChat(num_chats=100)
 
     def rows() -> tuple[str, int]:
-        data = tokenize_documents(documents, byte_tokenizer(MARKED), cache_dir=tmp_path)
+        data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), tmp_path)
         return data.fingerprint, int(data.train.input_ids.astype(np.int64).sum() + data.train.offsets.sum())
 
     want = rows()
@@ -254,7 +254,7 @@ def test_checksums_are_compared_at_nearly_the_speed_of_reading(tmp_path: Path) -
 def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Path) -> None:
     """Reading on would end the process by SIGBUS; a folder that is removed as a whole hurts nobody."""
     documents = ToyChat(num_chats=200)
-    data = tokenize_documents(documents, byte_tokenizer(MARKED), cache_dir=tmp_path).train
+    data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), tmp_path).train
     again = pickle.loads(pickle.dumps(data))  # as workers get them
     assert len(again[19]["input_ids"]) > 5
     os.truncate(data.folder / f"{column}.npy", 200)

@@ -13,7 +13,7 @@ from automodel_lite.data.documents import TokenizedData, ToyChat
 from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import PlannedPacks
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenize import Job, tokenize_documents
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from tests.data.templates import MARKED, byte_tokenizer
@@ -26,7 +26,7 @@ MESH = init_mesh(MeshConfig())
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenizedData:
     folder: Path = tmp_path_factory.mktemp("cache")
-    return tokenize_documents(ToyChat(num_chats=60), byte_tokenizer(MARKED), cache_dir=folder)
+    return tokenize_documents(ToyChat(num_chats=60), Job(byte_tokenizer(MARKED)), folder)
 
 
 def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> PlannedPacks:
@@ -35,12 +35,13 @@ def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> 
     return PlannedPacks(
         ToyChat(num_chats=60),
         byte_tokenizer(MARKED),
-        tokens,
         packer,
-        lambda epoch: packs,
         {},
+        (),
         BatchShape(4, 2, 1),
         DataloaderConfig(num_workers=num_workers, shuffle=shuffle),
+        tokens,
+        lambda epoch: packs,
         seed=3,
     )
 

@@ -15,7 +15,7 @@ from automodel_lite.data.memmap import MemmapCorpus, write_memmap
 from automodel_lite.data.mixture import MixedRows, Mixture, choose_documents
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError
 from tests.data.templates import MARKED, byte_tokenizer
@@ -28,7 +28,7 @@ def texts(path: Path, letter: str, count: int, length: int) -> FilesDataset:
 
 
 def mixed(tmp_path: Path, parts: dict[str, dict], **options: Any) -> tuple[TokenizedData, dict[str, int]]:
-    data = tokenize_documents(Mixture(parts, **options), byte_tokenizer(MARKED), cache_dir=tmp_path)
+    data = tokenize_documents(Mixture(parts, **options), Job(byte_tokenizer(MARKED)), tmp_path)
     assert isinstance(data.train, MixedRows)
     return data, data.train.tokens_by_part()
 

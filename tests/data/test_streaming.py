@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from automodel_lite.config.schema import DataloaderConfig, MeshConfig
+from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
 from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packs import Packer
@@ -41,14 +41,12 @@ def write(path: Path) -> str:
 def loader_of(path: str | None, global_batch_size: int = 4, num_workers: int = 0, **options: Any) -> StreamedPacks:
     mesh = init_mesh(MeshConfig())
     dataset = StreamingDataset(**({"path": path, "num_shards": 4} | options))
-    return StreamedPacks(
-        TokenStream(dataset, Job(byte_tokenizer(MARKED))),
-        Packer(40),
-        {},
-        (),
-        BatchShape(global_batch_size, 1, mesh.shape.dp),
-        DataloaderConfig(num_workers=num_workers),
-    )
+    shape, dataloader = BatchShape(global_batch_size, 1, mesh.shape.dp), DataloaderConfig(num_workers=num_workers)
+    return packs_of(TokenStream(dataset, Job(byte_tokenizer(MARKED))), Packer(40), shape, dataloader)
+
+
+def packs_of(tokens: TokenStream, packer: Packer, *layout: Any) -> StreamedPacks:
+    return StreamedPacks(tokens.dataset, tokens.job.tokenizer, packer, {}, (), *layout, tokens)
 
 
 def documents_of(batches: StepBatches) -> list[list[str]]:
@@ -170,10 +168,8 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.jsonl:6:1: not JSON"):
         epoch_of(loader_of(str(path)), Cursor())
     loader = loader_of(str(path))
-    job = Job(byte_tokenizer(MARKED), on_bad_row="skip")
-    skipping = StreamedPacks(
-        TokenStream(loader.tokens.dataset, job), Packer(40), {}, (), loader.shape, loader.dataloader
-    )
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
+    skipping = packs_of(TokenStream(loader.tokens.dataset, job), Packer(40), loader.shape, loader.dataloader)
     steps = epoch_of(skipping, Cursor())
     seen = {number for packs, _ in steps for pack in packs for number in pack}
     assert seen == {str(i) for i in range(NUM_ROWS) if i != 5}
@@ -184,7 +180,7 @@ def test_too_many_bad_rows_end_a_stream(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\nbroken\n" for row in rows()) * 10)
     dataset = StreamingDataset(str(path), num_shards=1)
-    stream = TokenStream(dataset, Job(byte_tokenizer(MARKED), on_bad_row="skip"))
+    stream = TokenStream(dataset, Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip")))
     with pytest.raises(DataError, match=r"shard 0: \d+ of \d+ documents are bad, .* max_bad_frac=0.05 allows"):
         list(stream.read(0, 0))
 
@@ -200,7 +196,7 @@ def test_chats_that_become_several_rows_resume_between_them(family: Family) -> N
     def loader() -> StreamedPacks:
         dataset = StreamingDataset(generator=f"{__name__}:two_turns", num_shards=1)
         tokens = TokenStream(dataset, Job(byte_tokenizer(family)))
-        return StreamedPacks(tokens, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig())
+        return packs_of(tokens, Packer(120), BatchShape(1, 1, 1), DataloaderConfig())
 
     def packs_from(cursor: Cursor) -> list[tuple[list[int], Cursor]]:
         steps = takewhile(lambda batches: not batches.epoch, loader().steps(cursor, init_mesh(MeshConfig()), COSTS))

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.documents import DocumentList, TokenizedData, ToyChat
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.token_rows import TokenRows, mark_trained, next_token_labels
-from automodel_lite.data.tokenize import _process_context, tokenize_documents
+from automodel_lite.data.tokenize import Job, _process_context, tokenize_documents
 from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
 from tests.ranks import fork_server
 
@@ -46,7 +47,7 @@ def chats(*documents: Any) -> Given:
 
 
 def tokenized(documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any) -> TokenizedData:
-    return tokenize_documents(documents, byte_tokenizer(family), cache_dir=tmp_path, **options)
+    return tokenize_documents(documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path)
 
 
 def as_lists(rows: TokenRows) -> list[tuple[list[int], list[int]]]:
@@ -82,7 +83,7 @@ def test_next_token_labels(input_ids: list, trained: list, offsets: list, labels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_rows_show_the_mask_of_the_text(tmp_path: Path, family: str) -> None:
     tokenizer = byte_tokenizer(FAMILIES[family])
-    rows = tokenize_documents(chats([HI, HELLO]), tokenizer, cache_dir=tmp_path).train
+    rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
     text = mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"])
     assert text.count("⟦") == text.count("⟧") == 1
     assert "Yo" in text[text.index("⟦") : text.index("⟧")]
@@ -112,7 +113,7 @@ def test_documents_of_other_kinds(tmp_path: Path, document: dict, family: Family
     if family is None:
         tokenizer.chat_template = None
     kind = "text" if "text" in document else "prompt_completion"
-    rows = tokenize_documents(Given(DocumentList([document], "x"), kind), tokenizer, cache_dir=tmp_path).train
+    rows = tokenize_documents(Given(DocumentList([document], "x"), kind), Job(tokenizer), tmp_path).train
     assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]) == text
 
 
@@ -121,14 +122,14 @@ def test_a_trimmed_space_belongs_to_its_word(tmp_path: Path) -> None:
     documents = Given(DocumentList([{"prompt": "2 + 2 =", "completion": " 4 or four"}] * 50, "x"), "prompt_completion")
     tokenizer = train_bpe_tokenizer(ToyChat(num_chats=50), 300, cache_dir=tmp_path)
     tokenizer.chat_template = None
-    rows = tokenize_documents(documents, tokenizer, cache_dir=tmp_path).train
+    rows = tokenize_documents(documents, Job(tokenizer), tmp_path).train
     assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]) == "2 + 2 =⟦ 4 or four<|end|>⟧"
 
 
 @pytest.mark.parametrize("text", ["🙂", "é", "日本", "a🙂b"], ids=["emoji", "accent", "two of three bytes", "inside"])
 def test_all_bytes_of_a_character_are_trained(tmp_path: Path, text: str) -> None:
     tokenizer = byte_tokenizer(MARKED)
-    rows = tokenize_documents(chats([HI, {**HELLO, "content": text}]), tokenizer, cache_dir=tmp_path).train
+    rows = tokenize_documents(chats([HI, {**HELLO, "content": text}]), Job(tokenizer), tmp_path).train
     num_bytes = len(text.encode())
     assert (rows[0]["labels"] != _).sum() == num_bytes + 1
     assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]).endswith(f"⟦{text}<|end|>⟧")
@@ -261,11 +262,6 @@ def test_no_documents(tmp_path: Path) -> None:
         tokenized(chats(), tmp_path)
 
 
-def test_misspelt_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train_on=assistent must be one of assistant, last_assistant"):
-        tokenized(chats([HI, HELLO]), tmp_path, train_on="assistent")
-
-
 # --------------------------------------------------------------------------------------------------------- cache
 def test_cache_says_hit_or_miss_and_what_changed(tmp_path: Path) -> None:
     documents = chats([HI, HELLO])
@@ -316,8 +312,8 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     fork_server()
     documents = ToyChat(num_chats=1200)
     tokenizer = train_bpe_tokenizer(documents, 300, cache_dir=tmp_path)
-    alone = tokenize_documents(documents, tokenizer, cache_dir=tmp_path / "1", num_proc=1).train
-    two = tokenize_documents(documents, tokenizer, cache_dir=tmp_path / "2", num_proc=2).train
+    alone = tokenize_documents(documents, Job(tokenizer, TokenizeConfig(num_proc=1)), tmp_path / "1").train
+    two = tokenize_documents(documents, Job(tokenizer, TokenizeConfig(num_proc=2)), tmp_path / "2").train
     assert np.array_equal(alone.input_ids, two.input_ids)
     assert np.array_equal(alone.labels, two.labels)
     assert np.array_equal(alone.offsets, two.offsets)
@@ -340,6 +336,6 @@ def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
 def test_a_padding_token_that_is_the_end_token_is_trained_all_the_same(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(MARKED)
     tokenizer.pad_token = tokenizer.eos_token
-    rows = tokenize_documents(chats([HI, HELLO]), tokenizer, cache_dir=tmp_path).train
+    rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
     assert rows[0]["labels"].tolist()[-2:] == [END, _]
     assert padding_id(tokenizer) == END

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from automodel_lite.data.encode import ChatRenderer, Renderer
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.memmap import MemmapCorpus, write_memmap
-from automodel_lite.data.tokenize import tokenize_documents
+from automodel_lite.data.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import LLAMA3, byte_tokenizer
 from tests.properties.explore import explore
@@ -70,7 +70,7 @@ def trained_texts(path: Path, **options: Any) -> list[str]:
     """What the rows of a file train, decoded, a text per row; checks the labels on the way."""
     documents = FilesDataset(str(path), **options)
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as cache:
-        rows = tokenize_documents(documents, TOKENIZER, cache_dir=cache, train_on="assistant").train
+        rows = tokenize_documents(documents, Job(TOKENIZER), cache).train
         found = []
         for index in range(len(rows)):
             ids, labels = np.array(rows[index]["input_ids"]), np.array(rows[index]["labels"])

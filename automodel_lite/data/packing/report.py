@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_lite.data.loader import deal, imbalance, pack_costs
+from automodel_lite.data.loader import BatchShape, deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
 from automodel_lite.models.flops import CostModel
 from automodel_lite.seed import BLOCK, seeded_order
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BAR = "█"
+ONE_PACK = BatchShape(1, 1, 1)
 
 
 def draw_pack(seq_lens: Sequence[int], slots: Sequence[int], width: int = 64) -> str:
@@ -82,7 +83,7 @@ class PackingReport(PlanCounts):
     their longest. speedup_over_padding: positions of those batches over positions of the packs; attention is left
     out, so with long documents it is more. slot_padding_tokens is what rounding to slot_multiple costs, apart from the
     packing.
-    imbalance_before / after: see balance.imbalance; None without a cost model or with one rank.
+    imbalance_before / after: see loader.imbalance; None without a cost model or with one rank.
     """
 
     strategy: str
@@ -156,26 +157,22 @@ class PackingReport(PlanCounts):
 def packing_report(
     plan: PackPlan,
     lengths: Sequence[int] | np.ndarray,
-    *,
     cost_model: CostModel | None = None,
     balance: str = "none",
-    ranks: int = 1,
-    micro_steps: int = 1,
-    micro_batch_size: int = 1,
+    shape: BatchShape = ONE_PACK,
 ) -> PackingReport:
     """The report of a plan made from `lengths`; with a cost model and several ranks also its balance in one epoch."""
     lengths = np.asarray(lengths)
     counts = plan.counts
     slot_tokens = sum(int(plan.slots(lengths, part).sum()) for _, part, _ in pack_blocks(plan.offsets))
-    batch = micro_batch_size if plan.ragged else max(1, round(counts.pieces / len(plan)))
+    batch = shape.micro_batch_size if plan.ragged else max(1, round(counts.pieces / len(plan)))
     padded = _padded_positions(plan, lengths, batch)
     positions = padded if plan.ragged else len(plan) * plan.packed_sequence_size
     before, after = None, None
-    if cost_model is not None and ranks > 1:
-        layout = {"ranks": ranks, "micro_steps": micro_steps, "micro_batch_size": micro_batch_size}
+    if cost_model is not None and shape.dp_size > 1:
         costs = pack_costs(plan, lengths, cost_model)[seeded_order(len(plan), plan.seed, plan.epoch)]
-        before = imbalance(costs, **layout)
-        after = imbalance(costs[deal(costs, balance, **layout, seed=plan.seed)], **layout)
+        before = imbalance(costs, shape)
+        after = imbalance(costs[deal(costs, balance, shape, plan.seed)], shape)
     return PackingReport(
         **asdict(counts),
         strategy=plan.strategy,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.loader import deal, imbalance, pack_costs
+from automodel_lite.data.loader import BatchShape, deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, plan_packs
 from automodel_lite.models.flops import CostModel
 
@@ -33,15 +33,16 @@ def test_the_cost_of_packs() -> None:
 
 def test_one_step_dealt() -> None:
     costs = np.array([9.0, 1, 8, 2])
-    order = deal(costs, "step", ranks=2, micro_steps=2)
+    shape = BatchShape(4, 1, dp_size=2)
+    order = deal(costs, "step", shape)
     assert costs[order].tolist() == [1, 2, 9, 8]
-    assert imbalance(costs, ranks=2, micro_steps=2) == 17 / 10
-    assert imbalance(costs[order], ranks=2, micro_steps=2) == 11 / 10
+    assert imbalance(costs, shape) == 17 / 10
+    assert imbalance(costs[order], shape) == 11 / 10
 
 
 def test_micro_batches_are_dealt_there_and_back() -> None:
     costs = np.array([4.0, 1, 3, 2])
-    order = deal(costs, "step", ranks=2, micro_steps=1, micro_batch_size=2)
+    order = deal(costs, "step", BatchShape(4, 2, dp_size=2))
     assert costs[order].tolist() == [1, 4, 2, 3]  # rank 0: 1 + 4, rank 1: 2 + 3
 
 
@@ -54,18 +55,18 @@ def test_micro_batches_are_dealt_there_and_back() -> None:
     balance=st.sampled_from(["none", "step", "window"]),
 )
 def test_steps_and_windows_keep_their_packs(costs, ranks, micro_steps, micro_batch_size, balance) -> None:
-    layout = {"ranks": ranks, "micro_steps": micro_steps, "micro_batch_size": micro_batch_size}
-    costs = np.array(costs)
-    order = deal(costs, balance, **layout, seed=3)
-    assert sorted(order.tolist()) == list(range(len(costs)))
     step = ranks * micro_steps * micro_batch_size
+    shape = BatchShape(step, micro_batch_size, ranks)
+    costs = np.array(costs)
+    order = deal(costs, balance, shape, seed=3)
+    assert sorted(order.tolist()) == list(range(len(costs)))
     kept = {"none": 1, "step": step, "window": 32 * step}[balance]
     for start in range(0, len(costs) // kept * kept, kept):
         assert sorted(order[start : start + kept].tolist()) == list(range(start, start + kept))
     whole = len(costs) // step * step
     assert order[whole:].tolist() == list(range(whole, len(costs)))
     if balance == "step" and micro_batch_size == 1:
-        assert imbalance(costs[order], **layout) <= imbalance(costs, **layout) + 1e-9
+        assert imbalance(costs[order], shape) <= imbalance(costs, shape) + 1e-9
 
 
 def test_64_ranks_on_a_32k_mix() -> None:
@@ -75,10 +76,10 @@ def test_64_ranks_on_a_32k_mix() -> None:
     lengths[long] = rng.integers(8192, 32769, long.sum())
     plan = plan_packs(lengths, 32768, strategy="best_fit")
     costs = pack_costs(plan, lengths, LLAMA_3_8B)
-    layout = {"ranks": 64, "micro_steps": 8}
-    assert imbalance(costs, **layout) > 1.15
-    assert imbalance(costs[deal(costs, "step", **layout)], **layout) < 1.04
-    assert imbalance(costs[deal(costs, "window", **layout)], **layout) < 1.005
+    shape = BatchShape(512, 1, dp_size=64)
+    assert imbalance(costs, shape) > 1.15
+    assert imbalance(costs[deal(costs, "step", shape)], shape) < 1.04
+    assert imbalance(costs[deal(costs, "window", shape)], shape) < 1.005
 
 
 HYBRID = replace(LLAMA_3_8B, per_pair=LLAMA_3_8B.per_pair / 4)  # one layer in four attends
@@ -88,11 +89,11 @@ QWEN3_600M = CostModel(per_token=6 * 0.596e9, per_pair=12.0 * 28 * 2048)
 def test_a_thousand_ranks_wait_for_none(long_tailed: tuple[np.ndarray, PackPlan]) -> None:
     """One pack a rank and step, the hardest case: nothing can be dealt inside of a step."""
     lengths, plan = long_tailed
-    layout = {"ranks": 1024, "micro_steps": 1}
+    shape = BatchShape(1024, 1, dp_size=1024)
     for model, limit in ((LLAMA_3_8B, 1.02), (HYBRID, 1.01), (QWEN3_600M, 1.05)):  # 13 of a window's 32 steps
         costs = pack_costs(plan, lengths, model)
-        assert imbalance(costs, **layout) > 1.04
-        assert imbalance(costs[deal(costs, "window", **layout)], **layout) < limit
+        assert imbalance(costs, shape) > 1.04
+        assert imbalance(costs[deal(costs, "window", shape)], shape) < limit
 
 
 @pytest.fixture(scope="module")
