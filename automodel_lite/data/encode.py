@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_lite.data.documents import Document, Message, sound_text
+from automodel_lite.data.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.interpreter import Deadline, DeadlineExceeded
 
@@ -365,6 +366,11 @@ class Encoded:
     input_ids: np.ndarray
     trained: np.ndarray
     lengths: np.ndarray
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Next-token aligned, int32 [total]."""
+        return next_token_labels(self.input_ids, self.trained, self.lengths)
 
 
 class Encoder:

@@ -7,7 +7,7 @@ that was trained on; what workers have read ahead is not in it.
 
 The documents of a shard become packs in one pass: no lengths known ahead, a bounded number of documents in memory.
 
-    packs = PackStream(read=lambda start: islice(documents(), start, None), packed_sequence_size=4096)
+    packs = PackStream(lambda start: islice(documents(), start, None), Packer(packed_sequence_size=4096))
     for pack in packs:              as PackedDataset gives them
         state = packs.state_dict()  {"cursor": 5310, "piece": 0, "waiting": [[5297, 0], [5301, 0], [5308, 0]], ...}
 """
@@ -35,7 +35,7 @@ from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, worker_options
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.packs import PackedDataset, Packer, lay_out, packed_sequence_thd_collater
-from automodel_lite.data.token_rows import flatten, next_token_labels
+from automodel_lite.data.token_rows import flatten
 from automodel_lite.data.tokenize import Job, job_of, tokenize_validation
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError
@@ -48,47 +48,27 @@ MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
 Row = dict[str, np.ndarray]
 
 
-OVERLONG_IN_STREAMS = ("drop", "truncate", "error")
-
 Place = tuple[int, int]  # number of a document in the stream, and of a row of it
 
 
 class PackStream(torch.utils.data.IterableDataset):
     """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
 
-    read(start): the documents from number `start` on, the same ones at every call; each is a row {"input_ids",
-    "labels"}, or a list of the rows that were made of it (none, where nothing of it is trained on). At most 256 rows
+    read(start): the documents from number `start` on, the same ones at every call; each is a list of the rows
+    {"input_ids", "labels"} that were made of it (none, where nothing of it is trained on). At most `lookahead` rows
     wait for a fitting pack. `state_dict` after a pack holds how many documents were read and the places of the rows
     that wait; `load_state_dict` reads these again and goes on with the next pack. `num_dropped` counts over-long rows,
     `num_empty` documents without a row. Raises ConfigError for settings that cannot work, DataError for a document
     that cannot.
     """
 
-    def __init__(
-        self,
-        read: Callable[[int], Iterable[dict[str, Any] | list[dict[str, Any]]]],
-        packed_sequence_size: int,
-        *,
-        overlong: str = "drop",
-        slot_multiple: int = 1,
-        padding_idx: int = 0,
-        lookahead: int = LOOKAHEAD,
-    ):
-        if overlong not in OVERLONG_IN_STREAMS:
+    def __init__(self, read: Callable[[int], Iterable[list[Row]]], packer: Packer, lookahead: int = LOOKAHEAD):
+        if packer.overlong == "split":
             raise ConfigError(
-                f"packed_sequence.overlong={overlong!r} does not work on a stream: use one of "
-                f"{', '.join(OVERLONG_IN_STREAMS)}."
-            )
-        if packed_sequence_size % slot_multiple:
-            raise ConfigError(
-                f"packed_sequence.packed_sequence_size={packed_sequence_size} must be a multiple of {slot_multiple} "
-                f"(packed_sequence.slot_multiple): use {-(-packed_sequence_size // slot_multiple) * slot_multiple}."
+                "packed_sequence.overlong='split' does not work on a stream: use one of drop, truncate, error."
             )
         self.read = read
-        self.packed_sequence_size = packed_sequence_size
-        self.overlong = overlong
-        self.slot_multiple = slot_multiple
-        self.padding_idx = padding_idx
+        self.packer = packer
         self.lookahead = lookahead
         self.num_dropped = self.num_empty = 0
         self.load_state_dict({"cursor": 0, "piece": 0, "waiting": [], "num_dropped": 0, "num_empty": 0})
@@ -99,7 +79,7 @@ class PackStream(torch.utils.data.IterableDataset):
     def __next__(self) -> dict[str, Any]:
         rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
         starts, lengths = rows.offsets[:-1], np.diff(rows.offsets)
-        return lay_out(rows, starts, lengths, self.packed_sequence_size, self.slot_multiple, self.padding_idx)
+        return lay_out(rows, starts, lengths, *self.packer.layout)
 
     def state_dict(self) -> dict[str, Any]:
         """{"cursor": documents read, "piece": rows read of the one behind, "waiting": [document, row] of those that are
@@ -118,7 +98,7 @@ class PackStream(torch.utils.data.IterableDataset):
         if wanted:
             first, last = min(wanted)[0], max(wanted)[0]
             for number, rows in enumerate(self.read(first), start=first):
-                for piece, row in enumerate(_rows(rows)):
+                for piece, row in enumerate(rows):
                     if (number, piece) in wanted:
                         self._hold((number, piece), row)
                 if number >= last:
@@ -128,7 +108,7 @@ class PackStream(torch.utils.data.IterableDataset):
         slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
         self._packs = ExactFiller(
             self._arriving(*self._cursor),
-            self.packed_sequence_size // self.slot_multiple,
+            self.packer.packed_sequence_size // self.packer.slot_multiple,
             lookahead=self.lookahead,
             first_id=self._arrived,
             waiting=slots,
@@ -137,17 +117,16 @@ class PackStream(torch.utils.data.IterableDataset):
     def _arriving(self, start: int, num_seen: int) -> Iterator[int]:
         """The slots of the rows from document `start` on, of which `num_seen` rows were read before."""
         for number, rows in enumerate(self.read(start), start=start):
-            pieces = list(enumerate(_rows(rows)))
-            self.num_empty += not pieces
-            for piece, row in pieces[num_seen:]:
-                self._cursor = (number, piece + 1) if piece + 1 < len(pieces) else (number + 1, 0)
+            self.num_empty += not rows
+            for piece, row in enumerate(rows[num_seen:], start=num_seen):
+                self._cursor = (number, piece + 1) if piece + 1 < len(rows) else (number + 1, 0)
                 if self._hold((number, piece), row):
                     yield self._slots(self._held[self._arrived - 1][1])
             self._cursor, num_seen = (number + 1, 0), 0
 
     def _hold(self, place: Place, row: dict[str, Any]) -> bool:
         """Keeps the row for a pack; False when it is dropped."""
-        number = place[0]
+        number, size, overlong = place[0], self.packer.packed_sequence_size, self.packer.overlong
         columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
         input_ids, labels = columns["input_ids"], columns["labels"]
         if len(input_ids) != len(labels) or not len(input_ids):
@@ -155,31 +134,27 @@ class PackStream(torch.utils.data.IterableDataset):
                 f"document {number} has {len(input_ids)} input_ids and {len(labels)} labels: both must be equal, of "
                 "at least 1 token."
             )
-        if len(input_ids) > self.packed_sequence_size:
-            if self.overlong == "error":
+        if len(input_ids) > size:
+            if overlong == "error":
                 raise DataError(
-                    f"document {number} has {len(input_ids)} tokens, over packed_sequence.packed_sequence_size="
-                    f"{self.packed_sequence_size}: raise it, or set packed_sequence.overlong to drop or truncate."
+                    f"document {number} has {len(input_ids)} tokens, over packed_sequence.packed_sequence_size={size}: "
+                    "raise it, or set packed_sequence.overlong to drop or truncate."
                 )
-            if self.overlong == "drop":
+            if overlong == "drop":
                 self.num_dropped += 1
                 return False
-            columns = {name: values[: self.packed_sequence_size] for name, values in columns.items()}
+            columns = {name: values[:size] for name, values in columns.items()}
         self._held[self._arrived] = (place, columns)
         self._arrived += 1
         return True
 
     def _slots(self, document: Row) -> int:
-        return -(-len(document["input_ids"]) // self.slot_multiple)
-
-
-def _rows(rows: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return rows if isinstance(rows, list) else [rows]
+        return -(-len(document["input_ids"]) // self.packer.slot_multiple)
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Reads shards of a stream as rows; picklable, so that workers can read it."""
+    """Reads shards of a stream as rows."""
 
     dataset: StreamingDataset
     job: Job
@@ -213,9 +188,6 @@ class TokenStream:
     def _encoder(self) -> Encoder:
         return Encoder(self.job.tokenizer)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"dataset": self.dataset, "job": self.job}
-
     def _renderings(self, place: str, document: Document | DataError) -> list[Rendering]:
         try:
             if isinstance(document, DataError):
@@ -228,17 +200,11 @@ class TokenStream:
 
     def _rows(self, renderings: list[list[Rendering]]) -> Iterator[list[Row]]:
         encoded = self._encoder.encode([rendering for of_document in renderings for rendering in of_document])
-        offsets = np.concatenate([[0], np.cumsum(encoded.lengths)])
-        labels = next_token_labels(encoded.input_ids, encoded.trained, offsets)
-        row = 0
+        ends = np.cumsum(encoded.lengths)[:-1]
+        rows = zip(np.split(encoded.input_ids, ends), np.split(encoded.labels, ends))
         for of_document in renderings:
-            parts = [slice(offsets[i], offsets[i + 1]) for i in range(row, row + len(of_document))]
-            row += len(of_document)
-            yield [
-                {"input_ids": encoded.input_ids[part], "labels": labels[part]}
-                for part in parts
-                if (labels[part] != IGNORE_INDEX).any()
-            ]
+            own = islice(rows, len(of_document))
+            yield [{"input_ids": ids, "labels": labels} for ids, labels in own if (labels != IGNORE_INDEX).any()]
 
 
 Pack = dict[str, Any]
@@ -366,10 +332,8 @@ class StreamedPacks(PackSource):
             ahead = next(read, None)
 
     def _collate(self, packs: list[Pack | None]) -> dict[str, Any]:
-        packer = self.packer
         none = np.zeros(0, np.int64)
-        size = packer.packed_sequence_size
-        empty = lay_out(flatten([]), none, none, size, packer.slot_multiple, packer.padding_idx or 0)
+        empty = lay_out(flatten([]), none, none, *self.packer.layout)
         batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
         pins = self.dataloader.pin_memory and torch.cuda.is_available()
         return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -397,13 +361,7 @@ class ShardTurns(IterableDataset):
                 yield shard, pack, None if pack is None else streams[shard].state_dict()
 
     def _packs(self, shard: int) -> PackStream:
-        packs = PackStream(
-            partial(self.tokens.read, shard),
-            self.packer.packed_sequence_size,
-            overlong=self.packer.overlong,
-            slot_multiple=self.packer.slot_multiple,
-            padding_idx=self.packer.padding_idx or 0,
-        )
+        packs = PackStream(partial(self.tokens.read, shard), self.packer)
         if shard in self.states:
             packs.load_state_dict(self.states[shard])
         return packs

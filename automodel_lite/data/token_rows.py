@@ -198,19 +198,18 @@ def _read(columns: list[list[int]], typecode: str) -> array[int]:
     return joined
 
 
-def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Labels of documents end to end: the next token where that one is trained on, else -100.
 
     Args:
-        input_ids: [total]; trained: bool [total], whether the token is something to learn; offsets: [N + 1].
+        input_ids: [total]; trained: bool [total], whether the token is something to learn; lengths: [N].
 
     The first token of a document is nobody's target, and the last position has none, so that no target crosses a
     document: ids `a b c │ d e`, trained `0 1 1 │ 1 1` give `b c _ │ e _`.
     """
     labels = np.full(len(input_ids), IGNORE_INDEX, ID_DTYPE)
     labels[:-1] = np.where(trained[1:], input_ids[1:], IGNORE_INDEX)
-    lasts = offsets[1:][np.diff(offsets) > 0] - 1
-    labels[lasts] = IGNORE_INDEX
+    labels[np.cumsum(lengths)[lengths > 0] - 1] = IGNORE_INDEX
     return labels
 
 
@@ -368,17 +367,12 @@ class Chunk:
 
 
 def check_rows(
-    input_ids: np.ndarray,
-    labels: np.ndarray,
-    lengths: np.ndarray,
-    *,
-    stop_ids: Set[int],
-    num_documents: int,
-    num_bad: int,
-    num_split_chats: int,
-    first_error: str,
+    input_ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, stop_ids: Set[int], found: Findings
 ) -> Chunk:
-    """Leaves out rows without a label; counts those where all is trained on, or that train no stop token last."""
+    """Leaves out rows without a label; counts those where all is trained on, or that train no stop token last.
+
+    found: in the reading of the documents that the rows were made of.
+    """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     has_label = labels != IGNORE_INDEX
     num_labels = np.diff(np.concatenate([[0], np.cumsum(has_label)])[offsets])
@@ -386,12 +380,9 @@ def check_rows(
     unstopped = kept & ~np.isin(_last_labels(labels, has_label, offsets), sorted(stop_ids))
     kept_tokens = np.repeat(kept, lengths)
     counts = RowCounts(
-        num_documents=num_documents,
         num_rows=int(kept.sum()),
         num_tokens=int(lengths[kept].sum()),
         num_label_tokens=int(num_labels.sum()),
-        num_split_chats=num_split_chats,
-        num_bad=num_bad,
         num_empty=int((lengths == 0).sum()),
         num_fully_masked=int((~kept & (lengths > 0)).sum()),
     )
@@ -403,14 +394,13 @@ def check_rows(
         part = slice(offsets[row], min(offsets[row + 1], offsets[row] + SHOWN_TOKENS))
         return input_ids[part].tolist(), labels[part].tolist()
 
-    found = Findings(
+    found += Findings(
         counts=counts,
         num_fully_trained=int((kept & (num_labels == lengths - 1)).sum()),
         num_unstopped=int(unstopped.sum()),
         first_row=first(kept),
         fully_masked=first(~kept & (lengths > 0)),
         unstopped=first(unstopped),
-        first_error=first_error,
     )
     return Chunk(input_ids[kept_tokens], labels[kept_tokens], lengths[kept], found)
 

@@ -161,7 +161,7 @@ class ChunkTokenizer:
         Raises:
             DataError: a bad row, unless they are skipped.
         """
-        rendered = Rendered(num_documents=len(wanted))
+        rendered = Rendered(len(wanted))
         for index in wanted:
             try:
                 document = self._rows[index]
@@ -185,21 +185,15 @@ class ChunkTokenizer:
             raise DataError(f"{self._rows.where(index)}: {error}") from error
 
     def encode(self, rendered: Rendered) -> Chunk:
-        rows = _token_rows(rendered.tokens) if rendered.tokens else _rendered_rows(self._encoder, rendered.renderings)
-        return check_rows(
-            *rows,
-            stop_ids=self._renderer.stop_ids,
-            num_documents=rendered.num_documents,
-            num_bad=len(rendered.errors),
-            num_split_chats=rendered.num_split_chats,
-            first_error=next(iter(rendered.errors), ""),
-        )
-
-
-def _rendered_rows(encoder: Encoder, renderings: list[Rendering]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    encoded = encoder.encode(renderings)
-    offsets = np.concatenate([[0], np.cumsum(encoded.lengths)])
-    return encoded.input_ids, next_token_labels(encoded.input_ids, encoded.trained, offsets), encoded.lengths
+        if rendered.tokens:
+            rows = _token_rows(rendered.tokens)
+        else:
+            encoded = self._encoder.encode(rendered.renderings)
+            rows = encoded.input_ids, encoded.labels, encoded.lengths
+        num_bad, num_split_chats = len(rendered.errors), rendered.num_split_chats
+        counts = RowCounts(rendered.num_documents, num_bad=num_bad, num_split_chats=num_split_chats)
+        found = Findings(counts, first_error=next(iter(rendered.errors), ""))
+        return check_rows(*rows, self._renderer.stop_ids, found)
 
 
 def _token_rows(documents: list[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -216,8 +210,8 @@ def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Documen
             f"to {vocab_size - 1}: they were made with another tokenizer: set tokenizer.path to it."
         )
     if train_on == "all":
-        offsets = np.concatenate([[0], np.cumsum(document["lengths"])])
-        return {**document, "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), offsets)}
+        lengths = np.array(document["lengths"], np.int64)
+        return {**document, "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), lengths)}
     if document["labels"] is None:
         raise DataError("has input_ids without labels: set train_on=all to train on every token.")
     return document

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.streams import PackStream
 from automodel_lite.data.token_rows import RowsWriter, flatten, load_rows
@@ -40,7 +40,7 @@ def test_a_new_column_is_written_packed_and_collated(tmp_path: Path) -> None:
 
 
 def test_a_new_column_of_a_stream_is_packed_and_cut() -> None:
-    pack = next(PackStream(lambda start: iter(TWO[start:]), 2, overlong="truncate"))
+    pack = next(PackStream(lambda start: ([row] for row in TWO[start:]), Packer(2, overlong="truncate")))
     assert pack["weights"].tolist() == [0.5, 1.0]
 
 

@@ -65,18 +65,18 @@ def sorted_alphabet_id(letter: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("input_ids", "trained", "offsets", "labels"),
+    ("input_ids", "trained", "lengths", "labels"),
     [
-        ([1, 2, 3], [0, 1, 1], [0, 3], [2, 3, _]),
-        ([1, 2, 3, 4, 5], [0, 1, 1, 1, 1], [0, 3, 5], [2, 3, _, 5, _]),
-        ([1, 2, 3], [1, 0, 1], [0, 3], [_, 3, _]),
-        ([1, 2], [1, 1], [0, 0, 1, 1, 2, 2], [_, _]),
-        ([], [], [0], []),
+        ([1, 2, 3], [0, 1, 1], [3], [2, 3, _]),
+        ([1, 2, 3, 4, 5], [0, 1, 1, 1, 1], [3, 2], [2, 3, _, 5, _]),
+        ([1, 2, 3], [1, 0, 1], [3], [_, 3, _]),
+        ([1, 2], [1, 1], [0, 1, 0, 1, 0], [_, _]),
+        ([], [], [], []),
     ],
     ids=["one document", "no target crosses", "first token is nobody's target", "short and empty", "nothing"],
 )
-def test_next_token_labels(input_ids: list, trained: list, offsets: list, labels: list) -> None:
-    found = next_token_labels(np.array(input_ids, np.int32), np.array(trained, bool), np.array(offsets))
+def test_next_token_labels(input_ids: list, trained: list, lengths: list, labels: list) -> None:
+    found = next_token_labels(np.array(input_ids, np.int32), np.array(trained, bool), np.array(lengths, np.int64))
     assert found.tolist() == labels
 
 

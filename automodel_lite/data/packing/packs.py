@@ -27,7 +27,6 @@ from torch import Tensor
 from automodel_lite.config.rules import Count, Positive, Range, Seed
 from automodel_lite.config.schema import slot_multiple_of
 from automodel_lite.data.packing.plan import (
-    OVERLONG,
     PackPlan,
     Strategy,
     check_settings,
@@ -71,8 +70,14 @@ class Packer:
         self.packed_sequence_size = packed_sequence_size
         self.strategy = strategy_of(strategy)
         self.max_packs = max_packs
-        self.overlong = _overlong(overlong, drop_long_samples)
+        named = "error" if drop_long_samples is False else "drop"  # NeMo AutoModel's name for two of the four
+        self.overlong = overlong or named
         check_settings(packed_sequence_size, self.overlong, max_packs, 1)
+        if drop_long_samples is not None and self.overlong != named:
+            raise ConfigError(
+                f"packed_sequence.drop_long_samples={drop_long_samples} means overlong={named} and contradicts "
+                f"packed_sequence.overlong={overlong}: set only overlong."
+            )
         self.balance = balance
         self.slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size)
         self.seed = seed
@@ -92,6 +97,11 @@ class Packer:
             slot_multiple=self.slot_multiple,
         )
 
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """Size, slot multiple and padding of a pack, as `lay_out` takes them."""
+        return self.packed_sequence_size, self.slot_multiple, self.padding_idx or 0
+
     def resized(self, packed_sequence_size: int, overlong: str) -> Packer:
         """The same packing in packs of another size; it must be a multiple of `slot_multiple`."""
         resized = copy(self)
@@ -106,21 +116,6 @@ class Packer:
 
     def packs(self, rows: Rows, plan: PackPlan) -> PackedDataset:
         return PackedDataset(rows, plan, self.padding_idx or 0)
-
-
-def _overlong(overlong: str | None, drop_long_samples: bool | None) -> str:
-    """`drop_long_samples` is the reference's name for two of the four choices."""
-    if overlong is not None and overlong not in OVERLONG:
-        raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")
-    if drop_long_samples is None:
-        return overlong or "drop"
-    named = "drop" if drop_long_samples else "error"
-    if overlong not in (None, named):
-        raise ConfigError(
-            f"packed_sequence.drop_long_samples={drop_long_samples} means overlong={named} and contradicts "
-            f"packed_sequence.overlong={overlong}: set only overlong."
-        )
-    return named
 
 
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step

@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.streams import PackStream
 from automodel_lite.errors import ConfigError, DataError
 
 
-def documents(lengths: list[int], start: int) -> Iterator[dict]:
+def documents(lengths: list[int], start: int) -> Iterator[list[dict]]:
     for number in range(start, len(lengths)):
         ids = np.arange(lengths[number]) + 1000 * (number + 1)
-        yield {"input_ids": ids, "labels": ids + 1}
+        yield [{"input_ids": ids, "labels": ids + 1}]
 
 
-def streamed(lengths: list[int], **arguments) -> PackStream:
-    return PackStream(lambda start: documents(lengths, start), **arguments)
+def streamed(lengths: list[int], lookahead: int = 256, **arguments) -> PackStream:
+    return PackStream(lambda start: documents(lengths, start), Packer(**arguments), lookahead)
 
 
 def plain(pack: dict) -> tuple:
