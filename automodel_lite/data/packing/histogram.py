@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -149,8 +149,7 @@ class ExactFiller:
 SEARCHED_DOCUMENTS = 40_000  # by subset-sum: 0.05 s, 0.9 s where exact fits are rare
 
 
-@dataclass(frozen=True)
-class Placements:
+class Placements(NamedTuple):
     """Arrays of equal length [P], int64; `slot` is the place of the first copy inside its bin.
 
     Order: placements of the same length take the documents of that length one after the other.
@@ -298,10 +297,7 @@ def assign(
     n = len(lengths)
     source = longest_first(lengths, size, seed, epoch)
     by_length = np.argsort(-placements.length, kind="stable")
-    length, first, bins, copies, slot = (
-        x[by_length] for x in (placements.length, placements.first, placements.bins, placements.copies, placements.slot)
-    )
-    del length
+    _, first, bins, copies, slot = (x[by_length] for x in placements[:5])
     amount = bins * copies
     taken = np.cumsum(amount)
     shuffled = seeded_order(placements.num_bins, seed, epoch)
@@ -347,14 +343,10 @@ def _assign_small(
 
 
 def join(a: Placements, b: Placements) -> Placements:
-    return Placements(
-        np.concatenate([a.length, b.length]),
-        np.concatenate([a.first, b.first + a.num_bins]),
-        np.concatenate([a.bins, b.bins]),
-        np.concatenate([a.copies, b.copies]),
-        np.concatenate([a.slot, b.slot]),
-        a.num_bins + b.num_bins,
-    )
+    """The bins of `a`, then those of `b`."""
+    behind = b._replace(first=b.first + a.num_bins)
+    length, first, bins, copies, slot = (np.concatenate(pair) for pair in zip(a[:5], behind[:5]))
+    return Placements(length, first, bins, copies, slot, a.num_bins + b.num_bins)
 
 
 def placements_of(rows: list[tuple[int, int, int, int, int]], num_bins: int) -> Placements:

@@ -72,7 +72,7 @@ class Packer:
         self.max_packs = max_packs
         named = "error" if drop_long_samples is False else "drop"  # NeMo AutoModel's name for two of the four
         self.overlong = overlong or named
-        check_settings(packed_sequence_size, self.overlong, max_packs, 1)
+        check_settings(packed_sequence_size, self.overlong, max_packs)
         if drop_long_samples is not None and self.overlong != named:
             raise ConfigError(
                 f"packed_sequence.drop_long_samples={drop_long_samples} means overlong={named} and contradicts "

@@ -20,14 +20,16 @@ Strategies see slots: the lengths of documents rounded up to slot_multiple. Each
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
 from automodel_lite.config.rules import Positive
+from automodel_lite.config.schema import slot_multiple_of
 from automodel_lite.data.packing.histogram import (
     LOOKAHEAD,
     ExactFiller,
@@ -55,33 +57,24 @@ class Packed:
     note: str = ""
 
 
-@runtime_checkable
-class Strategy(Protocol):
-    """Which documents share a pack."""
+class Strategy(ABC):
+    """Which documents share a pack.
 
-    @property
-    def name(self) -> str: ...
+    cuts_documents   where a pack ends, so that none is too long
+    is_ragged        a row has the length of its one document instead of the pack's
+    """
 
-    @property
-    def cuts_documents(self) -> bool:
-        """Documents are cut where a pack ends, so that none is too long."""
+    name: ClassVar[str]
+    cuts_documents: ClassVar[bool] = False
+    is_ragged: ClassVar[bool] = False
 
-    @property
-    def is_ragged(self) -> bool:
-        """A row has the length of its one document instead of the pack's."""
-
+    @abstractmethod
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
         """Packs of at most `size` slots."""
 
 
 @dataclass(frozen=True)
-class _WholeDocuments:
-    cuts_documents = False
-    is_ragged = False
-
-
-@dataclass(frozen=True)
-class ExactFill(_WholeDocuments):
+class ExactFill(Strategy):
     """Documents in the seeded order of the epoch, the tail of each pack filled by subset-sum over the next ones.
 
     Gives way to `BestFit` where that makes over 0.2 % fewer packs, and, from 100,000 documents on, where exact fits are
@@ -100,19 +93,21 @@ class ExactFill(_WholeDocuments):
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
         limit = int(best_fit(histogram_of(slots, size), size).num_bins * WORSE_THAN_BEST_FIT)
         order = seeded_order(len(slots), seed, epoch)
-        filled = self._fill(slots, order, size, limit)
-        if filled.is_whole and filled.num_packs <= limit:
-            return Packed(filled.order, filled.offsets)
+        filled, num_filled = self._fill(slots, order, size, limit)
+        if filled is not None and num_filled <= limit:
+            return filled
         packed = BestFit().pack(slots, size, seed, epoch)
         num_packs = len(packed.offsets) - 1
-        why = "" if num_packs < filled.num_packs else "exact fits are rare and take long to find: "
-        both = f"exact_fill would make about {filled.num_packs:,} packs, best_fit makes {num_packs:,}"
-        return Packed(packed.order, packed.offsets, f"{why}{both}: best_fit taken.")
+        why = "" if num_packs < num_filled else "exact fits are rare and take long to find: "
+        both = f"exact_fill would make about {num_filled:,} packs, best_fit makes {num_packs:,}"
+        return replace(packed, note=f"{why}{both}: best_fit taken.")
 
-    def _fill(self, slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> _Filled:
-        """Stops early, after 1024, 2048, 4096 ... packs, when the fill so far projects to more than `limit` packs, or,
-        from 2048 on, when the search is long. The projection is too low at first, when no documents that fit nowhere
-        have gathered yet.
+    def _fill(self, slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[Packed | None, int]:
+        """The packs and their number; None and a projection where it stops early.
+
+        That is after 1024, 2048, 4096 ... packs, when the fill so far projects to more than `limit` packs, or, from
+        2048 on, when the search is long. The projection is too low at first, when no documents that fit nowhere have
+        gathered yet.
         """
         block = 1 << 16
         blocks = (slots[order[i : i + block]].tolist() for i in range(0, len(order), block))
@@ -140,24 +135,14 @@ class ExactFill(_WholeDocuments):
                 projected = round(total / filled * (len(ends) - 1))
                 is_long = may_be_long and check > TRIAL_PACKS and filler.num_searched > LONG_SEARCH * ends[-1]
                 if projected > limit or is_long:
-                    return _Filled(np.concatenate(packed), np.array(ends), projected, is_whole=False)
+                    return None, projected
                 check *= 2
         packed.append(order[recent].astype(id_dtype))
-        return _Filled(np.concatenate(packed), np.array(ends), len(ends) - 1, is_whole=True)
+        return Packed(np.concatenate(packed), np.array(ends)), len(ends) - 1
 
 
 @dataclass(frozen=True)
-class _Filled:
-    """Documents pack by pack and their offsets; unless whole, num_packs is a projection."""
-
-    order: np.ndarray
-    offsets: np.ndarray
-    num_packs: int
-    is_whole: bool
-
-
-@dataclass(frozen=True)
-class BestFit(_WholeDocuments):
+class BestFit(Strategy):
     """The histogram of lengths, packed by best-fit decreasing or, where that makes fewer packs, by exact fill.
 
     The fastest for tens of millions of documents. Documents of like lengths share packs; packs are shuffled.
@@ -171,7 +156,7 @@ class BestFit(_WholeDocuments):
 
 
 @dataclass(frozen=True)
-class NextFit(_WholeDocuments):
+class NextFit(Strategy):
     """The order of the dataset, one open pack: a document that does not fit closes it."""
 
     name = "next_fit"
@@ -195,12 +180,11 @@ def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class Wrapped(Strategy):
     """Documents end to end in the seeded order of the epoch, cut where a pack ends: every pack but the last is full."""
 
-    cuts_documents = True
-    is_ragged = False
     name = "wrapped"
+    cuts_documents = True
 
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
         """Offsets in slots: the packs are the stream of slots cut every `size`."""
@@ -209,24 +193,17 @@ class Wrapped:
 
 
 @dataclass(frozen=True)
-class OnePerRow:
+class OnePerRow(Strategy):
     """No packing: every document is a row, in the order of the dataset."""
 
-    cuts_documents = False
-    is_ragged = True
     name = "none"
+    is_ragged = True
 
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
         return Packed(np.arange(len(slots)), np.arange(len(slots) + 1))
 
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "exact_fill": ExactFill,
-    "best_fit": BestFit,
-    "next_fit": NextFit,
-    "wrapped": Wrapped,
-    "none": OnePerRow,
-}
+STRATEGIES = {known.name: known for known in (ExactFill, BestFit, NextFit, Wrapped, OnePerRow)}
 
 
 def strategy_of(strategy: str | Strategy) -> Strategy:
@@ -336,6 +313,7 @@ def plan_packs(
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
     check_settings(packed_sequence_size, overlong, max_packs, slot_multiple)
+    slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
     strategy = strategy_of(strategy)
     lengths = _checked_lengths(lengths)
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
@@ -500,7 +478,7 @@ def _count(lengths: np.ndarray, pieces: _Pieces, packed_tokens: int, size: int, 
     )
 
 
-def check_settings(size: int, overlong: str, max_packs: int | None, slot_multiple: int) -> None:
+def check_settings(size: int, overlong: str, max_packs: int | None, slot_multiple: int = 1) -> None:
     """Raises ConfigError for arguments of plan_packs that cannot work, whatever the lengths."""
     if overlong not in OVERLONG:
         raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")
@@ -508,11 +486,6 @@ def check_settings(size: int, overlong: str, max_packs: int | None, slot_multipl
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
             cure = "use null for all packs" if name == "max_packs" else "use 1 or more"
             raise ConfigError(f"packed_sequence.{name}={value!r} must be a whole number over 0: {cure}.")
-    if size % slot_multiple:
-        raise ConfigError(
-            f"packed_sequence.packed_sequence_size={size} must be a multiple of {slot_multiple} "
-            f"(packed_sequence.slot_multiple): use {-(-size // slot_multiple) * slot_multiple}."
-        )
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
