@@ -61,11 +61,10 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
     check_positions(data.longest, parts.model.config(data.tokenizer))
     with activity("loading the model"):
         built = build_model(parts, data.tokenizer, mesh)
-    console.say("model", f"{parts.model.pretrained}, attention {built.attention}")
+    console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")
+    exchange = built.plan.parts.mesh.cp_exchange
     for name, packs in sets.items():
-        loss = validation_loss(
-            built.model, packs, data, mesh, lambda b: cp_shard(b, mesh.cp, built.cp_exchange), lambda: False
-        )
+        loss = validation_loss(built.model, packs, data, mesh, lambda b: cp_shard(b, mesh.cp, exchange), lambda: False)
         assert loss is not None  # nobody stops it
         perplexity = math.exp(min(loss, 700.0))
         documents = packs.plan.counts.packed_documents

@@ -300,7 +300,7 @@ class TrainFinetuneRecipe:
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank."""
-        return cp_shard(batch, self.mesh.cp, self.built.cp_exchange)
+        return cp_shard(batch, self.mesh.cp, self.built.plan.parts.mesh.cp_exchange)
 
     def is_due(self, every_steps: int) -> bool:
         """Every `every_steps` steps (0 = never), and after the last step."""
@@ -486,7 +486,7 @@ class TrainFinetuneRecipe:
                     self.folder.path,
                     self.model,
                     self.data.tokenizer,
-                    self.built.source_dtype,
+                    self.parts.model.dtype,
                     self.num_steps,
                     self.built.adapter,
                 )

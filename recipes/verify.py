@@ -31,7 +31,7 @@ from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size
-from automodel_lite.parallel.sharding import ParallelModel, choose_precision, choose_strategy
+from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labeled_rows, to_thd
@@ -46,7 +46,7 @@ from automodel_lite.tools.verify import (
     table,
     take_gradients,
 )
-from automodel_lite.training.build import assemble, build_parts, check_model, choose_attention, with_exchange
+from automodel_lite.training.build import assemble, build_parts, check_model, plan_model
 from automodel_lite.training.start import try_settings
 
 EXACT = 1e-5
@@ -73,15 +73,11 @@ class Verification:
         self.sample: Sample = draw_sample(config, shape)
         self.mesh: Mesh = init_mesh(config.mesh)
         use_threads(config.training.num_threads)
-        self.dtype = choose_precision(config.training.precision, self.mesh.device)
-        is_gpu = self.mesh.device.type == "cuda"
-        self.strategy = choose_strategy(config.mesh.strategy, shape, is_gpu, parts.is_quantized)
         source, self.layers_text = first_layers(parts.model, self.sample.tokenizer, self.mesh.device)
-        parts = replace(parts, model=source)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
-        self.model_config = source.config(self.sample.tokenizer)
-        self.kernel, _ = choose_attention(parts, self.model_config, self.mesh.device, self.dtype)
-        self.parts, _ = with_exchange(parts, self.model_config, self.kernel, self.mesh.device, self.dtype)
+        model_config = source.config(self.sample.tokenizer)
+        self.plan = plan_model(replace(parts, model=source), model_config, shape, self.mesh.device)
+        self.parts, self.kernel, self.dtype = self.plan.parts, self.plan.kernel, self.plan.dtype
         self.kernel_name = f"{self.kernel.name.removeprefix('thd_')} kernel, {str(self.dtype).removeprefix('torch.')}"
         self.noise_limit = EXACT
 
@@ -164,7 +160,7 @@ class Verification:
                 name = f"{self.kernel_name}, cp {shape.cp}, {exchange}"
                 checks.append((name, self.cp_step(model, exchange, self.dtype), self.noise_limit))
         more = f", tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
-        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}, {self.strategy}"
+        axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}, {self.plan.strategy}"
         checks.append((f"the whole mesh: {axes}", self.mesh_step(), EXACT))
         return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
 
@@ -191,7 +187,7 @@ class Verification:
         """The step of training: weights read or drawn shard by shard, packs distributed to the data-parallel ranks,
         accumulation, reduction; in fp32.
         """
-        model = self.model(self.mesh, self.strategy)
+        model = self.model(self.mesh, self.plan.strategy)
         mine = self.batches[self.mesh.dp_rank :: self.mesh.shape.dp]
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(mine, start=1):
@@ -251,7 +247,7 @@ class Verification:
         return self.kernel.name == ReferenceAttention.name and self.dtype == torch.float32
 
     def say_what_is_checked(self) -> None:
-        self.console.say("model", f"{self.model_config.model_type}, {self.layers_text}")
+        self.console.say("model", f"{self.plan.config.model_type}, {self.layers_text}")
         self.console.say("sample", self.sample.description)
         self.console.say("data", f"ids and labels of all {self.sample.num_documents} documents are those of the data")
         alone = "one process: start it like the training run (torchrun --nproc-per-node ...) to check its mesh"

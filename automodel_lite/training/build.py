@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -29,7 +29,7 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
 from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, cast_trained
-from automodel_lite.models.flops import StepFlops, model_size, step_flops
+from automodel_lite.models.flops import ModelSize, StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
     check_layers,
     chosen_tile,
@@ -42,7 +42,7 @@ from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Lo
 from automodel_lite.models.source import CausalLM, describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
 from automodel_lite.parallel.exchange import MEAN_TOKENS, NETWORK, NVLINK, Load, checkpointing_hint, choose_exchange
-from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import (
     ParallelModel,
     choose_precision,
@@ -95,23 +95,57 @@ def build_parts(config: Config) -> Parts:
 
 
 @dataclass(frozen=True)
+class ModelPlan:
+    """A model on its ranks before anything of it is built: a run, its dry run and recipes/verify.py decide alike."""
+
+    parts: Parts  # with mesh.cp_exchange decided
+    config: PretrainedConfig
+    size: ModelSize
+    shape: MeshShape
+    strategy: str  # fsdp, ddp or none
+    dtype: torch.dtype  # of compute
+    kernel: AttentionKernel = field(default_factory=ReferenceAttention)
+    attention: str = ""  # which kernel and exchange, and why
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, over the ranks that share it."""
+        return self.parts.training.micro_batch_size * self.parts.packed_sequence_size
+
+
+def plan_model(
+    parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device, mean_tokens: float | None = None
+) -> ModelPlan:
+    """mean_tokens: of a document, where it is known.
+
+    Raises ConfigError when the settings, the model, the kernel and the device do not fit together.
+    """
+    check_layers(parts.training.compile, parts.training.activation_checkpointing)
+    strategy = choose_strategy(parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized)
+    dtype = choose_precision(parts.training.precision, device)
+    check_axes(parts, strategy)
+    check_offload(parts, strategy)
+    kernel, reason = choose_attention(parts, config, device, dtype)
+    parts, exchange = with_exchange(parts, config, kernel, device, dtype, mean_tokens)
+    described = describe(config)
+    if parts.model.router_aux_loss:
+        check_balance(parts, described, parts.model.router_aux_loss)
+    attention = f"{reason}\n{exchange}".strip()
+    return ModelPlan(parts, config, size_of(described), shape, strategy, dtype, kernel, attention)
+
+
+@dataclass(frozen=True)
 class BuiltModel:
     """A parallel model and what the start block reports of it."""
 
     model: ParallelModel
-    num_parameters: int
+    plan: ModelPlan
     flops: StepFlops
     memory: MemoryEstimate  # of one rank
-    attention: str  # which kernel and exchange, and why
-    cp_exchange: str  # what context-parallel ranks exchange
     loss: str
-    strategy: str
     compiled: str  # how many graphs, and in what time
-    masters: str  # fp32 or bf16
     reduction: str  # of gradients after every micro-batch, and why; empty = after the last
-    source_dtype: torch.dtype  # of the loaded weights, which the export keeps; fp32 from scratch
-    pretrained: str | None = None  # where the weights come from; None = from scratch
-    adapter: Adapter | None = None  # LoRA and the like: only this is trained and saved
+    adapter: Adapter | None  # LoRA and the like: only this is trained and saved
 
 
 def build_model(
@@ -119,41 +153,23 @@ def build_model(
 ) -> BuiltModel:
     """The model on the mesh: described, sharded, then read or drawn by each rank for its own shards; then checked.
 
-    mean_tokens  of a document, where it is known
-
-    Raises ConfigError when the model, the kernel and the device do not fit together.
+    Raises ConfigError as `plan_model` does, and for weights that no memory holds.
     """
-    check_layers(parts.training.compile, parts.training.activation_checkpointing)
-    strategy = choose_strategy(parts.mesh.strategy, mesh.shape, mesh.device.type == "cuda", parts.is_quantized)
-    dtype = choose_precision(parts.training.precision, mesh.device)
-    check_axes(parts, strategy)
-    check_offload(parts, strategy)
-    source = parts.model
-    model_config = source.config(tokenizer)
-    kernel, reason = choose_attention(parts, model_config, mesh.device, dtype)
-    parts, exchange_reason = with_exchange(parts, model_config, kernel, mesh.device, dtype, mean_tokens)
-    if source.router_aux_loss:
-        check_balance(parts, describe(model_config), source.router_aux_loss)
-    size = model_size(model_config)
-    check_weights_fit(parts, mesh.shape, strategy, size, mesh.device)
+    plan = plan_model(parts, parts.model.config(tokenizer), mesh.shape, mesh.device, mean_tokens)
+    check_weights_fit(plan, mesh.device)
     with returning_blocks():
-        model, adapter = assemble(parts, tokenizer, mesh, strategy, dtype)
+        model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype)
         lm = model.loss_model.lm
-        install(lm, kernel)
+        install(lm, plan.kernel)
         if runs_by_rows(lm):
-            reason = rows_reason(parts, lm)
-        loss_reason = check_model(parts.mesh.cp_exchange, model, mesh)
-    compiled = speed_up(parts, model, mesh)
+            plan = replace(plan, attention=rows_reason(parts, lm))
+        loss = check_model(plan.parts.mesh.cp_exchange, model, mesh)
+    compiled = speed_up(plan.parts, model, mesh)
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
-    flops = step_flops(lm.config, size, trained)
-    memory, reduction = plan_memory(
-        parts, mesh.shape, strategy, lm.config, size, trained, dtype, gpu_bytes(mesh.device)
-    )
+    memory, reduction = plan_memory(plan, trained, gpu_bytes(mesh.device))
     model = replace(model, reduces_every=bool(reduction))
-    attention = f"{reason}\n{exchange_reason}" if exchange_reason else reason
-    chosen = attention, parts.mesh.cp_exchange, loss_reason, strategy, compiled
-    names = *chosen, parts.training.master_weights, reduction
-    return BuiltModel(model, size.parameters, flops, memory, *names, source.dtype, source.pretrained, adapter)
+    flops = step_flops(plan.config, plan.size, trained)
+    return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)
 
 
 def check_axes(parts: Parts, strategy: str) -> None:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.schema import launched
@@ -29,29 +28,17 @@ from automodel_lite.data.loader import batch_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.layers import chosen_tile
-from automodel_lite.models.loss import Loss, LossShape, Measured, whole_logits_bytes
+from automodel_lite.models.loss import LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import chosen_experts
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import copies_of_experts
 
 if TYPE_CHECKING:
-    from automodel_lite.training.build import Parts
+    from automodel_lite.training.build import ModelPlan, Parts
 
 _FP32 = 4  # bytes
 USABLE_FRAC = 0.9  # of a GPU's memory: the rest is the allocator's and the kernels'
 _TRIED = 256  # rows and columns of the matrix that an optimizer is tried on
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What gradients and optimizer states exist for."""
-
-    model: int  # weights of the model itself; frozen ones when `adapter` is not None
-    adapter: int | None = None  # trained weights beside a frozen model
-
-    @property
-    def weights(self) -> int:
-        return self.model if self.adapter is None else self.adapter
 
 
 @dataclass(frozen=True)
@@ -74,73 +61,53 @@ class MemoryEstimate:
         return f"about {gib(self.total)} per rank: {parts}"
 
 
-def estimate_memory(
-    parts: Parts,
-    shape: MeshShape,
-    strategy: str,
-    model: PretrainedConfig,
-    size: ModelSize,
-    adapter: int | None,
-    dtype: torch.dtype,
-    reduces_every: bool = False,
-) -> MemoryEstimate:
+def estimate_memory(plan: ModelPlan, adapter: int | None, reduces_every: bool = False) -> MemoryEstimate:
     """adapter: trained weights beside a frozen model, None without; reduces_every: gradients, every micro-batch."""
-    compute, master = dtype.itemsize, 2 if parts.training.master_weights == "bf16" else _FP32
-    trained = Trained(size.parameters - size.towers, adapter)
-    shards = shape.world_size // shape.dp_replicate if strategy == "fsdp" else 1
-    summed, copies = trained.weights, expert_copies(shape, size) if strategy == "fsdp" else 1
-    size = replace(size, parameters=size.parameters + (copies - 1) * size.all_experts)
-    trained = replace(trained, model=size.parameters - size.towers)
-    frozen = (size.towers if adapter is None else size.parameters) * compute
-    tokens = parts.training.micro_batch_size * parts.packed_sequence_size
+    parts, shape, size = plan.parts, plan.shape, plan.size
+    compute, master = plan.dtype.itemsize, 2 if parts.training.master_weights == "bf16" else _FP32
+    is_fsdp, is_trained = plan.strategy == "fsdp", adapter is None
+    shards = shape.world_size // shape.dp_replicate if is_fsdp else 1
+    copied = (expert_copies(shape, size) - 1) * size.all_experts if is_fsdp else 0
+    trained = size.parameters - size.towers if adapter is None else adapter
+    held_trained = trained + copied if is_trained else trained
+    frozen = (size.towers if is_trained else size.parameters + copied) * compute
     on_gpu = 0.0 if parts.mesh.cpu_offload else 1.0
-    stream = compute if strategy == "fsdp" else max(compute, 2 if adapter is not None else master)
-    kept, layer = _activations(parts, shape, model, size, tokens, compute, stream)
+    stream = compute if is_fsdp else max(compute, master if is_trained else 2)
+    kept, layer = _activations(plan, stream)
     held = MemoryEstimate(
-        weights=(master * trained.weights + frozen) / shards * on_gpu,
-        gradients=master * trained.weights / shards * on_gpu,
-        optimizer=optimizer_bytes(parts.optimizer, master) * trained.weights / shards * on_gpu,
+        weights=(master * held_trained + frozen) / shards * on_gpu,
+        gradients=master * held_trained / shards * on_gpu,
+        optimizer=optimizer_bytes(parts.optimizer, master) * held_trained / shards * on_gpu,
         working_copy=0.0,
         activations=kept + layer,
-        logits=_logits(parts.loss, model, size, tokens / shape.cp, compute, adapter is not None),
+        logits=_logits(plan, is_frozen=not is_trained),
     )
-    local, is_trained = tokens / shape.cp, adapter is None
     accumulates = batch_shape(parts.training, shape.dp).micro_steps > 1
-    if strategy != "fsdp":
+    if is_fsdp:
+        summed = held.gradients if reduces_every or shape.tp > 1 else _FP32 * trained
+        moments = _moments(plan, held, summed if accumulates else 0.0, kept, is_trained)
+    else:
         # those of DDP are views of its buckets; before the last micro-batch they are tensors of their own
-        stays = (accumulates + (strategy == "ddp")) * held.gradients
-        whole = _whole_moments(parts, held, stays, model, size, local, compute, stream, kept)
-        return max(whole, key=lambda moment: moment.total)
-    before = 0.0
-    if accumulates:
-        before = held.gradients if reduces_every or shape.tp > 1 else _FP32 * summed
-    moments = _moments(held, before, shape, model, size, local, compute, kept, is_trained)
+        stays = (accumulates + (plan.strategy == "ddp")) * held.gradients
+        moments = _whole_moments(plan, held, stays, stream, kept)
     return max(moments, key=lambda moment: moment.total)
 
 
 def _moments(
-    held: MemoryEstimate,
-    before: float,
-    shape: MeshShape,
-    model: PretrainedConfig,
-    size: ModelSize,
-    local: float,
-    compute: int,
-    kept: float,
-    is_trained: bool,
+    plan: ModelPlan, held: MemoryEstimate, before: float, kept: float, is_trained: bool
 ) -> list[MemoryEstimate]:
     """The moments of an FSDP step at which the most may be held.
 
     before   bytes of gradients that are there when the backward pass begins
-    local    tokens of this rank
     FSDP holds what it gathers twice, as one buffer and as parameters, and the last gradients that it reduces until the
     next are: those of the head while the last layer is at work, then those of the layer behind.
     """
-    text = model.get_text_config()
+    shape, size, compute = plan.shape, plan.size, plan.dtype.itemsize
+    local, hidden = plan.tokens / shape.cp, plan.config.get_text_config().hidden_size
     experts, copies = size.expert_weights / shape.ep, expert_copies(shape, size)
     layer = (size.largest_layer - size.expert_weights) / shape.tp + experts
     apart = experts if copies > 1 else 0.0  # gathered and reduced by themselves, while the rest of the layer waits
-    hidden, head, table = text.hidden_size, size.head_weights / shape.tp, _table(size) / shape.tp
+    head, table = size.head_weights / shape.tp, _table(size) / shape.tp
     shards = shape.dp_shard * shape.cp
     gathers = 2 if shape.world_size > shape.dp_replicate else 1
     inputs = compute * hidden * local
@@ -154,7 +121,7 @@ def _moments(
         working_copy=gathers * compute * head + whole_head,
         activations=kept + rows,
     )
-    made = compute * (experts or _inner_width(model, size) * hidden / shape.tp) if is_trained else 0.0
+    made = compute * (experts or _inner_width(plan) * hidden / shape.tp) if is_trained else 0.0
     of_layer = reduced * (layer + (copies - 1) * experts) / shards
     of_layers = [max(held.gradients - number * of_layer - reduced * table / shards, 0.0) for number in (1, 2)]
     last = replace(
@@ -179,15 +146,7 @@ def _moments(
 
 
 def _whole_moments(
-    parts: Parts,
-    held: MemoryEstimate,
-    stays: float,
-    model: PretrainedConfig,
-    size: ModelSize,
-    local: float,
-    compute: int,
-    stream: int,
-    kept: float,
+    plan: ModelPlan, held: MemoryEstimate, stays: float, stream: int, kept: float
 ) -> list[MemoryEstimate]:
     """The moments of a step at which the most may be held by a rank that has the whole model.
 
@@ -195,18 +154,19 @@ def _whole_moments(
     Autocast casts a weight where it is used, and holds the cast until its gradient is there: that of a layer that is
     not recomputed for the whole pass.
     """
-    hidden, is_cast = model.get_text_config().hidden_size, stream > compute
-    is_trained = held.gradients > 0 and not parts.peft
+    size, training, compute = plan.size, plan.parts.training, plan.dtype.itemsize
+    local, hidden = plan.tokens / plan.shape.cp, plan.config.get_text_config().hidden_size
+    is_cast, is_trained = stream > compute, held.gradients > 0 and not plan.parts.peft
     master = held.gradients / (size.parameters - size.towers) if is_trained else 0.0
     casts = compute if is_cast else 0
     layer, head, table = size.largest_layer * is_trained, size.head_weights, _table(size)
     is_tied = table == size.embedding
-    training, num_layers = parts.training, size.num_layers
+    num_layers = size.num_layers
     is_plain = training.activation_checkpointing == "none"
     num_plain = num_layers if is_plain else num_layers - -(-num_layers // training.recompute_every_layers)
     rows = local * hidden * (4 * stream + 2 * compute if is_cast else _FP32 + 4 * compute)
     at_loss = replace(held, gradients=stays, working_copy=casts * (num_plain * layer + head), activations=kept + rows)
-    made = (casts + master) * (size.expert_weights or _inner_width(model, size) * hidden) * is_trained
+    made = (casts + master) * (size.expert_weights or _inner_width(plan) * hidden) * is_trained
     last = replace(
         held,
         gradients=max(master * head, stays) + made,
@@ -236,30 +196,20 @@ def expert_copies(shape: MeshShape, size: ModelSize) -> int:
     return 1 if is_split else copies_of_experts(size.num_experts, shape.dp_shard * shape.cp)
 
 
-def plan_memory(
-    parts: Parts,
-    shape: MeshShape,
-    strategy: str,
-    model: PretrainedConfig,
-    size: ModelSize,
-    adapter: int | None,
-    dtype: torch.dtype,
-    available: int | None,
-) -> tuple[MemoryEstimate, str]:
+def plan_memory(plan: ModelPlan, adapter: int | None, available: int | None) -> tuple[MemoryEstimate, str]:
     """What a rank holds, and why gradients are reduced after every micro-batch (empty: they are not).
 
     available   bytes of the GPU; None = not known, as on a CPU
     """
-    what = parts, shape, strategy, model, size, adapter, dtype
-    summed, reduced = estimate_memory(*what), estimate_memory(*what, reduces_every=True)
-    saved, wish = summed.total - reduced.total, parts.mesh.reduce_every_micro_batch
-    whole = _FP32 * (size.parameters - size.towers if adapter is None else adapter)
-    if strategy != "fsdp" or saved <= 0 or wish is False:
+    summed, reduced = (estimate_memory(plan, adapter, reduces_every) for reduces_every in (False, True))
+    wish = plan.parts.mesh.reduce_every_micro_batch
+    if plan.strategy != "fsdp" or summed.total <= reduced.total or wish is False:
         return summed, ""
     if wish is True:
         return reduced, "gradients are reduced after every micro-batch, as set"
     if available is None or summed.total <= USABLE_FRAC * available:
         return summed, ""
+    whole = _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
     return reduced, (
         f"gradients are reduced after every micro-batch: with their unsharded sum of {gib(whole)} the run would need "
         f"{gib(summed.total)} of {gib(available)} (mesh.reduce_every_micro_batch=auto)"
@@ -279,35 +229,34 @@ def host_bytes() -> int:
     return min(found, int(text)) if text.isdecimal() else found
 
 
-def check_weights_fit(parts: Parts, shape: MeshShape, strategy: str, size: ModelSize, device: torch.device) -> None:
+def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
     """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest type that they may
     have: it would be noticed by the kernel, which kills processes without a message.
     """
-    smallest = 0.5 if parts.is_quantized else 2
-    need = smallest * size.parameters / (shape.world_size / shape.dp_replicate if strategy == "fsdp" else 1)
+    shards = plan.shape.world_size / plan.shape.dp_replicate if plan.strategy == "fsdp" else 1
+    need = (0.5 if plan.parts.is_quantized else 2) * plan.size.parameters / shards
     have, where = gpu_bytes(device), "GPU"
-    if have is None or parts.mesh.cpu_offload:
+    if have is None or plan.parts.mesh.cpu_offload:
         have, where = host_bytes(), "machine"
         need *= launched("LOCAL_WORLD_SIZE", 1)
     if need > have:
         raise ConfigError(
-            f"the model has {size.parameters:,} parameters: its weights alone are {gib(need)} on each {where}, which "
-            f"has {gib(have)}: use a smaller model, or more processes to shard it (mesh.dp_shard)."
+            f"the model has {plan.size.parameters:,} parameters: its weights alone are {gib(need)} on each {where}, "
+            f"which has {gib(have)}: use a smaller model, or more processes to shard it (mesh.dp_shard)."
         )
 
 
-def _activations(
-    parts: Parts, shape: MeshShape, model: PretrainedConfig, size: ModelSize, tokens: float, compute: int, stream: int
-) -> tuple[float, float]:
+def _activations(plan: ModelPlan, stream: int) -> tuple[float, float]:
     """What the layers keep for the backward pass, and what the layer at work holds beside it.
 
     stream   bytes of a value of the residual stream: under autocast it has the masters' dtype, and each linear layer
              keeps a cast of its own
     """
-    text = model.get_text_config()
+    parts, shape, size, tokens = plan.parts, plan.shape, plan.size, plan.tokens
+    text, compute = plan.config.get_text_config(), plan.dtype.itemsize
     local, hidden = tokens / shape.cp, text.hidden_size
-    attended, kv = _attention_widths(model, size)
-    inner = _inner_width(model, size)
+    attended, kv = _attention_widths(plan)
+    inner = _inner_width(plan)
     tile = min(local, chosen_tile(parts.training, int(local)) or local)
     of_norm = compute if tile < local else _FP32 + 2 * compute  # its input; untiled in fp32, with the normed and scaled
     norms = 2 * (of_norm + (compute if tile < local else 0)) * hidden
@@ -339,25 +288,26 @@ def _activations(
     return (num_layers - num_recomputed) * layer + num_recomputed * local * kept, at_work + slopes
 
 
-def _attention_widths(model: PretrainedConfig, size: ModelSize) -> tuple[float, float]:
+def _attention_widths(plan: ModelPlan) -> tuple[float, float]:
     """Of queries and outputs, and of keys and values: the mean over the layers."""
-    shapes = layer_shapes(model)
+    shapes = layer_shapes(plan.config)
     attended = sum(layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes)
     kv = sum(layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in shapes)
-    return attended / size.num_layers, kv / size.num_layers
+    return attended / plan.size.num_layers, kv / plan.size.num_layers
 
 
-def _inner_width(model: PretrainedConfig, size: ModelSize) -> float:
+def _inner_width(plan: ModelPlan) -> float:
     """Of a gated MLP, or of all experts that a token visits."""
-    hidden = model.get_text_config().hidden_size
-    of_attention = hidden * sum(_attention_widths(model, size))
-    return max(size.layer_weights / size.num_layers - of_attention, 0) / (3 * hidden)
+    hidden = plan.config.get_text_config().hidden_size
+    of_attention = hidden * sum(_attention_widths(plan))
+    return max(plan.size.layer_weights / plan.size.num_layers - of_attention, 0) / (3 * hidden)
 
 
-def _logits(loss: Loss, model: PretrainedConfig, size: ModelSize, local: float, compute: int, is_frozen: bool) -> float:
-    text = model.get_text_config()
-    head_gradient = 0 if is_frozen else _FP32 * size.head_weights
-    shape = LossShape(local, text.vocab_size, text.hidden_size, compute, head_gradient)
+def _logits(plan: ModelPlan, is_frozen: bool) -> float:
+    text, loss = plan.config.get_text_config(), plan.parts.loss
+    head_gradient = 0 if is_frozen else _FP32 * plan.size.head_weights
+    local = plan.tokens / plan.shape.cp
+    shape = LossShape(local, text.vocab_size, text.hidden_size, plan.dtype.itemsize, head_gradient)
     return loss.logits_bytes(shape) if isinstance(loss, Measured) else whole_logits_bytes(shape)
 
 

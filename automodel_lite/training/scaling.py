@@ -12,7 +12,7 @@ from automodel_lite.models.flops import ModelSize, model_size, step_flops
 from automodel_lite.parallel.exchange import Load, sent_bytes
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy
-from automodel_lite.training.build import Parts
+from automodel_lite.training.build import ModelPlan, Parts
 from automodel_lite.training.memory import estimate_memory, expert_copies
 
 _BF16, _FP32 = 2, 4  # bytes
@@ -95,7 +95,7 @@ def estimate(
     exposed_s = max(0.0, traffic_s - compute_s) + traffic_s / num_layers + exchange_s
     one_step = replace(parts, training=replace(parts.training, global_batch_size=None))
     strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True)
-    memory = estimate_memory(one_step, shape, strategy, model, size, None, torch.bfloat16)
+    memory = estimate_memory(ModelPlan(one_step, model, size, shape, strategy, torch.bfloat16), None)
     return Estimate(
         gpus,
         shape.dp,

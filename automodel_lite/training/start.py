@@ -31,13 +31,13 @@ from automodel_lite.data.loader import PackSource, TrainingPlan, batch_shape
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import prepare_data
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.models.flops import cost_model, model_size
+from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision, choose_strategy
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.build import BuiltModel, Parts, build_parts, check_axes, choose_attention, with_exchange
+from automodel_lite.training.build import BuiltModel, ModelPlan, Parts, build_parts, plan_model
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
 
@@ -51,40 +51,34 @@ def dry_run(config: Config) -> int:
     data = prepare_data(config, batch_shape(config.training, shape.dp))
     plan = data.plan(config.training)
     model_config = parts.model.config(data.tokenizer)
-    strategy = choose_strategy(config.mesh.strategy, shape, device.type == "cuda", parts.is_quantized)
-    check_axes(parts, strategy)
-    dtype = choose_precision(config.training.precision, device)
-    kernel, attention = choose_attention(parts, model_config, device, dtype)
     report = data.report(cost_model(model_config))
-    parts, exchange = with_exchange(parts, model_config, kernel, device, dtype, report.mean_tokens if report else None)
-    adapter = _adapter_weights(parts, model_config, device, strategy)
-    size = model_size(model_config)
-    memory, reduction = plan_memory(parts, shape, strategy, model_config, size, adapter, dtype, gpu_bytes(device))
-    name = str(dtype).removeprefix("torch.")
+    made = plan_model(parts, model_config, shape, device, report.mean_tokens if report else None)
+    adapter = _adapter_weights(made, device)
+    memory, reduction = plan_memory(made, adapter, gpu_bytes(device))
+    name = str(made.dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
     lines = [
-        ("device", f"{device.type}, {shape.world_size} process(es) ({axes_text(shape)}, {strategy}), {name} compute"),
-        ("model", f"{model_config.model_type}: {count(size.parameters)} parameters, {trained}"),
-        ("attention", f"{attention}\n{exchange}".strip()),
+        ("device", f"{device.type}, {shape.world_size} process(es) ({axes_text(made)}), {name} compute"),
+        ("model", f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}"),
+        ("attention", made.attention),
         *data_lines(data),
         *plan_lines(report, plan, config),
     ]
     for topic, text in lines:
         console.say(topic, text)
     by_arithmetic = f"{memory}\n{reduction}".strip()
-    console.say("memory", _memory(parts, model_config, shape, by_arithmetic, bool(reduction)))
+    console.say("memory", _memory(made, by_arithmetic, bool(reduction)))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0
 
 
-def _memory(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, by_arithmetic: str, reduces_every: bool
-) -> str:
+def _memory(plan: ModelPlan, by_arithmetic: str, reduces_every: bool) -> str:
     """What rank 0 of the requested world would hold and send on GPUs, counted by running it under fake tensors, which
     GPU it fits, and what to change when it fits none.
     """
     if rank() != 0:
         return ""
+    parts, shape = plan.parts, plan.shape
     strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True, is_quantized=parts.is_quantized)
     if parts.peft and strategy != "fsdp":
         return by_arithmetic
@@ -92,10 +86,10 @@ def _memory(
 
     try:
         with activity(f"simulating a step of {shape.world_size} ranks"):
-            found = simulate(parts, model_config, shape, reduces_every, strategy)
+            found = simulate(parts, plan.config, shape, reduces_every, strategy)
     except (RuntimeError, NotImplementedError) as error:
         return f"{by_arithmetic}\nnot simulated: this model needs values ({type(error).__name__})"
-    available = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPUS_GB[-1] * 10**9
+    available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
     cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(parts, None)}"
     return f"rank 0 of {shape.world_size}, simulated: {found}{cure}"
 
@@ -107,14 +101,15 @@ def planned_shape(config: Config) -> MeshShape:
     return mesh_shape(mesh, world_size() if world_size() > 1 else requested)
 
 
-def _adapter_weights(parts: Parts, model_config: PretrainedConfig, device: torch.device, strategy: str) -> int | None:
+def _adapter_weights(plan: ModelPlan, device: torch.device) -> int | None:
     """Counted on the meta device; None when the model itself is trained."""
-    if parts.peft is None:
+    peft, pretrained = plan.parts.peft, plan.parts.model.pretrained
+    if peft is None:
         return None
-    parts.peft.check(device, strategy, parts.model.pretrained)
-    lm = describe(model_config)
+    peft.check(device, plan.strategy, pretrained)
+    lm = describe(plan.config)
     with torch.device("meta"):
-        parts.peft.adapt(lm, str(parts.model.pretrained))
+        peft.adapt(lm, str(pretrained))
     return sum(p.numel() for p in lm.parameters() if p.requires_grad)
 
 
@@ -255,10 +250,10 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
     return [
-        ("device", _device(mesh, built)),
+        ("device", _device(mesh, built.plan)),
         ("model", _model(built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
-        ("attention", built.attention),
+        ("attention", built.plan.attention),
         *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),
         *([("compile", built.compiled)] if built.compiled != "off" else []),
         ("optimizer", optimizer_text(config)),
@@ -293,29 +288,30 @@ def position_line(folder: str, checkpoint: Path | None, step: int, max_steps: in
     return f"{folder}: {origin}, steps {step + 1} to {max_steps}, next checkpoint after step {saved}"
 
 
-def _device(mesh: Mesh, built: BuiltModel) -> str:
+def _device(mesh: Mesh, plan: ModelPlan) -> str:
     shape = mesh.shape
     processes = f"{shape.world_size} process{'es' if shape.world_size > 1 else ''}"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     num_threads = torch.get_num_threads()
     each = " each" if shape.world_size > 1 else ""
     threads = f", {num_threads} thread{'s' if num_threads > 1 else ''}{each}" if mesh.device.type == "cpu" else ""
-    return f"{name}: {processes} ({axes_text(shape)}, {built.strategy}){threads}"
+    return f"{name}: {processes} ({axes_text(plan)}){threads}"
 
 
-def axes_text(shape: MeshShape) -> str:
+def axes_text(plan: ModelPlan) -> str:
+    shape = plan.shape
     more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
-    return f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
+    return f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}, {plan.strategy}"
 
 
 def _model(built: BuiltModel) -> str:
-    lm = built.model.loss_model.lm
-    source = built.pretrained or "from scratch"
-    dtype = str(built.model.compute_dtype).removeprefix("torch.")
-    masters = f"frozen in {dtype}, adapter in fp32" if built.adapter else f"{built.masters} master weights"
+    lm, parts = built.model.loss_model.lm, built.plan.parts
+    source = parts.model.pretrained or "from scratch"
+    dtype = str(built.plan.dtype).removeprefix("torch.")
+    masters = f"{parts.training.master_weights} master weights"
     return (
-        f"{lm.config.model_type} {source}: {count(built.num_parameters)} parameters, {dtype} compute, "
-        f"{masters}, loss {built.loss}{_experts(lm)}"
+        f"{lm.config.model_type} {source}: {count(built.plan.size.parameters)} parameters, {dtype} compute, "
+        f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss {built.loss}{_experts(lm)}"
     )
 
 

@@ -363,8 +363,8 @@ def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float
     built = build_model(build_parts(config), tokenizer(8), mesh)
     start, num_read = _peak_gib() - before, _bytes_read() - num_read
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    export(Path(config.output_dir), built.model, tokenizer(8), built.source_dtype, 1, None)
-    return start, _peak_gib() - before, built.num_parameters * 4 / 2**30, num_read / 2**30
+    export(Path(config.output_dir), built.model, tokenizer(8), built.plan.parts.model.dtype, 1, None)
+    return start, _peak_gib() - before, built.plan.size.parameters * 4 / 2**30, num_read / 2**30
 
 
 def _peak_gib() -> float:

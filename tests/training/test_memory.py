@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from automodel_lite.attention.interface import install, stream_of
 from automodel_lite.attention.kernel import ReferenceAttention
@@ -17,7 +17,7 @@ from automodel_lite.models.flops import model_size
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.run.failures import recorded
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.training.build import build_parts
+from automodel_lite.training.build import ModelPlan, build_parts
 from automodel_lite.training.memory import (
     _activations,
     check_weights_fit,
@@ -56,6 +56,14 @@ def config_with(**training: object) -> Config:
     )
 
 
+def plan_of(
+    config: Config, *axes: int, model: PretrainedConfig = LLAMA, dtype: torch.dtype = torch.bfloat16
+) -> ModelPlan:
+    """On dp_replicate x dp_shard x cp ranks under FSDP; without axes on one rank without it."""
+    shape, strategy = MeshShape(*axes or (1, 1, 1)), "fsdp" if axes else "none"
+    return ModelPlan(build_parts(config), model, model_size(model), shape, strategy, dtype)
+
+
 def saved_for_backward(model: LlamaForCausalLM) -> int:
     """Bytes of all tensors that autograd keeps in a forward pass, each storage once, parameters left out."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -74,8 +82,7 @@ def saved_for_backward(model: LlamaForCausalLM) -> int:
 def test_activations_agree_with_what_autograd_keeps():
     model = LlamaForCausalLM(LLAMA).train()
     install(model, ReferenceAttention())
-    alone = MeshShape(1, 1, 1)
-    activations = _activations(build_parts(config_with()), alone, LLAMA, model_size(LLAMA), TOKENS, 4, 4)
+    activations = _activations(plan_of(config_with(), dtype=torch.float32), 4)
     assert sum(activations) == pytest.approx(saved_for_backward(model), rel=0.1)
 
 
@@ -89,24 +96,18 @@ def test_sharding_an_8b_model():
         num_attention_heads=32,
         num_key_value_heads=8,
     )
-    size = model_size(config)
-    one = MeshShape(1, 1, 1), "none"
-    eight = MeshShape(1, 8, 1), "fsdp"
-    alone, sharded, lora = (
-        estimate_memory(build_parts(config_with()), *layout, config, size, adapter, torch.bfloat16)
-        for layout, adapter in ((one, None), (eight, None), (eight, 40_000_000))
-    )
+    one, eight = plan_of(config_with(), model=config), plan_of(config_with(), 1, 8, 1, model=config)
+    alone, sharded = estimate_memory(one, None), estimate_memory(eight, None)
+    lora = estimate_memory(eight, 40_000_000)
     states = [(e.weights + e.optimizer) / 2**30 for e in (alone, sharded, lora)]
     assert states == pytest.approx([89.74, 11.22, 1.92], abs=0.01)
     assert alone.gradients / 2**30 == pytest.approx(29.91, abs=0.01)
 
 
 def test_fsdp_keeps_whole_gradients_over_micro_batches():
-    parts = build_parts(config_with(global_batch_size=4))
-    size = model_size(LLAMA)
-    estimate = estimate_memory(parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
-    once = estimate_memory(build_parts(config_with()), MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
-    assert estimate.gradients >= 4 * size.parameters > once.gradients
+    estimate = estimate_memory(plan_of(config_with(global_batch_size=4), 1, 2, 1), None)
+    once = estimate_memory(plan_of(config_with(), 1, 2, 1), None)
+    assert estimate.gradients >= 4 * model_size(LLAMA).parameters > once.gradients
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -117,17 +118,16 @@ def test_a_text_config_that_does_not_know_whether_its_head_is_tied(is_tied: bool
     assert not hasattr(config.get_text_config(), "tie_word_embeddings")
     size = model_size(config)
     assert (size.embedding < 2 * size.head_weights) == is_tied
-    two = estimate_memory(build_parts(config_with()), MeshShape(1, 2, 1), "fsdp", config, size, None, torch.bfloat16)
+    two = estimate_memory(plan_of(config_with(), 1, 2, 1, model=config), None)
     assert two.total > two.weights > 0
 
 
 def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     """LLAMA has 0.14 M weights: the sum that is not sharded takes 4 bytes of each."""
-    config, size = config_with(global_batch_size=4), model_size(LLAMA)
-    parts = build_parts(config)
-    what = parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16
+    config = config_with(global_batch_size=4)
+    what = plan_of(config, 1, 2, 1), None
     summed, reduced = (estimate_memory(*what, reduces_every=wish) for wish in (False, True))
-    assert summed.total - reduced.total == 4 * size.parameters / 2
+    assert summed.total - reduced.total == 4 * model_size(LLAMA).parameters / 2
     fits, just_not = int(summed.total / 0.9) + 1, int(summed.total / 0.9) - 1
     assert plan_memory(*what, None) == (summed, "")
     assert plan_memory(*what, fits) == (summed, "")
@@ -137,7 +137,7 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     config.mesh.reduce_every_micro_batch = False
     assert plan_memory(*what, just_not) == (summed, "")
     config.mesh.strategy = "fsdp"
-    assert remedies(parts)[2] == "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
+    assert remedies(what[0].parts)[2] == "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
     config.mesh.reduce_every_micro_batch = True
     assert plan_memory(*what, None) == (reduced, "gradients are reduced after every micro-batch, as set")
     config.training.global_batch_size = None  # one micro-batch: there is no sum
@@ -145,19 +145,17 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
 
 
 def test_what_waits_in_host_memory_is_not_counted():
-    config, size = config_with(activation_checkpointing="offload"), model_size(LLAMA)
-    parts = build_parts(config)
-    of_layers = parts, MeshShape(1, 1, 1), LLAMA, size, TOKENS, 2
+    config = config_with(activation_checkpointing="offload")
     for stream in (2, 4):  # bytes: bf16 under FSDP, fp32 under autocast
-        offloaded, _ = _activations(*of_layers, stream)
+        offloaded, _ = _activations(plan_of(config), stream)
         config.training.activation_checkpointing = "full"
-        full, _ = _activations(*of_layers, stream)
+        full, _ = _activations(plan_of(config), stream)
         config.training.activation_checkpointing = "offload"
         assert full - offloaded == 3 * TOKENS * 64 * stream  # layers x tokens x hidden x bytes
     config.mesh.cpu_offload = True
-    at_home = estimate_memory(parts, MeshShape(1, 2, 1), "fsdp", LLAMA, size, None, torch.bfloat16)
+    at_home = estimate_memory(plan_of(config, 1, 2, 1), None)
     assert (at_home.weights, at_home.optimizer) == (0, 0)
-    assert at_home.gradients < 4 * size.parameters / 2  # of the layer at work alone
+    assert at_home.gradients < 4 * model_size(LLAMA).parameters / 2  # of the layer at work alone
 
 
 @pytest.mark.parametrize(
@@ -173,18 +171,16 @@ def test_a_full_model_of_8b_in_bf16(optimizer: dict[str, object], num_bytes: flo
     """Weights, gradients and states of 8.03 B parameters: 60, 75 and 45 GiB, where fp32 masters take 120."""
     config = config_with(master_weights="bf16", global_batch_size=2)  # gradients are there all the time
     config.optimizer = {"lr": 1e-5, **optimizer}
-    e = estimate_memory(build_parts(config), MeshShape(1, 1, 1), "none", LLAMA, model_size(LLAMA), None, torch.bfloat16)
+    e = estimate_memory(plan_of(config), None)
     assert e.weights + e.gradients + e.optimizer == num_bytes * model_size(LLAMA).parameters
 
 
 def test_moments_of_8_bits_are_2_bytes_a_weight():
     config = config_with()
     config.optimizer = {"_target_": "automodel_lite.training.optimizers.adamw_8bit", "lr": 1e-3, "block_size": 256}
-    size = model_size(LLAMA)
-    parts = build_parts(config)
-    estimate = estimate_memory(parts, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
-    assert estimate.optimizer == (2 + 2 * 4 / 256) * size.parameters
-    assert "adamw_8bit" not in " ".join(remedies(parts))
+    plan = plan_of(config)
+    assert estimate_memory(plan, None).optimizer == (2 + 2 * 4 / 256) * plan.size.parameters
+    assert "adamw_8bit" not in " ".join(remedies(plan.parts))
 
 
 def test_an_optimizer_of_ones_own_is_measured():
@@ -213,11 +209,9 @@ def test_liger_holds_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch):
     assert rows_at_once(100, 64, 64) == 100
     config = config_with()
     config.loss = {"_target_": "automodel_lite.models.liger.LigerLinearCrossEntropy"}
-    size = model_size(LLAMA)
-    parts = build_parts(config)
-    estimate = estimate_memory(parts, MeshShape(1, 1, 1), "none", LLAMA, size, None, torch.bfloat16)
-    assert estimate.logits == TOKENS * 64 * 2 + 2 * 4 * 64 * 64
-    assert "loss=" not in " ".join(remedies(parts))
+    plan = plan_of(config)
+    assert estimate_memory(plan, None).logits == TOKENS * 64 * 2 + 2 * 4 * 64 * 64
+    assert "loss=" not in " ".join(remedies(plan.parts))
 
 
 def test_remedies_come_in_order_and_fit_the_settings():
@@ -266,11 +260,10 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_weights_that_no_memory_holds_are_named_before_they_are_made() -> None:
-    parts = build_parts(config_with())
-    size = model_size(LlamaConfig(hidden_size=10**6, intermediate_size=64, num_hidden_layers=2, vocab_size=64))
-    shape = MeshShape(dp_replicate=1, dp_shard=2, cp=1)
+    huge = LlamaConfig(hidden_size=10**6, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
+    plan = plan_of(config_with(), 1, 2, 1, model=huge)
     with pytest.raises(
         ConfigError, match=r"its weights alone are 7\d{3}\.\d GiB on each machine, which has .* GiB: use"
     ):
-        check_weights_fit(parts, shape, "fsdp", size, torch.device("cpu"))
-    check_weights_fit(parts, shape, "fsdp", replace(size, parameters=10**6), torch.device("cpu"))
+        check_weights_fit(plan, torch.device("cpu"))
+    check_weights_fit(replace(plan, size=replace(plan.size, parameters=10**6)), torch.device("cpu"))

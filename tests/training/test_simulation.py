@@ -24,7 +24,7 @@ from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.training import memory, scaling
-from automodel_lite.training.build import Parts, build_parts
+from automodel_lite.training.build import ModelPlan, Parts, build_parts
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
 from automodel_lite.training.simulation import _MADE_IN, Simulation, simulate
 from automodel_lite.training.start import dry_run, planned_shape
@@ -335,7 +335,7 @@ def counted(
     shape = planned_shape(asked)
     reduces = asked.mesh.reduce_every_micro_batch is True
     estimate = estimate_memory(
-        asked, shape, strategy, model, model_size(model), None, torch.bfloat16, reduces_every=reduces
+        ModelPlan(asked, model, model_size(model), shape, strategy, torch.bfloat16), None, reduces_every=reduces
     )
     return simulate(asked, model, shape, strategy=strategy), estimate
 
