@@ -182,40 +182,36 @@ class TrainFinetuneRecipe:
         self.pending_validation, self.val_loss = False, None  # of this step
         self.extra: dict[str, Any] = {}  # state of callbacks across restarts, small and JSON
         self.end_reason: str | None = None  # of a callback that ends the run before its last step
-        self.origin = None
         self.lock.token = self.control.on_first(self.lock.acquire)
         state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
         fingerprint = self.data.fingerprint()
         if state:
             check_same_data(state["data"], fingerprint, self.config.checkpoint.accept_changes)
-            self.origin = self.checkpointer.newest
             self.num_steps, self.cursor, self.extra = state["step"], Cursor(**state["cursor"]), state["extra"]
             self.pending_validation, self.val_loss = state["owes_validation"], state["val_loss"]
             move_to(self.scheduler, self.num_steps)
         self.state = {"data": fingerprint, "world_size": world_size()}
         if self.mesh.rank == 0:
             self.folder.open(self.config, self.data.shape.global_batch_size, self.data.packer.slot_multiple)
-            newest = self.checkpointer.newest
             with self.folder.being_written():
-                self.folder.write_status("running", self.num_steps, checkpoint=newest.name if newest else None)
+                self.folder.write_status("running", self.num_steps, checkpoint=self.checkpointer.newest_name)
+                self.folder.write_facts(self.lines)
                 if self.report:
                     self.report.to_json(self.folder.packing)
                     self.folder.lengths.write_text(json.dumps(self.data.lengths()))
                 self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
         self.watchdog.start(rank(), self.lock.token)
-        is_first = self.mesh.rank == 0
-        self.metrics = open_metrics(self.config, self.folder, is_first, self.num_steps, self.extra, self.console.print)
+        self.metrics = open_metrics(
+            self.config, self.folder, self.mesh.rank == 0, self.num_steps, self.extra, self.console.print
+        )
         self.tell({"step": 0, **self.data.counts} if not self.num_steps else None)
 
     def run(self) -> int:
         """Trains; logs, validates and saves when due; exports and evaluates at the end."""
         training = self.config.training
-        if self.mesh.rank == 0:
-            with self.folder.being_written():
-                self.folder.write_facts(self.lines)
-        every = self.config.checkpoint.every_steps
-        position = position_line(self.folder.shown, self.origin, self.num_steps, self.plan.max_steps, every)
+        every, origin = self.config.checkpoint.every_steps, self.checkpointer.newest_name
+        position = position_line(self.folder.shown, origin, self.num_steps, self.plan.max_steps, every)
         self.console.say("run", position)
         SIGNALS.defer()
         SIGNALS.watch(
@@ -368,14 +364,13 @@ class TrainFinetuneRecipe:
     def leave_early(self) -> int:
         """Saves the last step and reports that the same command continues the run."""
         self.save(wait=True)
-        newest = self.checkpointer.newest
-        reason = self.boundary.stop_reason or ""
+        newest, reason = self.checkpointer.newest_name, self.boundary.stop_reason or ""
         state, code = ending_of(reason)
         if self.mesh.rank == 0:
-            self.folder.write_status(state, self.num_steps, reason, newest.name if newest else None)
+            self.folder.write_status(state, self.num_steps, reason, newest)
         self.console.print(
-            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({self.boundary.stop_reason}); run the "
-            f"same command again to continue from {newest.name if newest else 'the start'}"
+            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({reason}); run the same command again to "
+            f"continue from {newest or 'the start'}"
         )
         self.close()
         return code
@@ -444,8 +439,8 @@ class TrainFinetuneRecipe:
         self.console.print(f"WARNING: the last step is exported, but not saved as a checkpoint: {self.newest_text()}")
 
     def newest_text(self) -> str:
-        newest = self.checkpointer.newest
-        return f"the newest checkpoint is {newest.name}." if newest else "there is no checkpoint."
+        newest = self.checkpointer.newest_name
+        return f"the newest checkpoint is {newest}." if newest else "there is no checkpoint."
 
     def recorded(self) -> AbstractContextManager[None]:
         """Records an error that ends the run."""
@@ -463,8 +458,7 @@ class TrainFinetuneRecipe:
         """The last finished step, and the newest checkpoint."""
         if self.lock.token is None:  # nothing is built yet
             return None, None
-        newest = self.checkpointer.newest
-        return self.num_steps, newest.name if newest else None
+        return self.num_steps, self.checkpointer.newest_name
 
     def leave_with(self, error: PeerError) -> None:
         """Ends this rank, wherever it is, with the error of another."""

@@ -40,7 +40,7 @@ from automodel_lite.cli.sources import (
     unreadable,
 )
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import CONF_DIR, left_out
+from automodel_lite.config.components import CONF_DIR, flatten, with_options
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, shown
 from automodel_lite.interpreter import collecting_seldom
@@ -241,7 +241,9 @@ class Job:
                 extra += [f"++{key}={_as_override(value)}" for key, value in values.items()]
         if self.preset and "--cfg" in flags and "--multirun" not in flags:  # printed whole
             plain = OmegaConf.to_container(composed(self.sources, self.preset, self.typed), resolve=False)
-            extra += [f"++{key}={_as_override(value)}" for key, value in left_out(plain)]
+            given = dict(flatten(plain))
+            left_out = [item for item in flatten(with_options(plain)) if item[0] not in given]
+            extra += [f"++{key}={_as_override(value)}" for key, value in left_out]
         return [*extra, *(opened(text, known) for text in self.typed)]
 
 

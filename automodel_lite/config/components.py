@@ -219,15 +219,6 @@ def _origin(name: str, module: str, body: Sequence[ast.stmt]) -> str:
     return f"{module}.{name}"
 
 
-def left_out(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key and default of each option that the parts of a plain configuration leave out."""
-    if isinstance(node, dict):
-        options = options_of(node["_target_"]) if isinstance(node.get("_target_"), str) else {}
-        yield from ((prefix + key, option.default) for key, option in options.items() if key not in node)
-        for key, value in node.items():
-            yield from left_out(value, f"{prefix}{key}.")
-
-
 def with_options(node: Any) -> Any:
     """A plain configuration whose parts have all of their options: those that are left out get their defaults."""
     if isinstance(node, list):

@@ -100,6 +100,10 @@ class Checkpointer:
         return self.run.checkpoints
 
     @property
+    def newest_name(self) -> str | None:
+        return self.newest.name if self.newest else None
+
+    @property
     def config(self) -> CheckpointConfig:
         return self.run_config.checkpoint
 

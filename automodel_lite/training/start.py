@@ -2,7 +2,7 @@
 
 `try_settings` runs first in every run: what could only fail later is tried on stand-ins that cost nothing. The
 model is described by its config on the meta device, where it has shapes and no weights, and run on a few tokens; the
-optimizer gets two parameters and makes one step; the schedule is evaluated along its course.
+optimizer gets two parameters; the schedule is evaluated along its course.
 
 `dry_run=true` reports everything that is known of a run without training it. The data is read and tokenized (the cache
 is kept for the run), packs are planned, the kernel is chosen and checked, parameters are counted on the meta device,
@@ -15,14 +15,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PretrainedConfig
 
 import automodel_lite
 from automodel_lite.config.components import build, text_of
@@ -155,17 +153,8 @@ def try_model(source: CausalLM) -> None:
     if source.pretrained and not source.overrides:
         return  # its makers have run it
     config = source.described({"vocab_size": 64})
-    lm = _or_config_error(source, lambda: _on_meta(config, source))
-    if lm is not None:
-        _or_config_error(source, lambda: _run_on_meta(lm))
-
-
-def _on_meta(config: PretrainedConfig, source: CausalLM) -> transformers.PreTrainedModel | None:
-    with torch.device("meta"):
-        lm: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-            config, trust_remote_code=source.source["trust_remote_code"]
-        )
-    return lm
+    lm = _or_config_error(source, lambda: describe(config))
+    _or_config_error(source, lambda: _run_on_meta(lm))
 
 
 def _run_on_meta(lm: transformers.PreTrainedModel) -> None:
@@ -210,7 +199,7 @@ def default_device() -> torch.device:
 
 
 def try_optimizer(config: Config) -> None:
-    """One step of the optimizer on a twin, and the whole course of its schedule.
+    """The optimizer on a twin, and the whole course of its schedule.
 
     Raises ConfigError for an argument that either refuses, and for a rate that is not a number or below 0.
     """
@@ -279,9 +268,9 @@ def data_lines(data: PackSource) -> list[Line]:
     return [("data", data.documents.description), *(("", note) for note in data.notes)]
 
 
-def position_line(folder: str, checkpoint: Path | None, step: int, max_steps: int, save_every: int) -> str:
+def position_line(folder: str, checkpoint: str | None, step: int, max_steps: int, save_every: int) -> str:
     """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
-    origin = f"continues from {checkpoint.name}" if checkpoint else "fresh"
+    origin = f"continues from {checkpoint}" if checkpoint else "fresh"
     if step >= max_steps:
         return f"{folder}: {origin}"
     saved = min((step // save_every + 1) * save_every, max_steps) if save_every else max_steps
