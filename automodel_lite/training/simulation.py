@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
@@ -46,12 +47,12 @@ from automodel_lite.models.sharded import Spread, described_shards
 from automodel_lite.models.source import CausalLM, chosen_experts, model_class
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
-from automodel_lite.parallel.sharding import ParallelModel, choose_precision
+from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, to_thd
 from automodel_lite.training import optimizers
-from automodel_lite.training.build import Parts, assemble, check_axes, with_exchange
+from automodel_lite.training.build import ModelPlan, Parts, assemble, plan_model
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
 
@@ -104,36 +105,34 @@ def simulate_gpus(parts: Parts, model_config: PretrainedConfig, gpus: int) -> Si
     return simulate(replace(parts, training=training), model_config, shape)
 
 
-def simulate(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False, strategy: str = "fsdp"
-) -> Simulation:
-    """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`.
+def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False) -> Simulation:
+    """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, on GPUs.
 
     reduces_every   gradients, after every micro-batch
     Raises what the run would raise, NotImplementedError for adapters without FSDP. No process group may exist: one is
     made, and destroyed.
     """
-    check_axes(parts, strategy)
-    dtype = choose_precision(parts.training.precision, torch.device("cuda"))
-    parts, _ = with_exchange(parts, model_config, _CountedAttention(), torch.device("cpu"), dtype)
+    plan = plan_model(replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda"))
+    if parts.peft and plan.strategy != "fsdp":
+        raise NotImplementedError("adapters without FSDP")
+    parts, dtype = plan.parts, plan.dtype
     batch = _whole_batch(parts, shape)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = _Held(shape, _routed_tokens(batch, model_config, shape), model_config.get_text_config().vocab_size)
-    with _fake_world(shape) as mesh:
+    with _fake_world(shape) as mesh, _watching_resizes(held), _as_on_a_gpu():
         of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
-        with _watching_resizes(held), _as_on_a_gpu():
-            drawn = _Drawn(parts.model, model_config, fake, held)
-            if strategy == "fsdp":
-                adapters: Any = _Adapters(parts.peft) if parts.peft else None
-                model, _ = assemble(replace(parts, model=drawn, peft=adapters), _NO_TOKENIZER, mesh, "fsdp", dtype)
-                model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
-            else:
-                with fake, held:
-                    model = _whole(parts, drawn, strategy, shape, dtype, held)
-            optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
+        drawn = _Drawn(parts.model, model_config, fake, held)
+        if plan.strategy == "fsdp":
+            adapters: Any = _Adapters(parts.peft) if parts.peft else None
+            model, _ = assemble(replace(parts, model=drawn, peft=adapters), _NO_TOKENIZER, mesh, "fsdp", dtype)
+            model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
+        else:
             with fake, held:
-                inputs = of_rank.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-                return _run(parts, model, optimizer, inputs, held, shape)
+                model = _whole(plan, drawn, held)
+        optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
+        with fake, held:
+            inputs = of_rank.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
+            return _run(parts, model, optimizer, inputs, held, shape)
 
 
 def _run(
@@ -243,17 +242,14 @@ class _Drawn(CausalLM):
         return lm.train()
 
 
-def _whole(
-    parts: Parts, drawn: _Drawn, strategy: str, shape: MeshShape, dtype: torch.dtype, held: _Held
-) -> ParallelModel:
+def _whole(plan: ModelPlan, drawn: _Drawn, held: _Held) -> ParallelModel:
     """As `parallelize` gives it to each rank without FSDP."""
-    if parts.peft:
-        raise NotImplementedError("adapters without FSDP")
+    parts = plan.parts
     lm = drawn.build_whole(torch.bfloat16 if parts.training.master_weights == "bf16" else torch.float32)
     model = LossModel(lm, parts.loss, balance_of(lm, parts.model.router_aux_loss))
     held.enter("backward")  # what the buckets belong to
-    module = _Buckets(model) if strategy == "ddp" else model
-    return ParallelModel(module, model, shape.world_size, dtype, autocasts=dtype != torch.float32)
+    module = _Buckets(model) if plan.strategy == "ddp" else model
+    return ParallelModel(module, model, plan.shape.world_size, plan.dtype, autocasts=plan.dtype != torch.float32)
 
 
 class _Buckets(nn.Module):
@@ -284,6 +280,9 @@ _NO_TOKENIZER: Any = None  # a drawn model's source needs no vocabulary
 
 class _CountedAttention(VarlenAttention):
     """FlashAttention's memory, whatever the layer needs."""
+
+    def check(self, spec: AttentionSpec) -> None:
+        """Nothing is refused."""
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions

@@ -32,7 +32,7 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, world_size
-from automodel_lite.parallel.sharding import choose_precision, choose_strategy
+from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel, ModelPlan, Parts, build_parts, plan_model
@@ -76,20 +76,17 @@ def _memory(plan: ModelPlan, by_arithmetic: str, reduces_every: bool) -> str:
     """
     if rank() != 0:
         return ""
-    parts, shape = plan.parts, plan.shape
-    strategy = choose_strategy(parts.mesh.strategy, shape, is_gpu=True, is_quantized=parts.is_quantized)
-    if parts.peft and strategy != "fsdp":
-        return by_arithmetic
     from automodel_lite.training.simulation import GPUS_GB, SLACK, simulate  # a run that trains has no use for it
 
+    num_ranks = plan.shape.world_size
     try:
-        with activity(f"simulating a step of {shape.world_size} ranks"):
-            found = simulate(parts, plan.config, shape, reduces_every, strategy)
-    except (RuntimeError, NotImplementedError) as error:
-        return f"{by_arithmetic}\nnot simulated: this model needs values ({type(error).__name__})"
+        with activity(f"simulating a step of {num_ranks} ranks"):
+            found = simulate(plan.parts, plan.config, plan.shape, reduces_every)
+    except RuntimeError as error:  # NotImplementedError too
+        return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)} ({type(error).__name__})"
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
-    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(parts, None)}"
-    return f"rank 0 of {shape.world_size}, simulated: {found}{cure}"
+    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(plan.parts, None)}"
+    return f"rank 0 of {num_ranks}, simulated: {found}{cure}"
 
 
 def planned_shape(config: Config) -> MeshShape:

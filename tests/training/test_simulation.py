@@ -22,7 +22,7 @@ from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape
-from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.parallel.sharding import choose_strategy, parallelize
 from automodel_lite.training import memory, scaling
 from automodel_lite.training.build import ModelPlan, Parts, build_parts
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
@@ -240,8 +240,9 @@ QUICK = ("none-tied", "ddp-recomputed", "ddp-micro-batches")
 def test_the_arithmetic_of_ranks_that_hold_the_whole_model(name: str) -> None:
     """Autocast over fp32 masters, DDP's buckets; of four layers."""
     strategy, shape, overrides = WHOLE[name]
-    size = ["packed_sequence.packed_sequence_size=8192", f"mesh.dp_shard={1 if strategy == 'none' else 2}"]
-    found, estimate = counted(shipped(shape, num_hidden_layers=4), [*size, *overrides], strategy)
+    mesh = [f"mesh.strategy={strategy}", f"mesh.dp_shard={1 if strategy == 'none' else 2}"]
+    size = "packed_sequence.packed_sequence_size=8192"
+    found, estimate = counted(shipped(shape, num_hidden_layers=4), [size, *mesh, *overrides])
     assert estimate.total == pytest.approx(found.peak, rel=0.03)
 
 
@@ -291,7 +292,7 @@ def test_real_ddp_holds_what_is_counted(micro_batches: int) -> None:
                 optimizer.zero_grad()
     finally:
         dist.destroy_process_group()
-    found = simulate(asked, LLAMA, shape, strategy="ddp")
+    found = simulate(asked, LLAMA, shape)
     assert found.peak == pytest.approx(living.peak, rel=0.03)
     assert living.sent == {"allreduce_"}
 
@@ -328,16 +329,12 @@ def shipped(name: str, **changes: int) -> transformers.PretrainedConfig:
     return transformers.AutoConfig.from_pretrained(next(SHAPES.glob(f"*{name}.json")), **changes)
 
 
-def counted(
-    model: transformers.PretrainedConfig, overrides: list[str], strategy: str = "fsdp"
-) -> tuple[Simulation, MemoryEstimate]:
+def counted(model: transformers.PretrainedConfig, overrides: list[str]) -> tuple[Simulation, MemoryEstimate]:
     asked = parts("training.global_batch_size=null", "training.precision=bf16", *overrides)
-    shape = planned_shape(asked)
-    reduces = asked.mesh.reduce_every_micro_batch is True
-    estimate = estimate_memory(
-        ModelPlan(asked, model, model_size(model), shape, strategy, torch.bfloat16), None, reduces_every=reduces
-    )
-    return simulate(asked, model, shape, strategy=strategy), estimate
+    shape, reduces = planned_shape(asked), asked.mesh.reduce_every_micro_batch is True
+    strategy = choose_strategy(asked.mesh.strategy, shape, is_gpu=True)
+    plan = ModelPlan(asked, model, model_size(model), shape, strategy, torch.bfloat16)
+    return simulate(asked, model, shape), estimate_memory(plan, None, reduces_every=reduces)
 
 
 def test_long_packs_are_held_in_tiles_and_on_the_host() -> None:
