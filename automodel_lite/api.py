@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install
+from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel
 from automodel_lite.attention.spec import attention_spec
 from automodel_lite.cli import compose_config, imported
@@ -31,13 +31,7 @@ def install_attention(model: transformers.PreTrainedModel, kernel: AttentionKern
     Call the model with `to_thd(batch).model_inputs()` from then on. Two short documents are run through the model;
     raises ConfigError when one of them sees the other, or the family does not fit packed attention.
     """
-    spec = attention_spec(model.config, model.device, model.dtype, False)
-    why = "as given"
-    if kernel is None:
-        kernel, why = auto_attention(spec)
-    else:
-        for kind in spec.kinds:
-            kernel.check(kind)
+    kernel, why = choose_attention(kernel, attention_spec(model.config, model.device, model.dtype))
     install(model, kernel)
     check_packing_isolation(model, model.device)
     return why

@@ -57,6 +57,15 @@ def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
     return KernelByKind(spec, kernels), "by kind of layer: " + " / ".join(reasons)
 
 
+def choose_attention(kernel: AttentionKernel | None, spec: AttentionSpec) -> tuple[AttentionKernel, str]:
+    """A kernel, checked against what the model needs, or the best one (`attention=auto`); and why, to be printed."""
+    if kernel is None:
+        return auto_attention(spec)
+    for kind in spec.kinds:
+        kernel.check(kind)
+    return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
+
+
 def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple[AttentionKernel, str]:
     """The first of `kernels` that supports `spec`, and why those before it do not; the last one supports everything."""
     refused: list[str] = []

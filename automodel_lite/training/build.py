@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
-from automodel_lite.attention.interface import auto_attention, check_packing_isolation, install, stream_of
+from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install, stream_of
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
-from automodel_lite.attention.spec import attention_spec, layer_shapes
+from automodel_lite.attention.spec import AttentionSpec, attention_spec, layer_shapes
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig, launched, world_size
 from automodel_lite.data.prepare import build_packer
@@ -125,8 +125,10 @@ def plan_model(
     dtype = choose_precision(parts.training.precision, device)
     check_axes(parts, strategy)
     check_offload(parts, strategy)
-    kernel, reason = choose_attention(parts, config, device, dtype)
-    parts, exchange = with_exchange(parts, config, kernel, device, dtype, mean_tokens)
+    own_exchange = parts.mesh.cp > 1 and parts.mesh.cp_exchange == "te"
+    spec = attention_spec(config, device, dtype, own_exchange)
+    kernel, reason = choose_attention(parts.attention, spec)
+    parts, exchange = with_exchange(parts, config, kernel, spec, mean_tokens)
     described = describe(config)
     if parts.model.router_aux_loss:
         check_balance(parts, described, parts.model.router_aux_loss)
@@ -297,27 +299,8 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     return type(loss_model.loss).__name__
 
 
-def choose_attention(
-    parts: Parts, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
-) -> tuple[AttentionKernel, str]:
-    """The configured kernel, checked against what the model needs; without one (`attention=auto`) the best."""
-    exchanges_by_itself = parts.mesh.cp > 1 and parts.mesh.cp_exchange == "te"
-    spec = attention_spec(model_config, device, dtype, exchanges_by_itself)
-    kernel = parts.attention
-    if kernel is None:
-        return auto_attention(spec)
-    for kind in spec.kinds:
-        kernel.check(kind)
-    return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
-
-
 def with_exchange(
-    parts: Parts,
-    model_config: PretrainedConfig,
-    kernel: AttentionKernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    mean_tokens: float | None = None,
+    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, spec: AttentionSpec, mean_tokens: float | None
 ) -> tuple[Parts, str]:
     """The parts with `mesh.cp_exchange=auto` decided, and lines that say how; none without context parallelism.
 
@@ -328,8 +311,8 @@ def with_exchange(
     if cp == 1:
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
     size = parts.packed_sequence_size
-    load = Load(size * parts.training.micro_batch_size, cp, dtype.itemsize, mean_tokens or MEAN_TOKENS)
-    layers = layer_shapes(model_config)
+    load = Load(size * parts.training.micro_batch_size, cp, spec.dtype.itemsize, mean_tokens or MEAN_TOKENS)
+    layers = layer_shapes(config)
     if exchange == "auto":
         processes = launched("LOCAL_WORLD_SIZE", 1) if world_size() > 1 else PLANNED_HOST
         assumed = NVLINK if cp * parts.mesh.tp <= processes else NETWORK
@@ -337,8 +320,7 @@ def with_exchange(
         reason += "" if parts.mesh.cp_link_gb_per_s else " (GB/s assumed: mesh.cp_link_gb_per_s sets it)"
     if exchange == "ring":
         require_blocks(kernel)
-    spec = attention_spec(model_config, device, dtype, own_exchange=exchange == "te")
-    check_cp_settings(model_config, spec, cp, exchange, size)
+    check_cp_settings(config, spec, cp, exchange, size)
     lines = [f"cp_exchange=auto takes {exchange}; {reason}"] if reason else []
     if parts.training.activation_checkpointing == "none":
         lines += filter(None, [checkpointing_hint(layers, load, exchange)])
