@@ -48,7 +48,7 @@ class Generator:
         Raises ConfigError for a prompt that is empty or longer than the model's positions, and for one that its chat
         template or its embedding does not take.
         """
-        prompt = self._ids(messages, is_chat)
+        prompt = torch.tensor(prompt_ids(self.tokenizer, messages, is_chat))
         streamer = _Stream(self.tokenizer, write) if write else None
         return self._generate([prompt], max_new_tokens, temperature, streamer)[0]
 
@@ -67,7 +67,10 @@ class Generator:
         tools   of each chat, for its template
         One at a time where padding would change an answer: a model that runs over it, or no room for it.
         """
-        prompts = [self._ids(chat, is_chat, own) for chat, own in zip(chats, tools or [None] * len(chats))]
+        prompts = [
+            torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
+            for chat, own in zip(chats, tools or [None] * len(chats))
+        ]
         has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
         batches = [prompts] if has_room and self.takes_padding else [[ids] for ids in prompts]
         return [text for batch in batches for text in self._generate(batch, max_new_tokens, temperature)]
@@ -107,25 +110,6 @@ class Generator:
         rows = torch.full(mask.shape, pad_id).masked_scatter(mask, torch.cat(prompts))
         return {"input_ids": rows.to(self.model.device), "attention_mask": mask.long().to(self.model.device)}
 
-    def _ids(self, messages: list[dict[str, Any]], is_chat: bool, tools: list[Any] | None = None) -> Tensor:
-        """The prompt's token ids, int64 [T]."""
-        inputs = self._inputs(messages, is_chat, tools)
-        return torch.tensor(inputs["input_ids"], dtype=torch.int64)
-
-    def _inputs(self, messages: list[dict[str, Any]], is_chat: bool, tools: list[Any] | None = None) -> Any:
-        if not is_chat or self.tokenizer.chat_template is None:
-            return self.tokenizer(messages[-1]["content"])
-        try:
-            with Deadline(MAX_RENDER_S):
-                return self.tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=True, return_dict=True
-                )
-        except Exception as error:  # whatever a template does wrong
-            reason = one_line(error)
-            raise ConfigError(
-                f"the chat template refuses the prompt ({reason}): use --raw to skip the template."
-            ) from error
-
     def _room_tokens(self, ids: Tensor) -> int:
         """How many tokens an answer to this prompt may have."""
         positions = config_value(self.model.config.get_text_config(), "max_position_embeddings", 2**31)
@@ -140,6 +124,23 @@ class Generator:
                 "answer together: shorten the prompt."
             )
         return int(positions) - len(ids)
+
+
+def prompt_ids(
+    tokenizer: Any, messages: list[dict[str, Any]], is_chat: bool = True, tools: list[Any] | None = None
+) -> list[int]:
+    """Token ids of a chat whose next turn is the model's; without a chat template, of the last message's text."""
+    if not is_chat or tokenizer.chat_template is None:
+        return list(tokenizer(messages[-1]["content"])["input_ids"])
+    try:
+        with Deadline(MAX_RENDER_S):
+            inputs = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # whatever a template does wrong
+        reason = one_line(error)
+        raise ConfigError(
+            f"the chat template refuses the prompt ({reason}): use --raw to skip the template."
+        ) from error
+    return list(inputs["input_ids"])
 
 
 class _Stream(TextStreamer):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from automodel_lite.data.documents import Documents, Question, question_of
 from automodel_lite.data.loader import DeviceFeed, PackSource, validation_steps
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import DataError
-from automodel_lite.models.generate import Generator
+from automodel_lite.models.generate import Generator, prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
@@ -75,7 +75,7 @@ def sample_answers(
     model.module.eval()
     answers = []
     for prompt in config.prompts:
-        ids = prompt_ids(prompt, tokenizer)
+        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
         start = len(ids)
         while len(ids) < start + config.max_new_tokens:
             token = model.logits(stream_of(torch.tensor([ids]), mesh.device), num_last=1)[-1].argmax()
@@ -87,15 +87,6 @@ def sample_answers(
         answers.append((prompt, str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip()))
     model.module.train()
     return answers
-
-
-def prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """As a user's turn of the chat template; as plain text without one."""
-    if tokenizer.chat_template is None:
-        return list(tokenizer(prompt)["input_ids"])
-    message = [{"role": "user", "content": prompt}]
-    encoded: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
 
 
 class Metric(Protocol):

@@ -9,10 +9,10 @@ import json
 import os
 import resource
 import sys
-import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,8 +104,14 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def monotonic() -> float:
-    return time.monotonic()
+def llama(job: Job) -> Any:
+    """The Hugging Face model as contestants get it that know nothing of our kernels: fp32, SDPA, the same seed."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**job.model_settings(), use_cache=False, attn_implementation="sdpa")
+    return LlamaForCausalLM(config).train()
 
 
 def say_first_step() -> None:

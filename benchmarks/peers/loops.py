@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.peers.hf_model import llama
-from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job, use_one_thread
+from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job, llama, use_one_thread
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor, int]  # model inputs, labels (unshifted), real tokens
 Rows = list[tuple[np.ndarray, np.ndarray]]

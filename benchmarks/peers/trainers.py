@@ -13,8 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.peers.hf_model import llama
-from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job, use_one_thread
+from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job, llama, use_one_thread
 
 
 class StepClock(TrainerCallback):

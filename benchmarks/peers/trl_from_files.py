@@ -9,8 +9,7 @@ from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.peers.hf_model import llama
-from benchmarks.peers.job import PACK_TOKENS, Job, say_first_step
+from benchmarks.peers.job import PACK_TOKENS, Job, llama, say_first_step
 
 
 class FirstStep(TrainerCallback):
