@@ -1,4 +1,4 @@
-"""evaluate and generate: the loss that training logged, answers in batches as one by one, scores, files of prompts."""
+"""evaluate and generate: the loss that training logged, answers in batches as one by one, scores, files of prompts; samples."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from automodel_lite.models.generate import Generator, load_generator
 from automodel_lite.training.evaluation import F1, ExactMatch, answers_to
 from recipes import evaluate, generate
 from tests.ranks import run_ranks
-from tests.runs import config_of, train
+from tests.runs import Row, config_of, train
 
 CHATS = [[{"role": "user", "content": text}] for text in ("Hi", "Name the capital of Cuba.", "What " * 20, "Cuba?")]
 
@@ -115,3 +115,19 @@ def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(run: 
     answers = score.ask(generator, [Question(chat, "four") for chat in CHATS])
     assert len(answers) == 2
     assert answers.as_row() == {"answers_right": 0, "answers": 2, "score/long": 2.0}
+
+
+# ------------------------------------------------------------------------------------------------ samples of a training
+ASKED = ["samples.prompts=[What is the capital of France?]", "samples.max_new_tokens=4", "training.max_steps=3"]
+
+
+def texts(rows: list[Row]) -> list[str]:
+    return [row["text/What is the capital of France?"] for row in rows if "text/What is the capital of France?" in row]
+
+
+def test_samples_are_the_same_sharded_and_whole(tmp_path: Path):
+    alone = texts(train("smoke", tmp_path / "one", *ASKED))
+    pair = texts(train("smoke", tmp_path / "two", *ASKED, "mesh.cp=2", "packed_sequence.slot_multiple=4", world_size=2))
+    assert len(alone) == 1
+    assert alone[0]
+    assert pair == alone

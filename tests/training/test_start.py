@@ -1,14 +1,251 @@
-"""What a run prints before its first step."""
+"""What would fail late is refused at the start: models that cannot be built or run, optimizers that refuse a value; and
+what a run prints before its first step.
+"""
 
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from automodel_lite.data.loader import BatchShape, TrainingPlan
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.report import packing_report
-from automodel_lite.training.start import steps_text
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel import mesh
+from automodel_lite.training.build import build_parts
+from automodel_lite.training.start import steps_text, try_model, try_settings
+from tests.attention.families import FAMILIES
+from tests.data.templates import MARKED, byte_tokenizer
+from tests.runs import train_quick
 
+
+def no_lambda(optimizer: torch.optim.Optimizer, max_steps: int) -> torch.optim.lr_scheduler.ConstantLR:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+def tried(*overrides: str) -> str:
+    config = check_config(compose_config("smoke", list(overrides)))
+    try:
+        try_settings(config, build_parts(config))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+MODELS = {
+    "model.config.hidden_size=33": "The hidden size (33) is not a multiple of the number of attention heads (4)",
+    "model.config.num_attention_heads=3": "The hidden size (32) is not a multiple of the number of attention heads (3)",
+    "model.config.num_key_value_heads=3": "num_attention_heads=4 must be a multiple of num_key_value_heads=3.",
+    "model.config.hidden_size=10000000": "hidden_size=10,000,000 must be at most 1,000,000.",
+    "model.config.num_hidden_layers=1000000": "num_hidden_layers=1,000,000 must be at most 10,000.",
+    "model.config.num_hidden_layers=0": "num_hidden_layers=0 must be at least 1.",
+    "model.config.max_position_embeddings=0": "max_position_embeddings=0 must be at least 1.",
+    "model.config.hidden_act=swish_": "'swish_' is not known.",
+    "model.config.hidden_size=many": "Field 'hidden_size' expected int, got str (value: 'many')",
+    "model.config.head_dim=7": "RoPE requires an even rotary dimension",
+    "model.config.rope_scaling={rope_type:jarn}": "'jarn' is not known.",
+    "model.config.rope_scaling={rope_type:yarn}": "Missing required keys in `rope_parameters` for 'rope_type'='yarn'",
+}
+
+
+@pytest.mark.parametrize("override", MODELS)
+def test_a_model_that_cannot_work(override: str) -> None:
+    message = tried(override)
+    assert message.startswith("a model with these settings does not work: ")
+    assert MODELS[override] in message
+    assert override.partition("=")[0] in message
+
+
+ROPE = {
+    "rope_theta": (1e6, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
+    "rope_scaling": (
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 64},
+    ),
+    "rope_parameters": (
+        {"rope_type": "default", "rope_theta": 7.0},
+        {"rope_type": "default", "rope_theta": 7.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ROPE)
+def test_settings_by_the_names_of_config_json(key: str, tmp_path: Path) -> None:
+    """transformers renames them when it reads a config; a setting of ours has to arrive all the same."""
+    config = LlamaConfig(max_position_embeddings=64, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    config.save_pretrained(tmp_path)
+    value, wanted = ROPE[key]
+    found = CausalLM(pretrained=str(tmp_path), config={key: value}).described({}).rope_parameters
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_settings_of_the_language_model_of_a_composite(tmp_path: Path) -> None:
+    Gemma3Config().save_pretrained(tmp_path)
+
+    def described(**settings: object) -> Gemma3TextConfig:
+        return CausalLM(pretrained=str(tmp_path), config=settings).described({}).text_config
+
+    found = described(text_config={"max_position_embeddings": 4096})
+    assert (found.max_position_embeddings, found.sliding_window) == (4096, Gemma3TextConfig().sliding_window)
+    with pytest.raises(
+        ConfigError, match=r"has no such setting; did you mean model.config.text_config.sliding_window?"
+    ):
+        described(sliding_window=8)
+    with pytest.raises(ConfigError, match=r"model.config.text_config.hiden_size=8: gemma3_text has no such setting"):
+        described(text_config={"hiden_size": 8})
+
+
+def test_scaling_is_removed_by_null(tmp_path: Path) -> None:
+    LlamaConfig(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}).save_pretrained(tmp_path)
+    model = CausalLM(pretrained=str(tmp_path), config={"rope_scaling": None})
+    assert model.described({}).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_scaling_has_a_type() -> None:
+    assert tried("+model.config.rope_scaling={factor:2.0}") == (
+        "model.config.rope_scaling={'factor': 2.0} must be null or name its rope_type, such as "
+        "model.config.rope_scaling={rope_type: yarn, factor: 4.0}."
+    )
+
+
+def test_a_setting_by_its_other_name() -> None:
+    """Qwen3-MoE's config.json has num_experts, its class num_local_experts."""
+    settings = {"model_type": "qwen3_moe", "num_experts": 16}
+    assert CausalLM(config=settings).described({}).num_local_experts == 16
+
+
+def test_no_token_takes_more_experts_than_there_are() -> None:
+    message = tried("model.config.model_type=qwen3_moe", "model.config.num_experts=4")
+    assert "a token cannot be sent to 8 of 4 experts." in message
+
+
+def test_a_model_type_that_does_not_exist() -> None:
+    assert tried("model.config.model_type=lama") == (
+        "model.config.model_type=lama: transformers has no such model; did you mean llama?"
+    )
+
+
+def test_all_at_once_and_the_right_ones_pass() -> None:
+    assert tried() == ""
+    assert tried("model.config.hidden_size=64", "lr_scheduler=wsd", "training.max_steps=1") == ""
+    assert tried("optimizer.betas=[0,0]") == ""  # whole numbers are numbers
+    constant = ["~lr_scheduler.warmup_steps"]
+    constant += ["lr_scheduler._target_=tests.training.test_start.no_lambda", "security.allow_targets=[tests]"]
+    assert tried(*constant).startswith("lr_scheduler gives a ConstantLR: a torch.optim.lr_scheduler.LambdaLR is needed")
+    both = tried("model.config.num_hidden_layers=0", "~optimizer.lr")
+    assert both.splitlines()[1] == "automodel_lite.training.optimizers.adamw: missing a required argument: 'lr'."
+
+
+def test_sizes_that_only_a_forward_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin has shapes: what does not fit is found without weights; what the meta device cannot do is left alone."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    source = CausalLM(
+        config={"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    )
+
+    def wrong(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ torch.zeros(7, 7, device=hidden.device)
+
+    def unknown(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * hidden.sum().item()
+
+    assert transformers.models.llama.modeling_llama.LlamaMLP is LlamaMLP
+    monkeypatch.setattr(LlamaMLP, "forward", wrong)
+    with pytest.raises(ConfigError, match=r"a model with these settings does not work: .*7"):
+        try_model(source)
+    monkeypatch.setattr(LlamaMLP, "forward", unknown)
+    try_model(source)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_is_refused(family: str) -> None:
+    config = FAMILIES[family]()
+    known = type(config)().to_dict()
+    settings = {key: value for key, value in config.to_diff_dict().items() if key in known}
+    try_model(CausalLM(config={**settings, "model_type": config.model_type}))
+
+
+class Picky(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+    def __init__(self, model: torch.nn.Module, lr: float) -> None:
+        if lr > 1:
+            raise AssertionError("lr is too high")
+        super().__init__(model.parameters(), lr=lr)
+
+
+def test_an_optimizer_of_your_own_that_refuses_a_value() -> None:
+    own = ["security.allow_targets=[tests]", "~optimizer", "optimizer._target_=tests.training.test_start.Picky"]
+    assert tried(*own, "optimizer.lr=0.1") == ""
+    assert tried(*own, "optimizer.lr=2") == "optimizer or lr_scheduler: lr is too high"
+
+
+def test_a_mistake_costs_no_tokenizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.train_ft.prepare_data", lambda *_: pytest.fail("the data were read"))
+    with pytest.raises(ConfigError, match="does not work"):
+        train_quick(tmp_path / "run", "model.config.hidden_size=33")
+
+
+# --------------------------------------------------------------------------------------------------------------- weights
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_weights_that_are_not_finite_are_named_as_such(tmp_path: Path, value: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = CausalLM(
+        config={
+            "model_type": "llama",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": 300,
+        }
+    )
+    config = source.described({})
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load: Callable[[], object] = lambda: CausalLM(str(tmp_path)).build(byte_tokenizer(MARKED))  # noqa: E731
+    load()
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = value
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"1 weights hold values that are not finite \(inf or NaN\), model.norm.weight first"
+    ):
+        load()
+
+
+# -------------------------------------------------------------------------------------------------------------- launcher
+@pytest.mark.parametrize(
+    ("name", "text"), [("RANK", "abc"), ("RANK", "-1"), ("RANK", ""), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two")]
+)
+def test_an_environment_that_no_launcher_sets(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"the environment has {name}={text}, which must be a whole number"):
+        mesh.rank() if name == "RANK" else mesh.world_size()
+
+
+def test_trying_the_settings_is_quick() -> None:
+    tried()
+    start = time.process_time()
+    tried()
+    assert time.process_time() - start < 5
+
+
+# ------------------------------------------------------------------------------------------------------ the start block
 LENGTHS = np.array([4, 3, 5, 4, 6, 2])  # three packs of eight tokens
 
 
