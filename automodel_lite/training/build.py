@@ -327,7 +327,7 @@ def with_exchange(
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), "\n".join(lines)
 
 
-DOCUMENT_TOKENS = 1024
+DOCUMENT_TOKENS = 1024  # the most of each document that stands for the data
 
 
 def compiles(training: TrainingConfig, is_gpu: bool) -> bool:
@@ -358,7 +358,8 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
         model.loss_model.loss = replace(plain_loss, backend=backend)
     began, graphs = time.monotonic(), compiled_graphs()
     try:
-        _try(model, like_the_first(parts, model, mesh))
+        batch = full_batch(parts, embedding_rows(model.loss_model.lm))
+        _try(model, cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device))
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         if training.compile is True:
             raise
@@ -379,10 +380,10 @@ def _try(model: ParallelModel, batch: ThdBatch) -> None:
             parameter.grad = None
 
 
-def like_the_first(parts: Parts, model: ParallelModel, mesh: Mesh) -> ThdBatch:
-    """As many tokens as a micro-batch of packs, in documents of one length."""
-    tokens = parts.training.micro_batch_size * parts.packed_sequence_size
+def full_batch(parts: Parts, num_ids: int) -> ThdBatch:
+    """A micro-batch of packs, not sharded, on the host: documents of one length, whose every token carries a label."""
+    tokens, cp = parts.training.micro_batch_size * parts.packed_sequence_size, parts.mesh.cp
+    multiple = 2 * cp if cp > 1 else 1
     least = -(-tokens // DOCUMENT_TOKENS)
-    number = next(n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % (2 * mesh.shape.cp) == 0)
-    ids = torch.arange(tokens).view(number, -1) % embedding_rows(model.loss_model.lm)
-    return cp_shard(stream_of(ids, "cpu"), mesh.cp, parts.mesh.cp_exchange).to(mesh.device)
+    number = next(n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % multiple == 0)
+    return stream_of(torch.arange(tokens).view(number, -1) % num_ids, "cpu")

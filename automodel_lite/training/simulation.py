@@ -33,7 +33,6 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
-from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.adapter import Adapter, Peft, cast_trained
 from automodel_lite.models.layers import (
     chosen_tile,
@@ -50,15 +49,14 @@ from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
-from automodel_lite.thd import AttentionOptions, Segments, ThdBatch, to_thd
+from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
 from automodel_lite.training import optimizers
-from automodel_lite.training.build import ModelPlan, Parts, assemble, plan_model
+from automodel_lite.training.build import ModelPlan, Parts, assemble, full_batch, plan_model
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
 
 GPU = torch.device("cpu", 0)
 """Fake tensors tell it from the host, which is "cpu" without a number, and copy between the two."""
-DOCUMENT_TOKENS = 2048  # of each simulated document; boundaries do not change what is held
 GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
 SLACK = 3 << 30  # bytes of a GPU that the driver, the allocator and the kernels' workspaces take
 _LARGEST = 4  # kinds of tensors that are named
@@ -116,7 +114,7 @@ def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, red
     if parts.peft and plan.strategy != "fsdp":
         raise NotImplementedError("adapters without FSDP")
     parts, dtype = plan.parts, plan.dtype
-    batch = _whole_batch(parts, shape)
+    batch = full_batch(parts, num_ids=1)  # the most that a step can hold; boundaries do not change it
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = _Held(shape, _routed_tokens(batch, model_config, shape), model_config.get_text_config().vocab_size)
     with _fake_world(shape) as mesh, _watching_resizes(held), _as_on_a_gpu():
@@ -415,23 +413,6 @@ _GATHERED = frozenset({"aten::empty", "aten::new_empty"})  # where collectives p
 
 def _is_group(value: torch.ScriptObject) -> bool:
     return "ProcessGroup" in str(value._type())
-
-
-def _whole_batch(parts: Parts, shape: MeshShape) -> ThdBatch:
-    """A full micro-batch whose every token carries a label: the most that a step can hold. Real tensors on the host."""
-    size = parts.packed_sequence_size
-    multiple = 2 * shape.cp if shape.cp > 1 else 1
-    length = min(size, max(multiple, DOCUMENT_TOKENS // multiple * multiple))
-    lengths = [length] * (size // length) + ([size % length] if size % length else [])
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    row = {
-        "input_ids": torch.zeros(size, dtype=torch.long),
-        "labels": torch.zeros(size, dtype=torch.long),
-        "position_ids": positions,
-        "seq_lens": lengths,
-        "seq_lens_padded": lengths,
-    }
-    return to_thd(packed_sequence_thd_collater([row] * parts.training.micro_batch_size))
 
 
 def _routed_tokens(batch: ThdBatch, model_config: PretrainedConfig, shape: MeshShape) -> int:
