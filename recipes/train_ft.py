@@ -17,7 +17,6 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -115,14 +114,16 @@ class TrainFinetuneRecipe:
     def train(self) -> int:
         """The whole run; its outcome is recorded."""
         self.peers.watch(self.leave_with)
-        with self.lock:
+        lock, doing, memory = self.lock, lambda: self.watchdog.doing, lambda: self.memory_text
+        record = recorded(self.folder, rank(), doing, memory, lock.is_held, self.place, lock.is_taken)
+        with lock:
             try:
-                with self.watchdog, self.recorded():
+                with self.watchdog, record:
                     with collecting_seldom():
                         self.setup()
                     return self.run()
             finally:
-                if not self.lock.is_taken():
+                if not lock.is_taken():
                     self.page.update(is_last=True)
 
     def setup(self) -> None:
@@ -441,18 +442,6 @@ class TrainFinetuneRecipe:
     def newest_text(self) -> str:
         newest = self.checkpointer.newest_name
         return f"the newest checkpoint is {newest}." if newest else "there is no checkpoint."
-
-    def recorded(self) -> AbstractContextManager[None]:
-        """Records an error that ends the run."""
-        return recorded(
-            self.folder,
-            rank(),
-            lambda: self.watchdog.doing,
-            lambda: self.memory_text,
-            self.lock.is_held,
-            self.place,
-            self.lock.is_taken,
-        )
 
     def place(self) -> Place:
         """The last finished step, and the newest checkpoint."""
