@@ -26,7 +26,7 @@ from automodel_lite.config.components import (
     with_options,
 )
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
-from automodel_lite.config.schema import Config, Part, size_problems
+from automodel_lite.config.schema import Config, Part, global_batch_size_of, mesh_shape, slot_multiple_of, world_size
 from automodel_lite.errors import ConfigError, did_you_mean, shown
 from automodel_lite.redact import secret_in
 
@@ -118,8 +118,10 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             yield from _value_problems(path, value, hints[key])
 
 
-def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> list[str]:
-    """Sizes that do not fit one another, beside the problems that are known: the keys of these count as not set."""
+def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> Iterator[str]:
+    """Sizes that do not fit one another or the processes of this job, beside the problems that are known: the keys of
+    these count as not set. A dry run answers for other processes.
+    """
     wrong = {line.partition("=")[0].partition(":")[0] for line in problems}
     rest = {
         group: {key: value for key, value in plain[group].items() if f"{group}.{key}" not in wrong}
@@ -129,8 +131,18 @@ def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> list[str]:
     try:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config(name="x")), rest))
     except OmegaConfBaseException:
-        return []
-    return list(size_problems(config))
+        return
+    size, multiple = (config.packed_sequence.get(key) for key in ("packed_sequence_size", "slot_multiple"))
+    checks: list[Callable[[], object]] = []
+    if plain.get("dry_run") is not True:
+        checks.append(lambda: global_batch_size_of(config.training, mesh_shape(config.mesh, world_size()).dp))
+    if isinstance(size, int) and (multiple is None or isinstance(multiple, int)):  # another type is named elsewhere
+        checks.append(lambda: slot_multiple_of(size, multiple, config.mesh.cp))
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield str(error)
 
 
 def _unsound_values(node: Any, path: str = "") -> Iterator[str]:

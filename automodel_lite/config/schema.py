@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -187,22 +186,6 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
-
-
-def size_problems(config: Config) -> Iterator[str]:
-    """A line per size that does not fit, for the processes of this job."""
-    packing = config.packed_sequence
-    size, multiple = packing.get("packed_sequence_size"), packing.get("slot_multiple")
-    checks: list[Callable[[], object]] = [
-        lambda: global_batch_size_of(config.training, mesh_shape(config.mesh, world_size()).dp),
-    ]
-    if isinstance(size, int) and (multiple is None or isinstance(multiple, int)):  # another type is named elsewhere
-        checks.append(lambda: slot_multiple_of(size, multiple, config.mesh.cp))
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            yield str(error)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ def test_sizes_that_do_not_divide_are_named_with_the_keys(monkeypatch: pytest.Mo
     assert found[1].startswith("training.global_batch_size=7 must be a multiple of 2 ")
     assert found[2] == "packed_sequence.packed_sequence_size=63 must be a multiple of 4 (2 * mesh.cp): use 64."
     assert len(found) == 3
+    assert len(problems("training.max_stepz=3", "mesh.dp_shard=16", "dry_run=true")) == 1  # of any number of processes
 
 
 def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
