@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import automodel_lite
 from automodel_lite.config.components import build, text_of
 from automodel_lite.config.schema import Config
-from automodel_lite.data.loader import PackSource, TrainingPlan, batch_shape
+from automodel_lite.data.loader import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
-from automodel_lite.data.prepare import prepare_data
+from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
@@ -46,9 +46,10 @@ def dry_run(config: Config) -> int:
     shape = planned_shape(config)
     parts = build_parts(config)
     try_settings(config, parts)
-    data = prepare_data(config, batch_shape(config.training, shape.dp))
+    data = prepare_data(config, check_sizes(config, shape.world_size))
     plan = data.plan(config.training)
     model_config = parts.model.config(data.tokenizer)
+    check_positions(data.longest, model_config)
     report = data.report(cost_model(model_config))
     made = plan_model(parts, model_config, shape, device, report.mean_tokens if report else None)
     adapter = _adapter_weights(made, device)

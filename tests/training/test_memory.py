@@ -255,8 +255,13 @@ def test_dry_run_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureF
     assert "simulated: at most" in said
     assert said.endswith("the settings, the data and the model fit together; nothing was trained or written\n")
     assert not run.exists()
-    with pytest.raises(ConfigError, match="attention=reference"):
-        main(config_of("smoke", run, "dry_run=true", "attention=varlen"))
+    for wrong, sentence in (
+        ("attention=varlen", "attention=reference"),
+        ("model.config.max_position_embeddings=64", "the model max_position_embeddings=64"),
+        ("mesh.cpu_offload=true", "mesh.cpu_offload=true needs FSDP"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            main(config_of("smoke", run, "dry_run=true", wrong))
 
 
 def test_weights_that_no_memory_holds_are_named_before_they_are_made() -> None:
