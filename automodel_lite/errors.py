@@ -39,10 +39,19 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+FORMER_KEYS = {
+    "tokenize.part": "tokenize.shard",
+    "tokenize.num_parts": "tokenize.num_shards",
+    "dataset.parts": "dataset.sources",  # of mixtures
+}
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` or nothing: the closest last part in the same group, then the closest group, then any
     group.
     """
+    if name in FORMER_KEYS:
+        return f"; it is {FORMER_KEYS[name]} now."
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
     group, _, last = name.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}

@@ -3,7 +3,7 @@
     python recipes/prepare_data.py --config-name llama_packed packed_sequence.packed_sequence_size=512
 
 Takes the arguments of train_ft.py. Training does the same by itself where it is missing. Many tasks, on any nodes,
-share the tokenizing with tokenize.num_parts=16 and tokenize.part=0, 1, ... (launch/slurm_prepare.sbatch).
+share the tokenizing with tokenize.num_shards=16 and tokenize.shard=0, 1, ... (launch/slurm_prepare.sbatch).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import replace
 
 from automodel_lite.config.schema import Config, check_alone
 from automodel_lite.data.loader import batch_shape
-from automodel_lite.data.prepare import prepare_data, prepare_part
+from automodel_lite.data.prepare import prepare_data, prepare_shard
 
 
 def main(config: Config) -> int:
-    """Fills the cache and prints what is in it; of many tasks, the last one to finish joins their parts."""
+    """Fills the cache and prints what is in it; of many tasks, the last one to finish joins their shards."""
     check_alone()
     tokenize = config.tokenize
-    if tokenize.part is not None:
-        notes, missing = prepare_part(config)
-        print(f"part {tokenize.part} of {tokenize.num_parts}", *notes, sep="\n  ")
+    if tokenize.shard is not None:
+        notes, missing = prepare_shard(config)
+        print(f"shard {tokenize.shard} of {tokenize.num_shards}", *notes, sep="\n  ")
         if missing:
-            print(f"still missing: part {', '.join(map(str, missing))}; the last task joins them")
+            print(f"still missing: shard {', '.join(map(str, missing))}; the last task joins them")
             return 0
-        config = replace(config, tokenize=replace(tokenize, part=None))
+        config = replace(config, tokenize=replace(tokenize, shard=None))
     data = prepare_data(config, batch_shape(config.training, dp_size=1))
     print(data.documents.description)
     for note in data.notes:

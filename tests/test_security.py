@@ -107,8 +107,8 @@ def test_a_generator_is_code_and_needs_the_permission(generator: str, tmp_path: 
     with pytest.raises(ConfigError, match=rule):
         check(*STREAM, f"dataset.generator={generator}")
     nested = f"{{_target_: automodel_lite.data.files.StreamingDataset, generator: '{generator}'}}"
-    with pytest.raises(ConfigError, match=rule.replace("dataset", "dataset.parts.a", 1)):
-        check("dataset=mixture", "~dataset.num_chats", f"dataset.parts.a={nested}")
+    with pytest.raises(ConfigError, match=rule.replace("dataset", "dataset.sources.a", 1)):
+        check("dataset=mixture", "~dataset.num_chats", f"dataset.sources.a={nested}")
 
 
 def test_an_allowed_generator_does_not_lead_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

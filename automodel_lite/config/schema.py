@@ -66,8 +66,8 @@ class TokenizeConfig:
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
     max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
     num_proc: Annotated[int, Range(1), UpToTheCores()] | None = None  # processes; null = all cores for large datasets
-    num_parts: Positive = 1  # tasks that tokenize a part of the documents each, by recipes/prepare_data.py
-    part: Count | None = None  # the task's number, from 0; null = takes what the tasks made
+    num_shards: Positive = 1  # tasks that tokenize a shard of the documents each, by recipes/prepare_data.py
+    shard: Count | None = None  # the task's number, from 0; null = takes what the tasks made
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables for the chat template
 
 

@@ -26,7 +26,7 @@ from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
 from automodel_lite.data.documents import Document, DocumentList, DocumentSet, Question, question_of
 from automodel_lite.data.formats import Alignment, NormalizedRows, detect, find_alignment
-from automodel_lite.data.readers import RawRow, RawRows, Source, is_file_name, open_source, without_nulls
+from automodel_lite.data.readers import OpenedRows, RawRow, RawRows, is_file_name, open_rows, without_nulls
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 NUM_SNIFFED_ROWS = 20
@@ -66,7 +66,7 @@ class FilesDataset:
     def __post_init__(self) -> None:
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
             raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
-        source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
+        source = open_rows(self.path, self.name, self.split, "dataset.path", self.delimiter)
         detected = detect(sniff_columns(source.rows, source.description), self.format, self.columns)
         labels = ""
         if detected.format.kind == "tokens":
@@ -89,15 +89,14 @@ class FilesDataset:
         delimiter = f", delimiter={self.delimiter}" if self.delimiter else ""
         self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}{delimiter})"
 
-    def _val_sources(self) -> dict[str, Source]:
+    def _val_sources(self) -> dict[str, OpenedRows]:
         if self.val_split is not None:
-            return {"val": open_source(self.path, self.name, self.val_split, "dataset.val_split")}
+            return {"val": open_rows(self.path, self.name, self.val_split, "dataset.val_split")}
         if self.val_path is None:
             return {}
         paths = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
         return {
-            name: open_source(path, None, self.split, "dataset.val_path", self.delimiter)
-            for name, path in paths.items()
+            name: open_rows(path, None, self.split, "dataset.val_path", self.delimiter) for name, path in paths.items()
         }
 
 
@@ -135,7 +134,7 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
 
     Raises ConfigError for columns of no known format, DataError for a row that does not fit.
     """
-    source = open_source(path, None, "train", "--prompts")
+    source = open_rows(path, None, "train", "--prompts")
     columns = sniff_columns(source.rows, source.description)
     try:
         detected = detect(columns, None, None)
@@ -316,7 +315,7 @@ class StreamingDataset:
         if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
             shown = f"{self.path}/{self.name}" if self.name else self.path
             return HubStream(shown, f"{shown} {self.split}", self.path, self.name, self.split)
-        source = open_source(self.path, self.name, self.split, "dataset.path", self.delimiter)
+        source = open_rows(self.path, self.name, self.split, "dataset.path", self.delimiter)
         return FileStream(source.description, source.identity, source.rows)
 
     def _val(self) -> Iterator[tuple[str, DocumentSet]]:

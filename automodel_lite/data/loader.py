@@ -146,8 +146,8 @@ class PackSource(ABC):
 
     @classmethod
     @abstractmethod
-    def tokenize_part(cls, config: Config, documents: Any) -> tuple[tuple[str, ...], list[int]]:
-        """Tokenizes one part of the documents, for `prepared` to join: notes, and the parts that are still missing."""
+    def tokenize_shard(cls, config: Config, documents: Any) -> tuple[tuple[str, ...], list[int]]:
+        """Tokenizes one shard of the documents, for `prepared` to join: notes, and the shards still missing."""
 
     @property
     @abstractmethod

@@ -21,7 +21,7 @@ MANY_REPEATS = 4  # times that a document may be seen an epoch before the table 
 
 
 @dataclass(frozen=True)
-class Part:
+class Source:
     """One dataset of a mixture: `weight` (one, or one per epoch) or `repeat`, and a cap on its documents."""
 
     dataset: Documents
@@ -40,7 +40,7 @@ class Mixture:
     """Datasets by name.
 
     Args:
-        parts: name -> `{dataset, weight}` or `{dataset, repeat}`, optional `max_documents` (the first ones).
+        sources: name -> `{dataset, weight}` or `{dataset, repeat}`, optional `max_documents` (the first ones).
             Weights are shares of the tokens of an epoch, of any sum; a list of them is a schedule, one per epoch. A
             repeat of 2 takes every document twice, 0.5 takes half of them, drawn by `seed`.
         stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
@@ -55,28 +55,28 @@ class Mixture:
 
     def __init__(
         self,
-        parts: Mapping[str, Mapping[str, Any]],
+        sources: Mapping[str, Mapping[str, Any]],
         stop: Stop = "first_exhausted",  # first_exhausted | all_exhausted: which set, taken whole, ends an epoch
         seed: Seed = 0,  # samples partly used datasets, and shuffles the order
     ):
         if stop not in get_args(Stop):
             raise ConfigError(f"dataset.stop={stop} must be {' or '.join(get_args(Stop))}.")
-        self.parts = {name: _part(name, part) for name, part in parts.items()}
-        if not self.parts:
-            raise ConfigError("dataset.parts={} must name at least one dataset.")
-        weighted = [name for name, part in self.parts.items() if part.weight is not None]
-        if weighted and len(weighted) < len(self.parts):
-            other = next(name for name in self.parts if name not in weighted)
-            raise ConfigError(f"dataset.parts.{other}.weight=null: give all datasets weights, or none.")
+        self.sources = {name: _source(name, source) for name, source in sources.items()}
+        if not self.sources:
+            raise ConfigError("dataset.sources={} must name at least one dataset.")
+        weighted = [name for name, source in self.sources.items() if source.weight is not None]
+        if weighted and len(weighted) < len(self.sources):
+            other = next(name for name in self.sources if name not in weighted)
+            raise ConfigError(f"dataset.sources.{other}.weight=null: give all datasets weights, or none.")
         self.stop: Stop = stop
         self.seed = seed
         self.kind = "mixture"
-        self.questions: Sequence[Question] = [q for part in self.parts.values() for q in part.dataset.questions]
-        self.description = "; ".join(f"{name} = {part.dataset.description}" for name, part in self.parts.items())
+        self.questions: Sequence[Question] = [q for source in self.sources.values() for q in source.dataset.questions]
+        self.description = "; ".join(f"{name} = {source.dataset.description}" for name, source in self.sources.items())
 
     @property
     def datasets(self) -> dict[str, Documents]:
-        return {name: part.dataset for name, part in self.parts.items()}
+        return {name: source.dataset for name, source in self.sources.items()}
 
     @property
     def train(self) -> DocumentSet:
@@ -90,14 +90,14 @@ class Mixture:
     @property
     def identity(self) -> str:
         texts = [
-            f"{name}: {p.dataset.identity} {p.weight} {p.repeat} {p.max_documents}" for name, p in self.parts.items()
+            f"{name}: {p.dataset.identity} {p.weight} {p.repeat} {p.max_documents}" for name, p in self.sources.items()
         ]
         return f"mixture({'; '.join(texts)}; {self.stop}, seed={self.seed})"
 
     @property
     def differs_by_epoch(self) -> bool:
         """Do other epochs draw other documents?"""
-        return any(part.weight is not None or part.repeat % 1 for part in self.parts.values())
+        return any(source.weight is not None or source.repeat % 1 for source in self.sources.values())
 
     def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         rows = {name: data.train for name, data in datasets.items()}
@@ -115,29 +115,29 @@ class Mixture:
 
     def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
         """The rows of an epoch, drawn from the rows of each dataset and shuffled."""
-        lengths = {name: part_rows.lengths[: self.parts[name].max_documents] for name, part_rows in rows.items()}
-        tokens = {name: int(part_lengths.sum()) for name, part_lengths in lengths.items()}
+        lengths = {name: source_rows.lengths[: self.sources[name].max_documents] for name, source_rows in rows.items()}
+        tokens = {name: int(source_lengths.sum()) for name, source_lengths in lengths.items()}
         wanted = self._wanted_tokens(tokens, epoch)
         drawn_by = [self.seed, epoch] if epoch else [self.seed]
         chosen = [
             choose_documents(lengths[name], wanted[name], np.random.default_rng([*drawn_by, number]))
             for number, name in enumerate(rows)
         ]
-        part_ids = np.repeat(np.arange(len(chosen)), [len(ids) for ids in chosen])
-        order = np.random.default_rng([*drawn_by, len(chosen)]).permutation(len(part_ids))
-        return MixedRows(tuple(rows.values()), tuple(rows), part_ids[order], np.concatenate(chosen)[order])
+        source_ids = np.repeat(np.arange(len(chosen)), [len(ids) for ids in chosen])
+        order = np.random.default_rng([*drawn_by, len(chosen)]).permutation(len(source_ids))
+        return MixedRows(tuple(rows.values()), tuple(rows), source_ids[order], np.concatenate(chosen)[order])
 
     def longest(self, rows: Mapping[str, Rows]) -> int:
         """Tokens of the longest document that any epoch may draw."""
-        return max(int(of.lengths[: self.parts[name].max_documents].max(initial=0)) for name, of in rows.items())
+        return max(int(of.lengths[: self.sources[name].max_documents].max(initial=0)) for name, of in rows.items())
 
     def table(self, mixed: MixedRows) -> list[str]:
         """A line a dataset: what an epoch takes of it."""
-        taken = mixed.tokens_by_part()
+        taken = mixed.tokens_by_source()
         total = max(1, sum(taken.values()))
         lines = []
-        for name, rows in zip(mixed.names, mixed.parts):
-            own = int(rows.lengths[: self.parts[name].max_documents].sum())
+        for name, rows in zip(mixed.names, mixed.sources):
+            own = int(rows.lengths[: self.sources[name].max_documents].sum())
             times = taken[name] / max(1, own)
             line = (
                 f"{name}: {taken[name]:,} tokens an epoch, {taken[name] / total:.1%} of all, {times:.2f} x its {own:,}"
@@ -146,26 +146,26 @@ class Mixture:
         return lines
 
     def _wanted_tokens(self, tokens: Mapping[str, int], epoch: int) -> dict[str, float]:
-        weights = {name: part.weight_in(epoch) for name, part in self.parts.items()}
+        weights = {name: source.weight_in(epoch) for name, source in self.sources.items()}
         if None in weights.values():
-            return {name: tokens[name] * self.parts[name].repeat for name in tokens}
+            return {name: tokens[name] * self.sources[name].repeat for name in tokens}
         sizes = [tokens[name] / weight for name, weight in weights.items() if weight]
         if not sizes:
             raise ConfigError(
-                f"dataset.parts: all weights of epoch {epoch} are 0: give at least one dataset a positive weight."
+                f"dataset.sources: all weights of epoch {epoch} are 0: give at least one dataset a positive weight."
             )
         of_epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
         return {name: of_epoch * (weight or 0.0) for name, weight in weights.items()}
 
 
 class MixedRows(Rows):
-    """Rows of several sets in one order: row i is row `row_ids[i]` of set `part_ids[i]`."""
+    """Rows of several sets in one order: row i is row `row_ids[i]` of set `source_ids[i]`."""
 
-    def __init__(self, parts: Sequence[Rows], names: Sequence[str], part_ids: np.ndarray, row_ids: np.ndarray):
-        self.parts, self.names, self.part_ids, self.row_ids = parts, names, part_ids, row_ids
+    def __init__(self, sources: Sequence[Rows], names: Sequence[str], source_ids: np.ndarray, row_ids: np.ndarray):
+        self.sources, self.names, self.source_ids, self.row_ids = sources, names, source_ids, row_ids
         self._lengths = np.zeros(len(row_ids), np.int64)
-        for number, rows in enumerate(parts):
-            mine = part_ids == number
+        for number, rows in enumerate(sources):
+            mine = source_ids == number
             self._lengths[mine] = rows.lengths[row_ids[mine]]
 
     @property
@@ -173,11 +173,11 @@ class MixedRows(Rows):
         return self._lengths
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        return self.parts[self.part_ids[index]][int(self.row_ids[index])]
+        return self.sources[self.source_ids[index]][int(self.row_ids[index])]
 
-    def tokens_by_part(self) -> dict[str, int]:
+    def tokens_by_source(self) -> dict[str, int]:
         """Tokens that an epoch takes of each set."""
-        sums = np.bincount(self.part_ids, weights=self._lengths, minlength=len(self.names))
+        sums = np.bincount(self.source_ids, weights=self._lengths, minlength=len(self.names))
         return {name: int(tokens) for name, tokens in zip(self.names, sums)}
 
 
@@ -199,28 +199,30 @@ def choose_documents(lengths: np.ndarray, num_tokens: float, rng: np.random.Gene
     return np.concatenate([whole, np.sort(drawn[before + lengths[drawn] / 2 <= rest])])
 
 
-def _part(name: str, settings: Mapping[str, Any]) -> Part:
+def _source(name: str, settings: Mapping[str, Any]) -> Source:
     unknown = [key for key in settings if key not in ("dataset", "weight", "repeat", "max_documents")]
     if unknown or "dataset" not in settings:
         what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"
-        raise ConfigError(f"dataset.parts.{name}: {what}; a part has dataset, weight or repeat, max_documents.")
-    part = Part(**settings)
-    if part.weight is not None and "repeat" in settings:
-        raise ConfigError(f"dataset.parts.{name} has weight={part.weight} and repeat={part.repeat}: give one of them.")
-    if isinstance(part.weight, Sequence):
-        weights = list(part.weight)
+        raise ConfigError(f"dataset.sources.{name}: {what}; a source has dataset, weight or repeat, max_documents.")
+    source = Source(**settings)
+    if source.weight is not None and "repeat" in settings:
+        raise ConfigError(
+            f"dataset.sources.{name} has weight={source.weight} and repeat={source.repeat}: give one of them."
+        )
+    if isinstance(source.weight, Sequence):
+        weights = list(source.weight)
         if not weights or not all(isinstance(value, int | float) and value >= 0 for value in weights):
             rule = "must be a list of numbers, one per epoch, from 0 on"
-            raise ConfigError(f"dataset.parts.{name}.weight={weights} {rule}.")
-        part = replace(part, weight=weights)
-    for key, value in (("weight", part.weight), ("repeat", part.repeat), ("max_documents", part.max_documents)):
+            raise ConfigError(f"dataset.sources.{name}.weight={weights} {rule}.")
+        source = replace(source, weight=weights)
+    for key, value in (("weight", source.weight), ("repeat", source.repeat), ("max_documents", source.max_documents)):
         if isinstance(value, int | float) and not value > 0:
-            raise ConfigError(f"dataset.parts.{name}.{key}={value} must be over 0.")
-    return part
+            raise ConfigError(f"dataset.sources.{name}.{key}={value} must be over 0.")
+    return source
 
 
 def _prefixed(sets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Sets of every part under the mixture's names: a part's `val` is called like the part, others `part/name`."""
+    """Sets of every source under the mixture's names: its `val` is called like the source, others `source/name`."""
     return {
         name if key == "val" else f"{name}/{key}": value for name, own in sets.items() for key, value in own.items()
     }

@@ -37,7 +37,7 @@ from automodel_lite.data.loader import (
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.streams import StreamedPacks
-from automodel_lite.data.tokenize import job_of, tokenize_documents, tokenize_part
+from automodel_lite.data.tokenize import job_of, tokenize_documents, tokenize_shard
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.adapter import is_quantized
@@ -123,8 +123,8 @@ class PlannedPacks(PackSource):
         return cls(*facts, tokens, packs_of, config.seed)
 
     @classmethod
-    def tokenize_part(cls, config: Config, documents: Documents) -> tuple[tuple[str, ...], list[int]]:
-        return tokenize_part(documents, job_of(config, documents), config.cache_dir)
+    def tokenize_shard(cls, config: Config, documents: Documents) -> tuple[tuple[str, ...], list[int]]:
+        return tokenize_shard(documents, job_of(config, documents), config.cache_dir)
 
     @property
     def held_out(self) -> Mapping[str, PackedDataset]:
@@ -224,16 +224,16 @@ def prepare_data(config: Config, batches: BatchShape) -> PackSource:
     return source_of(documents).prepared(config, documents, packer, batches)
 
 
-def prepare_part(config: Config) -> tuple[tuple[str, ...], list[int]]:
-    """Tokenizes one part of the documents, for `prepare_data` to join: notes, and the parts that are still missing."""
-    part, num_parts = config.tokenize.part, config.tokenize.num_parts
-    if part is None or part >= num_parts:
+def prepare_shard(config: Config) -> tuple[tuple[str, ...], list[int]]:
+    """Tokenizes one shard of the documents, for `prepare_data` to join: notes, and the shards still missing."""
+    shard, num_shards = config.tokenize.shard, config.tokenize.num_shards
+    if shard is None or shard >= num_shards:
         raise ConfigError(
-            f"tokenize.part={part} must be under tokenize.num_parts={num_parts}: tasks count from 0 (sbatch "
+            f"tokenize.shard={shard} must be under tokenize.num_shards={num_shards}: tasks count from 0 (sbatch "
             "--array=0-15 for 16)."
         )
     documents = build(config.dataset)
-    return source_of(documents).tokenize_part(config, documents)
+    return source_of(documents).tokenize_shard(config, documents)
 
 
 def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:

@@ -335,7 +335,7 @@ class ConcatenatedRows:
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenedRows:
     """Opened files."""
 
     rows: RawRows
@@ -343,9 +343,9 @@ class Source:
     identity: str
 
 
-def open_source(
+def open_rows(
     path: str | Sequence[str], name: str | None, split: str, key: str, delimiter: str | None = None
-) -> Source:
+) -> OpenedRows:
     """Opens files, or a hub dataset when nothing local has that name."""
     paths = [path] if isinstance(path, str) else list(path)
     if address := next((one for one in paths if "://" in one), None):
@@ -358,7 +358,7 @@ def open_source(
         rows = [_open_file(file, split, delimiter) for file in files]
         shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
         identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
-        return Source(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
+        return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
     if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
         raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
     return _open_hub(paths[0], name, split, key)
@@ -502,7 +502,7 @@ def open_arrow(path: Path, name: str, builder: str, split: str) -> RawRows:
     return ArrowRows(loaded, name)
 
 
-def _open_hub(path: str, name: str | None, split: str, key: str) -> Source:
+def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
     import datasets
 
     try:
@@ -513,7 +513,7 @@ def _open_hub(path: str, name: str | None, split: str, key: str) -> Source:
             f"{one_line(error)}"
         ) from error
     shown = f"{path}/{name}" if name else path
-    return Source(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")
+    return OpenedRows(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")
 
 
 @dataclass(frozen=True)

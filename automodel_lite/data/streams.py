@@ -223,7 +223,7 @@ class StreamedPacks(PackSource):
 
     @classmethod
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
-        job = job_of(replace(config, tokenize=replace(config.tokenize, num_parts=1)), documents)
+        job = job_of(replace(config, tokenize=replace(config.tokenize, num_shards=1)), documents)
         packer = packer.padded_with(padding_id(job.tokenizer))
         val, notes = tokenize_validation(documents, job, config.cache_dir)
         val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
@@ -231,8 +231,8 @@ class StreamedPacks(PackSource):
         return cls(*facts, TokenStream(documents, job))
 
     @classmethod
-    def tokenize_part(cls, config: Config, documents: Documents) -> NoReturn:
-        raise ConfigError(f"tokenize.part={config.tokenize.part}: a stream is tokenized while it is trained on.")
+    def tokenize_shard(cls, config: Config, documents: Documents) -> NoReturn:
+        raise ConfigError(f"tokenize.shard={config.tokenize.shard}: a stream is tokenized while it is trained on.")
 
     def __post_init__(self) -> None:
         readers = self.shape.dp_size * max(1, self.dataloader.num_workers)

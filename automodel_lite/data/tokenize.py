@@ -65,11 +65,11 @@ class Job:
     settings: TokenizeConfig = field(default_factory=TokenizeConfig)
 
     def documents(self, rows: DocumentSet) -> range:
-        """Those of the part, or all."""
-        part, num_parts = self.settings.part, self.settings.num_parts
-        if part is None:
+        """Those of the shard, or all."""
+        shard, num_shards = self.settings.shard, self.settings.num_shards
+        if shard is None:
             return range(len(rows))
-        return range(len(rows) * part // num_parts, len(rows) * (part + 1) // num_parts)
+        return range(len(rows) * shard // num_shards, len(rows) * (shard + 1) // num_shards)
 
     def renderer(self) -> Renderer:
         return Renderer(self.tokenizer, self.settings.train_on, self.settings.template_kwargs)
@@ -241,38 +241,38 @@ RULES_VERSION = "4"  # of rendering, masking and files; raised when the same inp
 def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | None = None) -> TokenizedData:
     """Tokenizes a dataset, or takes it from the cache; any number of processes may call it at once.
 
-    The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken as it is. The parts
-    that `tokenize_part` left are put together. cache_dir: default `$AUTOMODEL_LITE_CACHE`, else
+    The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken as it is. The shards
+    that `tokenize_shard` left are put together. cache_dir: default `$AUTOMODEL_LITE_CACHE`, else
     `~/.cache/automodel_lite`.
 
     Raises:
         DataError: a bad row (names file, line and column), or a set in which nothing, or everything, is trained on, or
             whose answers do not end on a trained stop token (shows an example).
-        ConfigError: a part is missing (names its number).
+        ConfigError: a shard is missing (names its number).
     """
-    if job.settings.part is not None:
-        raise ConfigError(f"tokenize.part={job.settings.part} is only for recipes/prepare_data.py: remove it.")
+    if job.settings.shard is not None:
+        raise ConfigError(f"tokenize.shard={job.settings.shard} is only for recipes/prepare_data.py: remove it.")
     return _tokenize(documents, job, Path(cache_dir) if cache_dir is not None else default_cache_dir())
 
 
-def tokenize_part(
+def tokenize_shard(
     documents: Documents, job: Job, cache_dir: str | Path | None = None
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Tokenizes the job's part of every set into the cache: notes to print, and the parts that are still missing.
+    """Tokenizes the job's shard of every set into the cache: notes to print, and the shards that are still missing.
 
     Any number of tasks on any hosts may do so at once, and again: what is there is not made a second time.
     """
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     sets = list(_sets_of(documents, job, root))
     entries = {
-        f"{one.identity.partition('(')[0]} {one.name}": one.tokenized(job.settings.part)
+        f"{one.identity.partition('(')[0]} {one.name}": one.tokenized(job.settings.shard)
         for one in sets
         if not one.folder().is_dir()
     }
     missing = {
-        part for one in sets for part in range(job.settings.num_parts) if not one.folder(part).is_dir()
+        shard for one in sets for shard in range(job.settings.num_shards) if not one.folder(shard).is_dir()
     }  # all are done
-    done = all(one.folder().is_dir() for one in sets)  # asked last: parts go when they are joined
+    done = all(one.folder().is_dir() for one in sets)  # asked last: shards go when they are joined
     return _notes(entries), [] if done else sorted(missing)
 
 
@@ -325,7 +325,7 @@ def _sets_of(documents: Documents, job: Job, cache_dir: Path) -> Iterator[_Set]:
 
 @dataclass(frozen=True)
 class _Set:
-    """One set of documents, tokenized whole or in parts: every part is an entry of the cache until all are joined."""
+    """One set of documents, tokenized whole or in shards: every shard is an entry of the cache until all are joined."""
 
     name: str
     identity: str
@@ -334,27 +334,27 @@ class _Set:
     job: Job
     cache_dir: Path
 
-    def folder(self, part: int | None = None) -> Path:
-        """Where the set, or a part of it, is or will be."""
-        return entry_folder(self.cache_dir, *self._entry(part))
+    def folder(self, shard: int | None = None) -> Path:
+        """Where the set, or a shard of it, is or will be."""
+        return entry_folder(self.cache_dir, *self._entry(shard))
 
-    def _entry(self, part: int | None) -> tuple[str, str, Key]:
+    def _entry(self, shard: int | None) -> tuple[str, str, Key]:
         name, key = f"{self.identity.split('(')[0]}-{self.name}", _key(self.identity, self.job) | {"set": self.name}
-        if part is None:
+        if shard is None:
             return "tokens", name, key
-        return "tokens", f"{name}-part", key | {"part": f"{part} of {self.job.settings.num_parts}"}
+        return "tokens", f"{name}-part", key | {"part": f"{shard} of {self.job.settings.num_shards}"}
 
-    def tokenized(self, part: int | None = None) -> CacheEntry:
-        """The entry of the set, or of a part of it; tokenizes, or joins, what is not there."""
-        if part is not None or self.job.settings.num_parts == 1:
-            return build_once(self.cache_dir, *self._entry(part), self._tokenize)
+    def tokenized(self, shard: int | None = None) -> CacheEntry:
+        """The entry of the set, or of a shard of it; tokenizes, or joins, what is not there."""
+        if shard is not None or self.job.settings.num_shards == 1:
+            return build_once(self.cache_dir, *self._entry(shard), self._tokenize)
         entry = build_once(self.cache_dir, *self._entry(None), self._join)
-        for joined in map(self.folder, range(self.job.settings.num_parts)):
+        for joined in map(self.folder, range(self.job.settings.num_shards)):
             shutil.rmtree(joined, ignore_errors=True)
         return entry
 
     def _tokenize(self, folder: Path) -> None:
-        """Writes rows and findings; a part is judged where it is joined."""
+        """Writes rows and findings; a shard is judged where it is joined."""
         writer, found = RowsWriter(folder), Findings()
         with Progress(f"tokenizing {self.name}", len(self.job.documents(self.rows)), "documents") as progress:
             for chunk in tokenize_chunks(self.rows, self.job):
@@ -362,25 +362,25 @@ class _Set:
                 writer.append({"input_ids": chunk.input_ids, "labels": chunk.labels}, chunk.lengths)
                 found += chunk.found
         writer.close()
-        if self.job.settings.part is None:
+        if self.job.settings.shard is None:
             self._check(found)
         found.save(folder)
 
     def _join(self, folder: Path) -> None:
-        parts = list(map(self.folder, range(self.job.settings.num_parts)))
-        missing = [str(number) for number, part in enumerate(parts) if find_damage(part) is not None]
+        shards = list(map(self.folder, range(self.job.settings.num_shards)))
+        missing = [str(number) for number, shard in enumerate(shards) if find_damage(shard) is not None]
         if missing:
             tasks = ",".join(missing)
             raise ConfigError(
-                f"tokenize.num_parts={len(parts)}: {self.name} lacks part {tasks} in cache_dir="
+                f"tokenize.num_shards={len(shards)}: {self.name} lacks shard {tasks} in cache_dir="
                 f"{self.cache_dir}: run this task of the array again (sbatch --array={tasks}), or "
-                f"recipes/prepare_data.py with tokenize.part={missing[0]}."
+                f"recipes/prepare_data.py with tokenize.shard={missing[0]}."
             )
         writer = RowsWriter(folder)
-        for part in parts:
-            writer.append_rows(load_rows(part))
+        for shard in shards:
+            writer.append_rows(load_rows(shard))
         writer.close()
-        found = sum(map(Findings.load, parts), Findings())
+        found = sum(map(Findings.load, shards), Findings())
         self._check(found)
         found.save(folder)
 

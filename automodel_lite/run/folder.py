@@ -34,7 +34,7 @@ from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import moved_target
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, one_line, shown
+from automodel_lite.errors import FORMER_KEYS, ConfigError, one_line, shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
@@ -328,7 +328,13 @@ def saved_config(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({reason}): restore it, for instance from the newest checkpoint's folder, or "
             "start a new run with name=... ."
         )
-    return {str(key): _with_moved_targets(value) for key, value in saved.items()}
+    found = {str(key): _with_moved_targets(value) for key, value in saved.items()}
+    for former, now in FORMER_KEYS.items():
+        group, _, name = former.partition(".")
+        part = found.get(group, {})
+        if name in part and part.get("_target_", "Mixture").endswith("Mixture"):
+            part[now.partition(".")[2]] = part.pop(name)
+    return found
 
 
 def _with_moved_targets(node: Any) -> Any:

@@ -60,10 +60,10 @@ def signature(target: str) -> Mapping[str, inspect.Parameter]:
 
 def test_a_checked_configuration_has_every_option() -> None:
     """So that a run's config.yaml keeps its defaults when those of the program change; nested parts too."""
-    parts = "dataset.parts={a: {dataset: {_target_: automodel_lite.data.documents.ToyChat, seed: 3}, weight: 1.0}}"
+    parts = "dataset.sources={a: {dataset: {_target_: automodel_lite.data.documents.ToyChat, seed: 3}, weight: 1.0}}"
     config = check_config(compose_config("smoke", ["dataset=mixture", "~dataset.num_chats", parts]))
-    assert config.dataset["parts"]["a"]["dataset"]["num_chats"] == 2000
-    assert config.dataset["parts"]["a"]["dataset"]["seed"] == 3
+    assert config.dataset["sources"]["a"]["dataset"]["num_chats"] == 2000
+    assert config.dataset["sources"]["a"]["dataset"]["seed"] == 3
     assert config.packed_sequence["balance"] == "step"
     assert config.model["pretrained"] is None
 

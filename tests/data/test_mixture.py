@@ -27,10 +27,10 @@ def texts(path: Path, letter: str, count: int, length: int) -> FilesDataset:
     return FilesDataset(str(path), val_frac=0.0)
 
 
-def mixed(tmp_path: Path, parts: dict[str, dict], **options: Any) -> tuple[TokenizedData, dict[str, int]]:
-    data = tokenize_documents(Mixture(parts, **options), Job(byte_tokenizer(MARKED)), tmp_path)
+def mixed(tmp_path: Path, sources: dict[str, dict], **options: Any) -> tuple[TokenizedData, dict[str, int]]:
+    data = tokenize_documents(Mixture(sources, **options), Job(byte_tokenizer(MARKED)), tmp_path)
     assert isinstance(data.train, MixedRows)
-    return data, data.train.tokens_by_part()
+    return data, data.train.tokens_by_source()
 
 
 @pytest.mark.parametrize(
@@ -47,32 +47,32 @@ def mixed(tmp_path: Path, parts: dict[str, dict], **options: Any) -> tuple[Token
     ids=["as they are", "repeats", "half and half", "one to three", "until all", "until all by share", "caps"],
 )
 def test_tokens_of_an_epoch(tmp_path: Path, small: dict, large: dict, stop: str, tokens: dict) -> None:
-    parts = {
+    sources = {
         "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), **small},
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), **large},
     }
-    assert mixed(tmp_path, parts, stop=stop)[1] == tokens
+    assert mixed(tmp_path, sources, stop=stop)[1] == tokens
 
 
 def test_the_same_seed_gives_the_same_rows(tmp_path: Path) -> None:
-    parts = {
+    sources = {
         "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": 1},
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
     }
-    first, again, other = (mixed(tmp_path, parts, seed=seed)[0].train for seed in (1, 1, 2))
-    assert [first.row_ids.tolist(), first.part_ids.tolist()] == [again.row_ids.tolist(), again.part_ids.tolist()]
+    first, again, other = (mixed(tmp_path, sources, seed=seed)[0].train for seed in (1, 1, 2))
+    assert [first.row_ids.tolist(), first.source_ids.tolist()] == [again.row_ids.tolist(), again.source_ids.tolist()]
     assert first.row_ids.tolist() != other.row_ids.tolist()
-    assert set(first.part_ids[:8].tolist()) == {0, 1}  # the order is mixed
+    assert set(first.source_ids[:8].tolist()) == {0, 1}  # the order is mixed
 
 
 def test_each_epoch_draws_its_own_documents(tmp_path: Path) -> None:
     """Of 50 documents 5 an epoch; from the epoch alone, so that a run can continue in any of them."""
-    parts = {
+    sources = {
         "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": 1},
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
     }
-    data, again = (mixed(tmp_path, parts)[0] for _ in range(2))
-    drawn = [rows.row_ids[rows.part_ids == 1].tolist() for rows in map(data.train_of, range(4))]
+    data, again = (mixed(tmp_path, sources)[0] for _ in range(2))
+    drawn = [rows.row_ids[rows.source_ids == 1].tolist() for rows in map(data.train_of, range(4))]
     assert all(len(set(documents)) == 5 for documents in drawn)
     assert len({tuple(sorted(documents)) for documents in drawn}) == 4
     assert again.train_of(3).row_ids.tolist() == data.train_of(3).row_ids.tolist()
@@ -80,15 +80,15 @@ def test_each_epoch_draws_its_own_documents(tmp_path: Path) -> None:
 
 
 def test_weights_that_follow_a_schedule(tmp_path: Path) -> None:
-    parts = {
+    sources = {
         "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": [1, 1, 0]},
         "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": [1, 3, 1]},
     }
-    data, _ = mixed(tmp_path, parts)
-    tokens = [data.train_of(epoch).tokens_by_part() for epoch in (0, 1, 2, 7)]
+    data, _ = mixed(tmp_path, sources)
+    tokens = [data.train_of(epoch).tokens_by_source() for epoch in (0, 1, 2, 7)]
     alone = {"small": 0, "large": 1000}
     assert tokens == [{"small": 100, "large": 100}, {"small": 100, "large": 300}, alone, alone]
-    other = {name: part | {"weight": [1, 1, 1]} for name, part in parts.items()}
+    other = {name: source | {"weight": [1, 1, 1]} for name, source in sources.items()}
     assert mixed(tmp_path, other)[0].fingerprint != data.fingerprint  # though the first epochs are alike
 
 
@@ -109,9 +109,9 @@ def test_documents_are_taken_whole_times_and_a_drawn_rest(num_tokens: int, chose
 
 
 def test_every_dataset_keeps_its_counts_and_its_validation(tmp_path: Path) -> None:
-    parts = {"a": texts(tmp_path / "a.jsonl", "a", 10, 10), "b": texts(tmp_path / "b.jsonl", "b", 10, 10)}
-    parts["b"].val = {"val": parts["a"].train, "hard": parts["b"].train}
-    data, _ = mixed(tmp_path, {name: {"dataset": dataset} for name, dataset in parts.items()})
+    sources = {"a": texts(tmp_path / "a.jsonl", "a", 10, 10), "b": texts(tmp_path / "b.jsonl", "b", 10, 10)}
+    sources["b"].val = {"val": sources["a"].train, "hard": sources["b"].train}
+    data, _ = mixed(tmp_path, {name: {"dataset": dataset} for name, dataset in sources.items()})
     assert set(data.val) == {"b", "b/hard"}
     assert {name: counts.num_tokens for name, counts in data.counts.items()} == {
         "a/train": 100,
@@ -132,11 +132,11 @@ def test_many_repeats_are_pointed_at(tmp_path: Path) -> None:
 
 def test_packs_of_a_mixture_hold_its_rows(tmp_path: Path) -> None:
     write_memmap(tmp_path / "c", [[7] * 10] * 5, "uint16")
-    parts = {
+    sources = {
         "text": {"dataset": texts(tmp_path / "a.jsonl", "a", 10, 10)},
         "corpus": {"dataset": MemmapCorpus(str(tmp_path / "c")), "repeat": 2},
     }
-    data, tokens = mixed(tmp_path, parts)
+    data, tokens = mixed(tmp_path, sources)
     assert tokens == {"text": 100, "corpus": 100}
     for strategy in ("exact_fill", "wrapped"):
         packs = PackedDataset(data.train, plan_packs(data.train.lengths, 25, strategy=strategy, overlong="split"))
@@ -144,29 +144,32 @@ def test_packs_of_a_mixture_hold_its_rows(tmp_path: Path) -> None:
         assert (ids == 7).sum() == 100
 
 
-def test_a_tokenizer_is_trained_on_all_parts(tmp_path: Path) -> None:
-    parts = {letter: {"dataset": texts(tmp_path / f"{letter}.jsonl", letter, 20, 40)} for letter in "xy"}
-    vocab = train_bpe_tokenizer(Mixture(parts), 280, cache_dir=tmp_path).get_vocab()
+def test_a_tokenizer_is_trained_on_all_sources(tmp_path: Path) -> None:
+    sources = {letter: {"dataset": texts(tmp_path / f"{letter}.jsonl", letter, 20, 40)} for letter in "xy"}
+    vocab = train_bpe_tokenizer(Mixture(sources), 280, cache_dir=tmp_path).get_vocab()
     assert "xx" in vocab
     assert "yy" in vocab
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("source", "message"),
     [
-        ({"weight": 1, "repeat": 2}, "dataset.parts.a has weight=1 and repeat=2: give one of them."),
-        ({"weigth": 1}, "dataset.parts.a: unknown key weigth; a part has dataset, weight or repeat, max_documents."),
-        ({"repeat": 0}, "dataset.parts.a.repeat=0 must be over 0."),
-        ({"weight": [1, -1]}, "dataset.parts.a.weight=[1, -1] must be a list of numbers, one per epoch, from 0 on."),
+        ({"weight": 1, "repeat": 2}, "dataset.sources.a has weight=1 and repeat=2: give one of them."),
+        (
+            {"weigth": 1},
+            "dataset.sources.a: unknown key weigth; a source has dataset, weight or repeat, max_documents.",
+        ),
+        ({"repeat": 0}, "dataset.sources.a.repeat=0 must be over 0."),
+        ({"weight": [1, -1]}, "dataset.sources.a.weight=[1, -1] must be a list of numbers, one per epoch, from 0 on."),
     ],
 )
-def test_settings_that_cannot_be(tmp_path: Path, part: dict, message: str) -> None:
+def test_settings_that_cannot_be(tmp_path: Path, source: dict, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Mixture({"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 2, 3), **part}})
+        Mixture({"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 2, 3), **source}})
     assert str(caught.value) == message
 
 
 def test_weights_for_all_or_none(tmp_path: Path) -> None:
     dataset = texts(tmp_path / "a.jsonl", "a", 2, 3)
-    with pytest.raises(ConfigError, match=r"dataset.parts.b.weight=null: give all datasets weights, or none"):
+    with pytest.raises(ConfigError, match=r"dataset.sources.b.weight=null: give all datasets weights, or none"):
         Mixture({"a": {"dataset": dataset, "weight": 1}, "b": {"dataset": dataset}})

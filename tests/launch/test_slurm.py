@@ -131,7 +131,7 @@ def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_array_tokenizes_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
     """Task 1 is lost at first: the others leave their parts, its second start joins all."""
-    arguments = ["--config-name", "smoke", "tokenize.num_parts=3", f"cache_dir={tmp_path}/parts"]
+    arguments = ["--config-name", "smoke", "tokenize.num_shards=3", f"cache_dir={tmp_path}/parts"]
     command = ["sbatch", "--parsable", f"--output={tmp_path}/job.log", "--time=10"]
 
     def run(tasks: str) -> None:
@@ -147,7 +147,7 @@ def test_an_array_tokenizes_what_one_process_does(cluster: Cluster, tmp_path: Pa
             wait_for_state(cluster, f"{done.stdout.strip()}_{task}", tmp_path, "COMPLETED")
 
     run("0,2")
-    assert "still missing: part 1" in (tmp_path / "job.log").read_text()
+    assert "still missing: shard 1" in (tmp_path / "job.log").read_text()
     run("1")
     whole = [sys.executable, "recipes/prepare_data.py", "--config-name", "smoke", f"cache_dir={tmp_path}/one"]
     assert subprocess.run(whole, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0

@@ -152,6 +152,8 @@ def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: 
         "automodel_lite.training.optimizers.", "automodel_lite.training.optim."
     )
     assert text.count("training.schedule.") + text.count("training.optim.") == 2
+    text = text.replace("  num_shards: 1\n  shard: null\n", "  num_parts: 1\n  part: null\n")
+    assert "num_shards" not in text
     folder.config.write_text(text)
     folder.check(config)
     assert load_run_config(folder).optimizer == config.optimizer
@@ -208,7 +210,7 @@ def test_a_mixture_continues_within_its_schedule(tmp_path: Path) -> None:
     chats = "{_target_: automodel_lite.data.documents.ToyChat, num_chats: %d, seed: %d}"
     first, second = chats % (60, 1), chats % (60, 2)
     parts = f"{{one: {{dataset: {first}, weight: [0.8, 0.2]}}, two: {{dataset: {second}, weight: [0.2, 0.8]}}}}"
-    overrides = ["dataset=mixture", "~dataset.num_chats", f"dataset.parts={parts}", "training.max_steps=16"]
+    overrides = ["dataset=mixture", "~dataset.num_chats", f"dataset.sources={parts}", "training.max_steps=16"]
     assert train_quick(tmp_path / "whole", *overrides)[0] == 0
     run = tmp_path / "run"
     assert train_quick(run, *overrides, stop_at=9)[0] == 75
