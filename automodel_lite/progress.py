@@ -125,6 +125,13 @@ def wrapped(text: str, indent: int, stream: TextIO | None = None) -> str:
     )
 
 
+def duration(seconds: float) -> str:
+    """1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def print_above_bars(text: str) -> None:
     """A line on the standard output stream that no bar runs through."""
     tqdm = sys.modules.get("tqdm")

@@ -29,10 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from automodel_lite.parallel.mesh import rank
-    from automodel_lite.run.checkpoint_folder import step_of, survey
-    from automodel_lite.run.export import export_hf
+    from automodel_lite.run.checkpoint_folder import survey
     from automodel_lite.run.folder import RunFolder
-    from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
+    from automodel_lite.telemetry.metrics import quiet_libraries  # --help needs no torch
     from automodel_lite.tools.trained import find_checkpoint, load_trained, write_card
 
     quiet_libraries()
@@ -41,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"{target} exists already: choose another folder with --to.")
     folder = RunFolder(args.run)
     if args.checkpoints:
-        paths = [find_checkpoint(folder, name) for name in args.checkpoints]
+        paths = [find_checkpoint(folder, name) for name in sorted(args.checkpoints, reverse=True)]
     else:
-        paths = (survey(folder.checkpoints)[0] if folder.checkpoints.is_dir() else [])[: args.last]
+        paths = survey(folder.checkpoints)[0][: args.last]
     if len(paths) < (args.last or 2):
         raise ConfigError(
             f"{args.run} has {len(paths)} complete checkpoints to average: train with checkpoint.keep_last=5, or keep "
@@ -51,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     own = {"allow_targets": args.allow_targets, "trust_remote_code": args.trust_remote_code}
     trained = load_trained(args.run, paths[0].name, averaged_with=paths[1:], **own)
-    step = max(step_of(path) or 0 for path in paths)
-    export_hf(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh)
+    trained.export(target)
     if rank() == 0:
         write_card(args.run, target)
         print(f"the mean of {', '.join(path.name for path in paths)} written to {target}")

@@ -15,7 +15,6 @@ from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import RepoName, argument
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity
-from automodel_lite.run.checkpoint_folder import step_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,8 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"--to {args.to} exists already: choose another folder.")
     with activity("loading the checkpoint"):
         from automodel_lite.parallel.mesh import rank
-        from automodel_lite.run.export import export_hf
-        from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
+        from automodel_lite.telemetry.metrics import Console, quiet_libraries  # --help needs no torch
         from automodel_lite.tools.trained import load_trained, push, write_card
 
         quiet_libraries()
@@ -44,15 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             args.run, args.checkpoint, allow_targets=args.allow_targets, trust_remote_code=args.trust_remote_code
         )
     target = args.to or args.run / "hf"
-    step = step_of(trained.checkpoint) or 0
-    try:
-        with activity("exporting"):
-            export_hf(
-                *(target, trained.model, trained.tokenizer, trained.dtype, trained.logits, step, trained.mesh),
-                is_text_only=args.text_only,
-            )
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error.strerror or error}).") from error
+    trained.export(target, args.text_only)
     merged = " (adapter merged)" if trained.was_merged else ""
     if rank() == 0:
         console = Console(is_silent=False)

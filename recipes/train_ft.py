@@ -36,7 +36,7 @@ from automodel_lite.models.source import runs_remote_code
 from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_shard
 from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
 from automodel_lite.parallel.peers import Peers, flat, open_control, open_peers, together, versions
-from automodel_lite.progress import Progress, activity
+from automodel_lite.progress import Progress, activity, duration
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.export import check_exportable, export
 from automodel_lite.run.failures import (
@@ -48,7 +48,6 @@ from automodel_lite.run.failures import (
     has_failed,
     is_lost_peer,
     is_out_of_memory,
-    log_of,
     recorded,
 )
 from automodel_lite.run.folder import RunFolder, plain
@@ -56,8 +55,7 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.seed import seed_all, use_deterministic
 from automodel_lite.telemetry.callbacks import open_metrics
-from automodel_lite.telemetry.console import Console, duration, quiet_libraries
-from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, sum_counts
+from automodel_lite.telemetry.metrics import Console, Meter, StepProfiler, StepResult, quiet_libraries, sum_counts
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.tools.trained import push, write_card
@@ -105,7 +103,7 @@ class TrainFinetuneRecipe:
         self.folder = folder = RunFolder(config.output_dir)
         self.lock = RunLock(folder.lock)
         self.memory_text = ""
-        self.watchdog = Watchdog(log_of(folder.logs, rank()), config.training.stuck_after_s)
+        self.watchdog = Watchdog(folder, rank(), config.training.stuck_after_s)
         self.num_steps = 0
         self.console = Console(is_silent=rank() != 0)
         self.lines: list[Line] = []
@@ -114,16 +112,14 @@ class TrainFinetuneRecipe:
     def train(self) -> int:
         """The whole run; its outcome is recorded."""
         self.peers.watch(self.leave_with)
-        lock, doing, memory = self.lock, lambda: self.watchdog.doing, lambda: self.memory_text
-        record = recorded(self.folder, rank(), doing, memory, lock.is_held, self.place, lock.is_taken)
-        with lock:
+        with self.lock:
             try:
-                with self.watchdog, record:
+                with self.watchdog, recorded(self.watchdog, self.lock, lambda: self.memory_text, self.place):
                     with collecting_seldom():
                         self.setup()
                     return self.run()
             finally:
-                if not lock.is_taken():
+                if not self.lock.is_taken():
                     self.page.update(is_last=True)
 
     def setup(self) -> None:
@@ -202,7 +198,7 @@ class TrainFinetuneRecipe:
                     self.folder.lengths.write_text(json.dumps(self.data.lengths()))
                 self.folder.rewind_metrics(self.num_steps)
         self.control.barrier()
-        self.watchdog.start(rank(), self.lock.token)
+        self.watchdog.start(self.lock.token)
         self.metrics = open_metrics(
             self.config, self.folder, self.mesh.rank == 0, self.num_steps, self.extra, self.console.print
         )

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -77,6 +79,20 @@ def losses(rows: list[Row]) -> list[tuple[float, float]]:
 def losses_by_step(folder: Path) -> dict[int, tuple[float, float]]:
     """Step -> (loss, gradient norm) as logged, every digit."""
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows_of(folder) if "loss" in row}
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float, log: Path | None = None) -> None:
+    """For what another process will do; `log` is quoted when it does not."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, log.read_text()[-3000:] if log else ""
+        time.sleep(0.1)
+
+
+def wait_for_rows(folder: Path, more_than: int, seconds: float = 120, log: Path | None = None) -> None:
+    """Until metrics.jsonl has more rows than that."""
+    path = folder / "metrics.jsonl"
+    wait_until(lambda: path.is_file() and len(path.read_text().splitlines()) > more_than, seconds, log)
 
 
 def quick_config(folder: Path, *overrides: str) -> Config:

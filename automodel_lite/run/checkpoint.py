@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -40,7 +40,6 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.peers import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
-from automodel_lite.run.checkpoint_folder import Retention
 from automodel_lite.run.folder import RunFolder, config_yaml
 from automodel_lite.run.sharded_files import (
     BrokenCheckpointError,
@@ -243,8 +242,7 @@ class Checkpointer:
 
     def _delete_old(self) -> None:
         try:
-            config = self.config
-            on_disk.delete_old(self.folder, Retention(config.keep_last, config.keep_best, config.keep_every))
+            on_disk.delete_old(self.folder, self.config)
         except OSError as error:
             self.say(f"WARNING: old checkpoints could not be deleted ({error}); will retry after the next save")
 
@@ -275,8 +273,6 @@ class Checkpointer:
         return None
 
     def _survey(self) -> dict[str, list[str]]:
-        if not self.folder.is_dir():
-            return {"complete": [], "skipped": []}
         on_disk.clean(self.folder)
         complete, skipped = on_disk.survey(self.folder)
         return {"complete": [path.name for path in complete], "skipped": skipped}
@@ -314,44 +310,37 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """
     reader = ShardReader(path / on_disk.TENSORS)
     known = reader.read_metadata().state_dict_metadata.keys()
-    names = {name: _average_name(name) for name in _model_state(model)}
-    tensors = {names[name] if names[name] in known else name: value for name, value in _model_state(model).items()}
-    if missing := sorted(tensors.keys() - known):
+    weights: dict[str, Any] = dict(_weights(model))
+    averages = {name: f"optimizer.state.{name}.ema" for name in weights}
+    stored = {name: average if average in known else f"model.{name}" for name, average in averages.items()}
+    if missing := sorted(set(stored.values()) - known):
         raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    tensors = {stored[name]: value for name, value in weights.items()}
     dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    weights: dict[str, Any] = {name.removeprefix("model."): value for name, value in zip(names, tensors.values())}
     set_model_state_dict(model, weights, options=_TRAINED)
-
-
-def _average_name(name: str) -> str:
-    """Of `model.<name>`, in the optimizer's state."""
-    return f"optimizer.state.{name.removeprefix('model.')}.ema"
 
 
 def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], JsonState]:
     """Tensors by name, and the optimizer's other values that are state (settings are the configuration's)."""
-    tensors = _model_state(model)
+    tensors = {f"model.{name}": value for name, value in _weights(model).items()}
     scalars: JsonState = {}
     for name, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
-        if _is_tensor(value):
+        if isinstance(value, Tensor):
             tensors[f"optimizer.{name}"] = value
         elif not name.startswith("param_groups."):
             scalars[name] = value
     return tensors, scalars
 
 
-def _model_state(model: nn.Module) -> dict[str, Tensor]:
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """What is trained; of tied weights one copy, chosen by identity, so that all ranks find the same one."""
     state: dict[str, Any] = get_model_state_dict(model, options=_TRAINED)
-    seconds = _second_names(model)
-    return {f"model.{name}": value for name, value in state.items() if name not in seconds}
-
-
-def _second_names(model: nn.Module) -> set[str]:
-    """The other names of tied weights: one copy is enough. By identity, so that all ranks find the same ones."""
     first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            state.pop(name, None)
+    return state
 
 
 def _set_flat_state(
@@ -363,10 +352,6 @@ def _set_flat_state(
     if scalars:
         values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
         set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
-
-
-def _is_tensor(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor)
 
 
 def _cause(error: BaseException) -> str:

@@ -20,11 +20,11 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.config.schema import CheckpointConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.run import durable
 
@@ -33,24 +33,6 @@ MARK = "automodel_lite.json"  # of an exported folder: {"step": 500, "files": [.
 STATE = "state.json"
 TENSORS = "tensors"
 _STEP = re.compile(r"step_(\d{8,})")
-
-
-@dataclass(frozen=True)
-class Retention:
-    """A checkpoint stays while one of the rules keeps it."""
-
-    keep_last: int  # the newest ones
-    keep_best: int = 0  # those with the lowest validation loss
-    keep_every: int = 0  # those at multiples of so many steps; 0 = none
-
-    def doomed(self, losses: dict[int, float | None]) -> list[int]:
-        """Steps to delete. `losses` is the validation loss of each checkpoint's step, None where none was taken."""
-        steps = sorted(losses)
-        rated = sorted((loss, step) for step, loss in losses.items() if loss is not None and loss == loss)
-        kept = set(steps[-self.keep_last :]) | {step for _, step in rated[: self.keep_best]}
-        if self.keep_every:
-            kept |= {step for step in steps if step % self.keep_every == 0}
-        return [step for step in steps if step not in kept]
 
 
 def name_of(step: int) -> str:
@@ -158,8 +140,10 @@ def complete(
     durable.sync(temporary)
     _check_written(temporary, {MANIFEST: manifest, STATE: state}, config_yaml)
     check()
-    if final.exists():  # incomplete, or it did not load
-        set_aside(final)
+    if final.exists():  # incomplete, or it did not load: for a person to look at
+        aside = final.with_name(f"unreadable-{final.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        durable.rename(final, aside)
     durable.rename(temporary, final)
 
 
@@ -176,32 +160,30 @@ def _check_written(temporary: Path, written: dict[str, dict[str, Any]], config_y
         raise OSError(errno.EIO, f"the checkpoint does not read back as it was written: {reason}")
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Renames a checkpoint that is of no use, for a person to look at."""
-    aside = checkpoint.with_name(f"unreadable-{checkpoint.name}")
-    if aside.exists():
+def delete_old(folder: Path, rules: CheckpointConfig) -> None:
+    """Deletes the complete checkpoints that no rule keeps."""
+    by_step = {step: path for path in survey(folder)[0] if (step := step_of(path)) is not None}
+    losses = {step: read_state(path).get("val_loss") for step, path in by_step.items()}
+    for step in doomed(losses, rules):
+        path = by_step[step]
+        durable.rename(path, aside := path.with_name(f".old-{path.name}"))  # what has its own name is always whole
         shutil.rmtree(aside, ignore_errors=True)
-    durable.rename(checkpoint, aside)
-    return aside
 
 
-def delete_old(folder: Path, retention: Retention) -> list[Path]:
-    """Deletes the complete checkpoints that no rule keeps; returns them."""
-    found, _ = survey(folder)
-    by_step = {step: path for path in found if (step := step_of(path)) is not None}
-    doomed = [by_step[step] for step in retention.doomed({s: _val_loss(p) for s, p in by_step.items()})]
-    for path in doomed:
-        durable.remove_folder(path, path.with_name(f".old-{path.name}"))
-    return doomed
-
-
-def _val_loss(checkpoint: Path) -> float | None:
-    loss = read_state(checkpoint).get("val_loss")
-    return float(loss) if isinstance(loss, (int, float)) else None
+def doomed(losses: Mapping[int, float | None], rules: CheckpointConfig) -> list[int]:
+    """Steps that none of the rules keeps. `losses` is the validation loss of each checkpoint's step, None where none
+    was taken.
+    """
+    steps = sorted(losses)
+    rated = sorted((loss, step) for step, loss in losses.items() if loss is not None and loss == loss)
+    kept = set(steps[-rules.keep_last :]) | {step for _, step in rated[: rules.keep_best]}
+    if rules.keep_every:
+        kept |= {step for step in steps if step % rules.keep_every == 0}
+    return [step for step in steps if step not in kept]
 
 
 def _is_inside(name: str) -> bool:
-    parts: Sequence[str] = Path(name).parts
+    parts = Path(name).parts
     return not Path(name).is_absolute() and ".." not in parts and "\0" not in name and bool(parts)
 
 
@@ -213,16 +195,16 @@ def exported_folder(source: str) -> str:
     run = Path(source).expanduser()
     if not (run / "config.yaml").is_file():
         return str(run) if run.is_dir() else source
-    found = [
-        folder for folder in (run / "hf", run / "adapter") if (folder / "config.json").is_file() or _is_adapter(folder)
-    ]
+    files = (run / "hf/config.json", run / "adapter/adapter_config.json")
+    found = [path.parent for path in files if path.is_file()]
     for folder in found:
         if not is_stale(folder):
             return str(folder)
     if found:
+        step = _step(found[0])
         raise ConfigError(
-            f"{found[0]} is of {_describe(found[0])}, and {source} was trained further since: "
-            f"python recipes/export_hf.py {source} writes it again."
+            f"{found[0]} is of {'an earlier step' if step is None else f'step {step}'}, and {source} was trained "
+            f"further since: python recipes/export_hf.py {source} writes it again."
         )
     raise ConfigError(f"{source} has no hf/ or adapter/ yet: python recipes/export_hf.py {source} writes them.")
 
@@ -246,12 +228,3 @@ def _step(folder: Path) -> int | None:
         return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _describe(folder: Path) -> str:
-    step = _step(folder)
-    return "an earlier step" if step is None else f"step {step}"
-
-
-def _is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()

@@ -5,10 +5,14 @@ Everything that must survive a kill goes through these functions, so that a test
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _CHUNK_BYTES = 1 << 22
 
@@ -47,10 +51,10 @@ def rename(old: Path, new: Path) -> None:
     sync(new.parent)
 
 
-def remove_folder(folder: Path, trash: Path) -> None:
-    """Renames the folder to `trash` before its files go: what is found under its own name is always whole."""
-    rename(folder, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+def json_line(row: Mapping[str, Any]) -> str:
+    """One line; NaN and infinities as text, so that it is valid JSON."""
+    safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(safe) + "\n"
 
 
 def checksum(path: Path) -> str:

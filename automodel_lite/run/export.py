@@ -43,35 +43,38 @@ from automodel_lite.thd import ThdBatch
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|index\.json)")
 
 
-def fresh(folder: Path) -> Path:
-    """An unused name beside `folder`, to write under; puts an old export back that a killed process had set aside."""
-    folder = folder.resolve()
-    temporary, aside = temporary_of(folder), _aside(folder)
-    if aside.exists() and not folder.exists():
-        os.rename(aside, folder)
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.rmtree(temporary, ignore_errors=True)
-    return temporary
-
-
-def temporary_of(folder: Path) -> Path:
-    """What `fresh` gives, known to every rank."""
-    folder = folder.resolve()
-    return folder.with_name(f".tmp-{folder.name}")
-
-
-def replace(temporary: Path, folder: Path, step: int) -> None:
-    """Gives a complete export its name; the user's own files in the folder come along."""
+@contextmanager
+def _written(folder: Path, step: int) -> Iterator[Path]:
+    """Where an export is written: it gets its name when the block ends well, and is removed otherwise; the user's own
+    files in the folder come along. Every rank enters.
+    """
     folder = folder.resolve()  # hf/ may be a link to a larger disk
-    ours = sorted(path.name for path in temporary.iterdir())
-    write_file(temporary / MARK, json.dumps({"step": step, "files": ours}))
-    aside = _aside(folder)
-    if folder.is_dir():
-        for path in _users_own(folder, ours):
-            _copy(path, temporary / path.name)
-        os.rename(folder, aside)
-    os.rename(temporary, folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    temporary, aside = folder.with_name(f".tmp-{folder.name}"), folder.with_name(f".old-{folder.name}")
+
+    def begin() -> None:
+        if aside.exists() and not folder.exists():  # a killed process had set it aside
+            os.rename(aside, folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def end() -> None:
+        ours = sorted(path.name for path in temporary.iterdir())
+        write_file(temporary / MARK, json.dumps({"step": step, "files": ours}))
+        if folder.is_dir():
+            for path in _users_own(folder, ours):
+                _copy(path, temporary / path.name)
+            os.rename(folder, aside)
+        os.rename(temporary, folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    try:
+        _together(begin)
+        yield temporary
+        _together(end)
+    except BaseException:
+        if _is_first():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _users_own(folder: Path, ours: list[str]) -> list[Path]:
@@ -89,10 +92,6 @@ def _copy(path: Path, target: Path) -> None:
         shutil.copy2(path, target, follow_symlinks=False)
     else:
         shutil.copytree(path, target, symlinks=True)
-
-
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".old-{folder.name}")
 
 
 _PROBE_TOKENS = 16
@@ -136,13 +135,12 @@ def export_adapter(
     folder: Path, model: LossModel, adapter: Adapter, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
     """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0 writes."""
-    weights = full_weights(model, only_trained=True)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        with _written(folder, step) as temporary:
-            adapter.save(temporary, weights)
-            tokenizer.save_pretrained(temporary)
-    if dist.is_initialized():
-        dist.barrier()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    gathered: dict[str, Any] = get_model_state_dict(model, options=options)  # empty on other ranks
+    weights = {name.removeprefix("lm."): value for name, value in gathered.items()}
+    with _written(folder, step) as temporary:
+        _together(lambda: adapter.save(temporary, weights))
+        _together(lambda: tokenizer.save_pretrained(temporary))
 
 
 @returning_blocks()
@@ -173,11 +171,6 @@ def export_hf(
         lm = text_part(lm)
         found = {name: of_weights[id(weight)] for name, weight in lm.state_dict(keep_vars=True).items()}
         dtypes = {name: kept for name, kept in found.items() if kept is not None}
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    temporary = temporary_of(folder)
-
-    def write() -> None:
-        write_weights(temporary, lm, dtypes, is_alone=mesh is None)
 
     def check() -> None:
         loaded = _load_again(temporary, lm, tokenizer, dtypes, mesh)
@@ -185,23 +178,24 @@ def export_hf(
         got_TV = loaded.plain_logits(_probe(model, device).input_ids).cpu()
         _compare_logits(got_TV, expected_TV, min(dtypes.values(), key=lambda d: d.itemsize), has_fp8(lm))
 
-    try:
-        _together(lambda: _write_settings(fresh(folder), lm, tokenizer, dtype), is_first)
-        _together(write, is_first or mesh is not None)
-        _together(lambda: take_over(lm, temporary), is_first)
-        _together(check, is_first or mesh is not None)
-        _together(lambda: replace(temporary, folder, step), is_first)
-    except BaseException:
-        if is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with _written(folder, step) as temporary:
+        _together(lambda: _write_settings(temporary, lm, tokenizer, dtype))
+        _together(lambda: write_weights(temporary, lm, dtypes, is_alone=mesh is None), is_mine=mesh is not None)
+        _together(lambda: take_over(lm, temporary))
+        _together(check, is_mine=mesh is not None)
 
 
-def _together(act: Callable[[], None], is_mine: bool) -> None:
-    """One stage, done by the ranks whose it is; an error of one rank is raised on all of them."""
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _together(act: Callable[[], object], is_mine: bool = False) -> None:
+    """One stage, done by the first rank, and by the others where it is theirs too; an error of one rank is raised on
+    all of them.
+    """
     error: Exception | None = None
     try:
-        if is_mine:
+        if is_mine or _is_first():
             act()
     except Exception as failure:
         error = failure
@@ -212,13 +206,6 @@ def _together(act: Callable[[], None], is_mine: bool) -> None:
             error = RuntimeError(found)
     if error:
         raise error
-
-
-def full_weights(model: LossModel, only_trained: bool = False) -> dict[str, Tensor]:
-    """The LM's whole state dict on rank 0's CPU, gathered from all shards; empty on other ranks."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
-    return {name.removeprefix("lm."): value for name, value in weights.items()}
 
 
 def generation_config(
@@ -255,18 +242,6 @@ def _write_settings(
     for empty in folder.glob("*.safetensors"):
         empty.unlink()
     tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _written(folder: Path, step: int) -> Iterator[Path]:
-    """A temporary folder that is renamed to `folder` on success and removed on failure."""
-    temporary = fresh(folder)
-    try:
-        yield temporary
-        replace(temporary, folder, step)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _load_again(
@@ -308,14 +283,11 @@ def _compare(trained: nn.Module, read: nn.Module, dtypes: dict[str, torch.dtype]
             raise RuntimeError(f"the exported weight {name} differs from the trained one.")
 
 
-def _probe_ids(lm: transformers.PreTrainedModel) -> Tensor:
-    """One document, int64 [1, T]."""
-    vocab = embedding_rows(lm)
-    return torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
-
-
 def _probe(model: LossModel, device: torch.device) -> ThdBatch:
-    return stream_of(_probe_ids(model.lm), device)
+    """One document of a few tokens."""
+    vocab = embedding_rows(model.lm)
+    ids = torch.randint(min(3, vocab - 1), vocab, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    return stream_of(ids, device)
 
 
 @torch.no_grad()

@@ -49,8 +49,9 @@ from automodel_lite.errors import ConfigError, DataError, RunStoppedError, one_l
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.peers import Control
 from automodel_lite.redact import scrub
-from automodel_lite.run.durable import write_atomically
+from automodel_lite.run.durable import json_line, write_atomically
 from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.thd import ThdBatch
 
@@ -123,8 +124,7 @@ class BadSteps:
         where = self.folder / f"step_{step:08d}"
         facts = {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss_sum, "grad_norm": grad_norm}
         try:
-            _dump(where, self.rank, facts)
-            _dump_batches(where, self.rank, batches)
+            _dump(where, self.rank, facts, batches)
         except (OSError, SafetensorError) as error:
             self.say(f"WARNING: {where} cannot be written: {error}")
         what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
@@ -138,13 +138,9 @@ class BadSteps:
         self.say(f"{step:7d}  WARNING: {what}: not applied; packs {_first_few(pack_ids)}, dumped in {where}")
 
 
-def _dump(where: Path, rank: int, facts: dict[str, object]) -> None:
+def _dump(where: Path, rank: int, facts: dict[str, object], batches: Sequence[ThdBatch]) -> None:
     where.mkdir(parents=True, exist_ok=True)
-    safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
-    (where / f"rank_{rank:05d}.json").write_text(json.dumps(safe) + "\n")
-
-
-def _dump_batches(where: Path, rank: int, batches: Sequence[ThdBatch]) -> None:
+    (where / f"rank_{rank:05d}.json").write_text(json_line(facts))
     tensors = {}
     for number, batch in enumerate(batches):
         for name in ("input_ids", "labels", "position_ids", "cu_seqlens"):
@@ -169,10 +165,6 @@ _LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # raised in the middle of
 _CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
 
-def log_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}.log"
-
-
 def has_failed(folder: Path) -> bool:
     """Has any rank recorded an error?"""
     return any(folder.glob("failure_rank_*.json"))
@@ -184,43 +176,40 @@ Place = tuple[int | None, str | None]
 
 @contextmanager
 def recorded(
-    run: RunFolder,
-    rank: int,
-    doing: Callable[[], str],
-    memory: Callable[[], str],
-    holds: Callable[[], bool] = lambda: True,
-    place: Callable[[], Place] = lambda: (None, None),
-    is_taken: Callable[[], bool] = lambda: False,
+    watchdog: Watchdog, lock: RunLock, memory: Callable[[], str], place: Callable[[], Place] = lambda: (None, None)
 ) -> Iterator[None]:
-    """Leaves the error that passes in the run's logs and STATUS.json, if the folder is still this run's (`holds`);
-    replaces a consequence by its cause, as RunStoppedError. Nothing is left in a folder that another job has taken over
-    (`is_taken`): that job would mistake the record for one of its own ranks', and exit without a save on a stop signal.
+    """Leaves the error that passes in the run's logs and STATUS.json, if the folder is still this run's; replaces a
+    consequence by its cause, as RunStoppedError. Nothing is left in a folder that another job has taken over: that job
+    would mistake the record for one of its own ranks', and exit without a save on a stop signal.
+
+    memory   what a full memory held, and what to change: see memory.out_of_memory_text
     """
-    folder = run.logs
-    record = folder / f"failure_rank_{rank:05d}.json"
+    run, rank = watchdog.run, watchdog.rank
+    record = run.logs / f"failure_rank_{rank:05d}.json"
     if rank == 0:
-        for old in folder.glob("failure_rank_*.json"):
+        for old in run.logs.glob("failure_rank_*.json"):
             old.unlink(missing_ok=True)
     try:
         yield
     except StoppedEarly as stopped:
-        if rank == 0 and holds():
+        if rank == 0 and lock.is_held():
             run.end(stopped.state, str(stopped), *place())
         raise
     except Exception as error:
+        doing = watchdog.doing
         is_mistake = isinstance(error, (ConfigError, DataError))
         is_consequence = is_lost_peer(error) and not is_out_of_memory(error)
-        if holds() or not (is_mistake or is_taken()):
-            _leave_record(folder, record, rank, error, is_consequence, doing())
-        cause = _cause_of(folder, rank, doing(), error) if is_consequence else _sentence(error, rank, doing())
-        if holds():
+        if lock.is_held() or not (is_mistake or lock.is_taken()):
+            _leave_record(watchdog, record, error, is_consequence)
+        cause = _cause_of(run.logs, rank, doing, error) if is_consequence else _sentence(error, rank, doing)
+        if lock.is_held():
             run.end("failed", cause, *place())
         if is_out_of_memory(error):
-            raise RunStoppedError(out_of_memory(error, rank, doing(), memory())) from error
+            raise RunStoppedError(out_of_memory(error, rank, doing, memory())) from error
         if is_consequence:
             raise RunStoppedError(cause) from error
         if _LOST_WORKER.match(str(error)):
-            raise RunStoppedError(_lost_worker(error, rank, doing())) from error
+            raise RunStoppedError(_lost_worker(error, rank, doing)) from error
         raise
 
 
@@ -243,7 +232,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> str:
-    """What was tried, what the memory held, and what to change (`memory`: see memory.out_of_memory_text)."""
+    """What was tried, what the memory held, and what to change."""
     text = one_line(error, 400)
     if cpu := _CPU_MEMORY.search(text):
         text = f"tried to allocate {int(cpu[1]) / 2**30:.2f} GiB."
@@ -262,18 +251,18 @@ def _lost_worker(error: BaseException, rank: int, doing: str) -> str:
     )
 
 
-def _leave_record(folder: Path, path: Path, rank: int, error: Exception, is_consequence: bool, doing: str) -> None:
+def _leave_record(watchdog: Watchdog, path: Path, error: Exception, is_consequence: bool) -> None:
     facts = {
         "time": time.time(),
-        "rank": rank,
+        "rank": watchdog.rank,
         "host": socket.gethostname(),
-        "doing": doing,
+        "doing": watchdog.doing,
         "is_consequence": is_consequence,
         "error": scrub(f"{type(error).__name__}: {error}")[:1000],
     }
     try:
-        with open(log_of(folder, rank), "a") as log:
-            log.write(scrub(f"{time.strftime('%F %T')} {doing}\n{traceback.format_exc()}\n"))
+        with open(watchdog.log, "a") as log:
+            log.write(scrub(f"{time.strftime('%F %T')} {watchdog.doing}\n{traceback.format_exc()}\n"))
         write_atomically(path, json.dumps(facts))
     except OSError:
         return  # the error itself is on its way to the screen
@@ -312,11 +301,12 @@ class Watchdog:
     and again.
     """
 
-    def __init__(self, log: Path, after_s: float) -> None:
+    def __init__(self, run: RunFolder, rank: int, after_s: float) -> None:
+        self.run, self.rank = run, rank
+        self.log = run.logs / f"rank_{rank:05d}.log"
         self.doing = "setting up"  # what the rank is at, for error reports
         self._after_s = after_s
         self._last = time.monotonic()
-        self._log = log
         self._file: TextIO | None = None
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -326,15 +316,15 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def start(self, rank: int, token: str) -> None:
+    def start(self, token: str) -> None:
         """From now on the rank is watched; `token` is the one in the run's lock. A run that never starts leaves no
         file.
         """
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
         faulthandler.register(_SIGNAL, self._file, all_threads=False)
         script = Path(__file__).with_name("guard.py")
-        where = [str(self._log.parent.parent), str(rank), token, str(self._after_s), str(int(_SIGNAL))]
+        where = [str(self.run.path), str(self.rank), token, str(self._after_s), str(int(_SIGNAL))]
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(script), *where],
             stdin=subprocess.PIPE,

@@ -70,8 +70,6 @@ FREE_SETTINGS = (
 )
 
 
-# settings whose default follows from the layout of ranks: a run keeps the values that it began with
-LAYOUT_SETTINGS = (("training", "global_batch_size"), ("packed_sequence", "slot_multiple"))
 _BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
 """What may be in the folder of a run that was killed, or failed, in its first second: before config.yaml is there."""
 
@@ -165,14 +163,18 @@ class RunFolder:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
         return [generate, f"vllm serve {run}/hf" if "hf" in fresh else f"{export}   # the adapter merged, for vLLM"]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl, without lines that a kill has cut, or that are none of ours."""
+        lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
+        return [row for row in map(_object, lines) if type(row.get("step")) is int]
+
     def rewind_metrics(self, step: int) -> None:
         """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes
         too.
         """
-        if not self.metrics.is_file():
-            return
-        kept = [line for line in self.metrics.read_text(errors="replace").splitlines() if _step_of(line) <= step]
-        write_atomically(self.metrics, "".join(line + "\n" for line in kept))
+        if self.metrics.is_file():
+            kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+            write_atomically(self.metrics, "".join(kept))
 
     def write_status(self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None) -> None:
         """state   running | preempted, interrupted (start the same command again) | finished | failed"""
@@ -206,15 +208,13 @@ class RunFolder:
         """
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config
-        saved = saved_config(self.config)
-        changed = plain(config)
-        for group, key in LAYOUT_SETTINGS:
-            if key in changed[group] and changed[group][key] is None:
-                changed[group][key] = saved.get(group, {}).get(key)
-                if key == "slot_multiple":
-                    self._check_slots(changed[group][key] or 1, config.mesh.cp)
-        training = replace(config.training, global_batch_size=changed["training"]["global_batch_size"])
-        return replace(config, training=training, packed_sequence=changed["packed_sequence"])
+        saved, training, packed = saved_config(self.config), config.training, config.packed_sequence
+        if training.global_batch_size is None:
+            training = replace(training, global_batch_size=saved.get("training", {}).get("global_batch_size"))
+        if packed.get("slot_multiple", 1) is None:
+            packed = {**packed, "slot_multiple": saved.get("packed_sequence", {}).get("slot_multiple")}
+            self._check_slots(packed["slot_multiple"] or 1, config.mesh.cp)
+        return replace(config, training=training, packed_sequence=packed)
 
     def _check_slots(self, slot_multiple: int, cp: int) -> None:
         if cp > 1 and slot_multiple % (2 * cp):
@@ -228,9 +228,7 @@ class RunFolder:
         """The message for a finished run that is started again; None when there is work to do."""
         self.check(config)
         status = self.read_status()
-        if status.get("state") != "finished" or not self.config.is_file():
-            return None
-        if self._changes(config):
+        if status.get("state") != "finished" or not self.config.is_file() or self._changes(config):
             return None
         return (
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "
@@ -276,8 +274,15 @@ def _near(path: Path, top: str) -> str:
 def json_object(path: Path) -> dict[str, Any]:
     """What a small file of a run says; nothing when it is missing or damaged: none of them is needed to go on."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return _object(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -358,11 +363,3 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
             yield from changed_settings(before, after, f"{path}.")
         elif before != after:
             yield path, before, after
-
-
-def _step_of(line: str) -> float:
-    """Infinite, so that it is dropped, for a line that is none of ours."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return float("inf")

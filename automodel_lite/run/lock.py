@@ -141,10 +141,7 @@ class RunLock:
 
     def _holder(self) -> Holder | None:
         """The last in the chain of successors; None without a lock."""
-        holder = _read(self.path)
-        while holder is not None and (successor := _read(self._claim(holder))):
-            holder = successor
-        return holder
+        return next(reversed(self._chain()), None)
 
     def _claim(self, holder: Holder) -> Path:
         return self.path.with_name(f"{self.path.name}.{holder.token}")
@@ -180,25 +177,32 @@ class RunLock:
     def _create(self, path: Path) -> bool:
         """A lock file under this name, whole from its first moment; False when there is one already."""
         aside = self.path.with_name(f"{self.path.name}.{self._mine.token}.new")
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.write(descriptor, json.dumps(asdict(self._mine)).encode())
-        os.fsync(descriptor)
+        descriptor = self._write(aside, os.O_TRUNC)
         try:
-            os.link(aside, path)
+            try:
+                os.link(aside, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without links: exclusive, but seen before it is whole
+                exclusive = self._write(path, os.O_EXCL)
+                os.close(descriptor)
+                descriptor = exclusive
         except FileExistsError:
             os.close(descriptor)
             return False
-        except OSError:  # a file system without links: exclusive, but seen before it is whole
-            os.close(descriptor)
-            descriptor = _create_exclusively(path, self._mine)
-            if descriptor < 0:
-                return False
         finally:
             os.unlink(aside)
         if self._file is not None:
             os.close(self._file)
         self._file = descriptor
         return True
+
+    def _write(self, path: Path, how: int) -> int:
+        """The descriptor of a file with this holder in it."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o666)
+        os.write(descriptor, json.dumps(asdict(self._mine)).encode())
+        os.fsync(descriptor)
+        return descriptor
 
     def _has_pulse(self, holder: Holder, pulse_s: float) -> bool:
         for _ in range(_WATCH_PULSES):
@@ -223,17 +227,6 @@ class RunLock:
                 self.is_lost = not self.is_held()
             except (OSError, ConfigError):
                 continue  # a disk that is full or away: the next pulse may get through
-
-
-def _create_exclusively(path: Path, mine: Holder) -> int:
-    """The descriptor of a new file, or -1 when there is one."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return -1
-    os.write(descriptor, json.dumps(asdict(mine)).encode())
-    os.fsync(descriptor)
-    return descriptor
 
 
 def _describe(holder: Holder) -> str:

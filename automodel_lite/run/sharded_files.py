@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -53,14 +51,6 @@ INDEX = "index.json"
 
 class BrokenCheckpointError(Exception):
     """A checkpoint that cannot be loaded, and why."""
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a rank reports of its file to the coordinator."""
-
-    file: str
-    crc32: str | None
 
 
 class ShardWriter(StorageWriter):
@@ -92,7 +82,7 @@ class ShardWriter(StorageWriter):
         for item in plan.items:
             assert item.type != WriteItemType.BYTE_IO, f"{item.index.fqn} is not a tensor"
             tensor = _own_storage(planner.resolve_data(item))
-            tensors[_key(item)] = tensor
+            tensors[_key(item.index.fqn, item.index.offset)] = tensor
             sizes.append((item.index, tensor.nbytes))
         path = self.folder / self.file
         try:
@@ -102,14 +92,14 @@ class ShardWriter(StorageWriter):
         durable.sync(path)
         _check_written(path, tensors)
         crc32 = durable.checksum(path) if self.with_checksum else None
-        written = _Written(self.file, crc32)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(index, num_bytes, storage_data=written) for index, num_bytes in sizes])
+        done.set_result([WriteResult(index, num_bytes, storage_data=(self.file, crc32)) for index, num_bytes in sizes])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        self.checksums = {one.file: one.crc32 for one in written.values()}
+        self.checksums = dict(written.values())
+        files = {index: file for index, (file, _) in written.items()}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
@@ -120,7 +110,7 @@ class ShardWriter(StorageWriter):
                     {
                         "offset": list(chunk.offsets),
                         "shape": list(chunk.sizes),
-                        "file": written[MetadataIndex(name, chunk.offsets)].file,
+                        "file": files[MetadataIndex(name, chunk.offsets)],
                     }
                     for chunk in tensor.chunks
                 ],
@@ -208,7 +198,7 @@ def check_index(folder: Path) -> None:
             tensor = metadata.state_dict_metadata[index.fqn]
             assert isinstance(tensor, TensorStorageMetadata)
             shapes = [tuple(chunk.sizes) for chunk in tensor.chunks if chunk.offsets == index.offset]
-            chunks.setdefault(file, set()).add((_chunk_key(index.fqn, index.offset), shapes[0]))
+            chunks.setdefault(file, set()).add((_key(index.fqn, index.offset), shapes[0]))
         for name, wanted in chunks.items():
             with safe_open(folder / name, framework="pt") as file:
                 held = {(key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118
@@ -237,11 +227,7 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _key(item: WriteItem) -> str:
-    return _chunk_key(item.index.fqn, item.index.offset)
-
-
-def _chunk_key(name: str, offset: torch.Size | None) -> str:
+def _key(name: str, offset: torch.Size | None) -> str:
     return f"{name}@{','.join(map(str, offset or ()))}"
 
 
@@ -252,12 +238,9 @@ def _own_storage(tensor: Any) -> Tensor:
 
 
 def _read(file: Any, item: ReadItem) -> Tensor:
-    key = _chunk_key(item.storage_index.fqn, item.storage_index.offset)
-    if not item.lengths:
-        whole: Tensor = file.get_tensor(key)
-        return whole
+    key = _key(item.storage_index.fqn, item.storage_index.offset)
     box = tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths))
-    part: Tensor = file.get_slice(key)[box]
+    part: Tensor = file.get_slice(key)[box] if box else file.get_tensor(key)
     return part
 
 

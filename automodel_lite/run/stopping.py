@@ -20,9 +20,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from automodel_lite.config.rules import seconds_of
+
+if TYPE_CHECKING:  # the command line needs no torch
+    from automodel_lite.parallel.peers import Control
+    from automodel_lite.run.checkpoint import Checkpointer
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
@@ -32,9 +36,7 @@ _STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
 _UNTIL_KILLED_S = 300.0
 _GIVE_UP_S = 10.0
 _LOOK_EVERY_S = 0.5
-_SECOND_AFTER_S = (
-    1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is not a second one
-)
+_SECOND_AFTER_S = 1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is no second one
 _TIME_IS_UP = 100  # no signal
 
 
@@ -184,22 +186,6 @@ def deadline_of(max_time: str | int | None, margin_s: float, environment: Mappin
     return Deadline(min(ends, default=None), margin_s)
 
 
-class Ranks(Protocol):
-    """What `StepBoundary` needs of the control group."""
-
-    def max(self, values: list[int]) -> list[int]: ...
-
-
-class Saves(Protocol):
-    """What `StepBoundary` needs of the checkpointer."""
-
-    longest_s: float
-
-    def is_busy(self) -> bool: ...
-
-    def finish(self) -> None: ...
-
-
 @dataclass
 class StepBoundary:
     """The one message that the ranks exchange in every step, and in every batch of validation.
@@ -207,9 +193,9 @@ class StepBoundary:
     Has any rank received a stop signal? Is any still writing?
     """
 
-    ranks: Ranks
+    ranks: Control
     deadline: Deadline
-    saves: Saves
+    saves: Checkpointer
     signals: StopSignals
     fence: Callable[[], None] = lambda: None  # raises RunStoppedError when the run's folder is another job's
     is_lost: Callable[[], bool] = lambda: False  # has this rank noticed that it is?

@@ -6,7 +6,6 @@ that fails is switched off with a warning; one may end the run early, as if the 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from automodel_lite.config.rules import Positive, Range
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import scrub, scrub_tree
+from automodel_lite.run.durable import json_line
 from automodel_lite.run.folder import RunFolder, plain
 
 
 class JsonlLogger:
-    """Appends rows to a file. NaN and infinities are written as text, so that every line is valid JSON. Rows for which
-    the disk has no room wait for the next one, with a warning.
-    """
+    """Appends rows to a file. Those for which the disk has no room wait for the next one, with a warning."""
 
     def __init__(self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print) -> None:
         self._file = None if is_silent else open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
@@ -33,8 +31,7 @@ class JsonlLogger:
 
     def log(self, row: dict[str, Any]) -> None:
         if self._file:
-            line = json.dumps({key: _json_value(value) for key, value in row.items()}) + "\n"
-            self._write(line.encode(), is_first=not self._pending)
+            self._write(json_line(row).encode(), is_first=not self._pending)
 
     def close(self) -> None:
         if self._file:
@@ -52,12 +49,6 @@ class JsonlLogger:
         except OSError as error:
             if is_first:
                 self._say(f"WARNING: metrics.jsonl cannot be written ({error.strerror}); its rows wait for room")
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    return value
 
 
 Row = dict[str, Any]

@@ -30,10 +30,11 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
+from automodel_lite.progress import activity
 from automodel_lite.redact import scrub
 from automodel_lite.run.checkpoint import load_weights
-from automodel_lite.run.checkpoint_folder import broken_files, survey
-from automodel_lite.run.export import probe_logits
+from automodel_lite.run.checkpoint_folder import broken_files, step_of, survey
+from automodel_lite.run.export import export_hf, probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
 from automodel_lite.tools.report import facts_of, packing_of, read_run
 from automodel_lite.training.build import assemble, build_parts
@@ -46,10 +47,21 @@ class Trained:
     model: LossModel
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
-    checkpoint: Path
+    checkpoint: Path  # the newest of those that were averaged
     was_merged: bool
     logits: Logits  # of the model before it was merged
     mesh: Mesh | None  # over which it is sharded, when torchrun started several ranks
+
+    def export(self, to: Path, is_text_only: bool = False) -> None:
+        """Writes it as a Hugging Face folder; every rank calls it. Raises ConfigError when `to` cannot be written."""
+        step = step_of(self.checkpoint) or 0
+        try:
+            with activity("exporting"):
+                export_hf(
+                    to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh, is_text_only=is_text_only
+                )
+        except OSError as error:
+            raise ConfigError(f"{to} cannot be written ({error.strerror or error}).") from error
 
 
 def load_trained(
@@ -136,15 +148,13 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
     """A complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on."""
-    found, skipped = survey(folder.checkpoints) if folder.checkpoints.is_dir() else ([], [])
+    found, skipped = survey(folder.checkpoints)
     if not found:
         raise ConfigError("\n".join([f"{folder.path} has no complete checkpoint.", *skipped]))
-    if name is None:
-        return found[0]
     by_name = {path.name: path for path in found}
-    if name not in by_name:
+    if name and name not in by_name:
         raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
-    return by_name[name]
+    return by_name[name] if name else found[0]
 
 
 def check_unharmed(checkpoint: Path) -> None:

@@ -8,6 +8,7 @@ A small sample of the packs that training would read, for recipes/verify.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -132,10 +133,12 @@ def first_layers(source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: t
     whole = num_parameters(config)
     if whole <= largest or num_layers <= LEAST_LAYERS:
         return source, f"all {num_layers} layers, {whole / 1e6:,.1f} M parameters"
-    per_layer = (whole - num_parameters(cut_config(config, 1))) / (num_layers - 1)
+    one_layer = type(config).from_dict({**config.to_dict(), **cut_settings(config, 1)})
+    per_layer = (whole - num_parameters(one_layer)) / (num_layers - 1)
     fitting = int((largest - (whole - num_layers * per_layer)) / per_layer)
     kept = min(num_layers, max(LEAST_LAYERS, fitting, _layers_with_every_kind(config)))
-    cut = CausalLM(source.pretrained, {**source.overrides, **cut_settings(config, kept)})
+    cut = copy(source)
+    cut.overrides = {**source.overrides, **cut_settings(config, kept)}
     return cut, f"the first {kept} of {num_layers} layers ({whole / 1e6:,.0f} M parameters in all)"
 
 
@@ -149,10 +152,6 @@ def cut_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
     whole = config.num_hidden_layers
     lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list) and len(value) == whole}
     return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
-
-
-def cut_config(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    return type(config).from_dict({**config.to_dict(), **cut_settings(config, num_layers)})
 
 
 def _layers_with_every_kind(config: PretrainedConfig) -> int:
@@ -224,41 +223,30 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     num_packs = max(LEAST_PACKS, PACKS_A_RANK * shape.dp)
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()
     order += [EMPTY_PACK] * (-len(order) % shape.dp)
-    rows = [packs[i] for i in order]
-    documents = _documents(rows)
-    _check_against_source(documents, packs, order)
-    return Sample(rows, documents, data.tokenizer, size, training_size, multiple)
+    documents = _documents(packs, [number for number in order if number != EMPTY_PACK])
+    return Sample([packs[i] for i in order], documents, data.tokenizer, size, training_size, multiple)
 
 
-def _documents(packs: list[Pack]) -> TokenRows:
-    """What lies in the packs, document by document."""
-    ids, labels, lengths = [], [], [0]
-    for pack in packs:
-        for start, length in _places(pack):
-            ids.append(np.asarray(pack["input_ids"][start : start + length]))
-            labels.append(np.asarray(pack["labels"][start : start + length]))
-            lengths.append(length)
-    return TokenRows({"input_ids": np.concatenate(ids), "labels": np.concatenate(labels)}, np.cumsum(lengths))
-
-
-def _check_against_source(documents: TokenRows, packs: PackedDataset, order: list[int]) -> None:
-    """Raises DataError when a document in the packs is not, token by token, the row that the plan put there."""
-    plan, found = packs.plan, 0
-    for pack in order:
-        if pack == EMPTY_PACK:
-            continue
-        for place in range(int(plan.offsets[pack]), int(plan.offsets[pack + 1])):
-            columns = packs.rows[int(plan.doc_ids[place])]
-            row = columns["input_ids"], columns["labels"]
-            start = int(plan.starts[place]) if plan.starts is not None else 0
-            stop = int(plan.stops[place]) if plan.stops is not None else len(row[0])
-            inside = slice(int(documents.offsets[found]), int(documents.offsets[found + 1]))
-            for packed, source in zip((documents.input_ids[inside], documents.labels[inside]), row):
-                if not np.array_equal(packed, np.asarray(source[start:stop])):
+def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
+    """What the plan put into these packs, document by document; raises DataError when a document in a pack is not,
+    token by token, the row of the data.
+    """
+    plan = packs.plan
+    found: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
+    for number in order:
+        pack = packs[number]
+        for place, (start, length) in enumerate(_places(pack), start=int(plan.offsets[number])):
+            row = packs.rows[int(plan.doc_ids[place])]
+            first = int(plan.starts[place]) if plan.starts is not None else 0
+            last = int(plan.stops[place]) if plan.stops is not None else len(row["input_ids"])
+            for name, documents in found.items():
+                documents.append(np.asarray(row[name][first:last], np.int64))
+                if not np.array_equal(pack[name][start : start + length], documents[-1]):
                     raise DataError(
-                        f"pack {pack} does not hold document {int(plan.doc_ids[place])} as it is in the data."
+                        f"pack {number} does not hold document {int(plan.doc_ids[place])} as it is in the data."
                     )
-            found += 1
+    offsets = np.cumsum([0, *map(len, found["labels"])])
+    return TokenRows({name: np.concatenate(documents) for name, documents in found.items()}, offsets)
 
 
 def _places(pack: Pack) -> Iterator[tuple[int, int]]:

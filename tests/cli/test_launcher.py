@@ -14,7 +14,7 @@ import pytest
 
 from automodel_lite.cli.launcher import _config, without_flags
 from automodel_lite.errors import ConfigError
-from tests.runs import QUICK
+from tests.runs import QUICK, wait_for_rows, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,10 +74,7 @@ def test_a_mistake_is_the_only_sentence_on_the_screen(tmp_path: Path) -> None:
 def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: int, tmp_path: Path) -> None:
     options = [*QUICK, "training.max_steps=100000", "training.log_every_steps=1", "training.num_epochs=null"]
     process = start(f"output_dir={tmp_path}/run", *options)
-    metrics, until = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
-    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 5):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_for_rows(tmp_path / "run", more_than=5)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
@@ -92,10 +89,7 @@ def test_signals_reach_the_ranks_and_their_exit_code_is_ours(number: int, code: 
 def test_signals_before_the_first_step_are_one_sentence(number: int, code: int, after_s: float, tmp_path: Path) -> None:
     process = start(f"output_dir={tmp_path}/run", *QUICK)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    until = time.monotonic() + 60
-    while not children.read_text():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: bool(children.read_text()), 60)
     time.sleep(after_s)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
@@ -143,10 +137,7 @@ def test_two_machines_train(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     process = start(f"output_dir={tmp_path}/run", *QUICK, "training.max_steps=100000", "training.log_every_steps=1")
-    metrics, until = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
-    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 5):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_for_rows(tmp_path / "run", more_than=5)
     children = Path(f"/proc/{process.pid}/task").glob("*/children")
     ranks = sorted(int(pid) for path in children for pid in path.read_text().split())
     os.kill(ranks[1], signal.SIGKILL)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm_cluster import Cluster, _free_port, missing
-from tests.runs import QUICK, losses_by_step, train_on
+from tests.runs import QUICK, losses_by_step, train_on, wait_for_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = [*QUICK, "training.max_steps=150", "training.log_every_steps=1", "checkpoint.every_steps=50"]
@@ -52,16 +52,6 @@ def submit(cluster: Cluster, script: str, folder: Path, *overrides: str) -> str:
     return done.stdout.strip()
 
 
-def wait_for_steps(folder: Path, more_than: int, metrics: Path | None = None) -> None:
-    until = time.monotonic() + WAIT_S
-    metrics = metrics or folder / "run" / "metrics.jsonl"
-    while time.monotonic() < until:
-        if metrics.is_file() and len(metrics.read_text().splitlines()) > more_than:
-            return
-        time.sleep(0.1)
-    raise AssertionError((folder / "job.log").read_text()[-3000:])
-
-
 def wait_for_state(cluster: Cluster, job: str, folder: Path, *states: str) -> str:
     until = time.monotonic() + WAIT_S
     odd_since = None
@@ -92,7 +82,7 @@ def start_now(cluster: Cluster, job: str) -> None:
 @pytest.mark.parametrize("script", ["slurm.sbatch", pytest.param("slurm_torchrun.sbatch", marks=pytest.mark.slow)])
 def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tmp_path: Path, script: str) -> None:
     job = submit(cluster, script, tmp_path)
-    wait_for_steps(tmp_path, 20)
+    wait_for_rows(tmp_path / "run", 20, WAIT_S, tmp_path / "job.log")
     cluster.call("scancel", "--signal=TERM", job)  # what --signal=TERM@300 sends before the limit
     wait_for_state(cluster, job, tmp_path, "PENDING")
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
@@ -108,7 +98,7 @@ def test_stopped_requeued_and_finished(cluster: Cluster, uninterrupted: Path, tm
 @pytest.mark.system
 def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, "slurm.sbatch", tmp_path)
-    wait_for_steps(tmp_path, 5)
+    wait_for_rows(tmp_path / "run", 5, WAIT_S, tmp_path / "job.log")
     victim = int(subprocess.check_output(["pgrep", "-f", f"train_ft.py.*{tmp_path}/run"], text=True).split()[-1])
     began = time.monotonic()
     os.kill(victim, 9)
@@ -122,7 +112,7 @@ def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: 
 def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     """The job's end time alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
     job = submit(cluster, "slurm.sbatch", tmp_path, "training.stop_margin_s=585", "training.max_steps=100000")
-    wait_for_steps(tmp_path, 0)
+    wait_for_rows(tmp_path / "run", 0, WAIT_S, tmp_path / "job.log")
     wait_for_state(cluster, job, tmp_path, "PENDING")
     assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"] == "the time is nearly up"
     cluster.call("scancel", job)
@@ -194,7 +184,7 @@ def test_a_sweep_of_two_jobs_of_two_ranks_one_preempted(cluster: Cluster, tmp_pa
         process = subprocess.Popen(command, cwd=ROOT, env=cluster.environment | settings, stdout=log, stderr=log)
     try:
         first = sweep / "0_seed-0"
-        wait_for_steps(tmp_path, 20, first / "metrics.jsonl")
+        wait_for_rows(first, 20, WAIT_S, tmp_path / "job.log")
         job = cluster.call("squeue", "--noheader", "--states=RUNNING", "--format=%A").split()[0]
         cluster.call("scancel", "--signal=USR2", job)  # what submitit asks SLURM to send before the limit
         wait_for_state(cluster, job, tmp_path, "PENDING")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import QUICK, losses_by_step
+from tests.runs import QUICK, losses_by_step, wait_for_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,11 +84,7 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_with_a_new_one(hosts: list[str]
     options = ["training.max_steps=100", "training.log_every_steps=1", "checkpoint.every_steps=5"]
     first = start(hosts, tmp_path, *options)
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        until = time.monotonic() + 180
-        while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 12):
-            assert time.monotonic() < until, (tmp_path / "host0.log").read_text()[-2000:]
-            time.sleep(0.1)
+        wait_for_rows(tmp_path / "run", more_than=12, seconds=180, log=tmp_path / "host0.log")
         children = subprocess.run(["pgrep", "-g", str(first[1].pid)], capture_output=True, text=True).stdout.split()
         workers = subprocess.run(["pgrep", "-P", children[-1]], capture_output=True, text=True).stdout.split()
         for pid in {*children, *workers}:  # the second host is gone, torchrun and ranks

@@ -155,7 +155,7 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     assert main(config_of("smoke", folder)) == 0
     assert f"{folder} is finished (step 6): nothing to do." in capsys.readouterr().out
     with pytest.raises(ConfigError) as refused:
-        main(config_of("smoke", folder, "optimizer.lr=0.5"))
+        main(config_of("smoke", folder, "optimizer.lr=0.5", "dataloader.num_workers=2"))
     assert str(refused.value) == (
         f"{folder} was started with different settings:\n  optimizer.lr: was 0.003, now 0.5\n"
         "Start a new run with name=..., or continue this one with checkpoint.accept_changes=true."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import pickle
@@ -20,10 +21,9 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.peers import Control
 from automodel_lite.run import checkpoint_folder, durable, sharded_files
 from automodel_lite.run.checkpoint import Checkpointer
-from automodel_lite.run.checkpoint_folder import Retention
+from automodel_lite.run.checkpoint_folder import doomed
 from automodel_lite.run.folder import RunFolder
 from tests.ranks import run_ranks
-from tests.run.disk_faults import Faults
 
 
 class Trained:
@@ -143,6 +143,40 @@ def test_a_pickle_in_place_of_a_file_is_not_run(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------- a fault at every write
+OPERATIONS = [(builtins, "open"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "unlink")]
+SHARDS = (sharded_files, "save_file")
+
+
+class Faults:
+    """Counts what touches the disk below a folder, and does something at the n-th: no space, or the end of the process.
+
+    Only there: the process also removes temporary files of others whenever the garbage collector comes by.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, at: int, what: Callable[[], None]) -> None:
+        self.count, self.folder, self.at, self.what, self.is_on = 0, folder, at, what, False
+        for module, name in [*OPERATIONS, SHARDS]:
+            monkeypatch.setattr(module, name, self._wrap(getattr(module, name), name))
+
+    def _wrap(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            writes = name != "open" or (len(args) > 1 and str(args[1])[0] in "wx")
+            where = args[1] if name == "save_file" else kwargs.get("dir_fd", args[0])
+            if self.is_on and writes and _touches(self.folder, where):
+                self.count += 1
+                if self.count == self.at:
+                    self.what()
+            return real(*args, **kwargs)
+
+        return call
+
+
+def _touches(folder: Path, where: Any) -> bool:
+    """`where` is a path, or the descriptor of an open file (fsync) or folder (deletion of a tree)."""
+    path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else where
+    return Path(path).is_relative_to(folder)
+
+
 def _no_space() -> None:
     raise OSError(28, "No space left on device")
 
@@ -443,15 +477,15 @@ def test_a_job_that_lost_its_folder_saves_nothing_and_stops(tmp_path: Path, mode
 @pytest.mark.parametrize(
     ("rules", "kept"),
     [
-        (Retention(keep_last=2), [50, 60]),
-        (Retention(keep_last=1, keep_best=2), [20, 40, 60]),
-        (Retention(keep_last=1, keep_every=30), [30, 60]),
-        (Retention(keep_last=1, keep_best=1, keep_every=50), [20, 50, 60]),
+        (CheckpointConfig(keep_last=2), [50, 60]),
+        (CheckpointConfig(keep_last=1, keep_best=2), [20, 40, 60]),
+        (CheckpointConfig(keep_last=1, keep_every=30), [30, 60]),
+        (CheckpointConfig(keep_last=1, keep_best=1, keep_every=50), [20, 50, 60]),
     ],
 )
-def test_retention(rules: Retention, kept: list[int]) -> None:
+def test_retention(rules: CheckpointConfig, kept: list[int]) -> None:
     losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: float("nan"), 60: 2.5}
-    assert sorted(losses.keys() - set(rules.doomed(losses))) == kept
+    assert sorted(losses.keys() - set(doomed(losses, rules))) == kept
 
 
 def test_the_best_one_stays(tmp_path: Path) -> None:

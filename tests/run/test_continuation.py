@@ -128,20 +128,6 @@ def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Pat
     )
 
 
-def test_changed_settings_are_refused_with_the_ways_out(tmp_path: Path) -> None:
-    assert train_quick(tmp_path, "training.max_steps=2")[0] == 0
-    with pytest.raises(ConfigError) as refusal:
-        train_quick(tmp_path, "training.max_steps=4", "optimizer.lr=0.02", "dataloader.num_workers=2")
-    text = str(refusal.value)
-    assert "training.max_steps: was 2, now 4" in text
-    assert "optimizer.lr: was 0.01, now 0.02" in text
-    assert "num_workers" not in text
-    assert "name=..." in text
-    assert "checkpoint.accept_changes=true" in text
-    assert train_quick(tmp_path, "training.max_steps=4", "checkpoint.accept_changes=true")[0] == 0
-    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4]
-
-
 def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: Path) -> None:
     """Its parts stood in other modules, and it did not know every setting of today."""
     folder, config = RunFolder(tmp_path), quick_config(tmp_path)

@@ -29,8 +29,8 @@ from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
 from automodel_lite.run.stopping import STOP_SIGNALS, Deadline, StopSignals, deadline_of, seconds_of
 from tests.ranks import fork_server, in_a_process, run_ranks
-from tests.run.disk_faults import Faults
-from tests.runs import QUICK, losses_by_step, quick_config, train_quick
+from tests.run.test_checkpoint import Faults
+from tests.runs import QUICK, losses_by_step, quick_config, train_quick, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,8 +89,10 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- dead, silent ranks
-def launch(folder: Path, hook: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-    """torchrun with two ranks; `hook` is Python that runs at the start of every step, with `recipe` and `rank`."""
+def launch(folder: Path, hook: str, *overrides: str, world_size: int = 2) -> subprocess.Popen[str]:
+    """The recipe under torchrun, or in a process of its own without a launcher; `hook` is Python that runs at the start
+    of every step, with `recipe` and `rank`.
+    """
     script = folder / "hooked.py"
     script.write_text(
         "import os, signal, sys, time, torch\n"
@@ -98,18 +100,19 @@ def launch(folder: Path, hook: str, *overrides: str, **environment: str) -> subp
         "from automodel_lite.cli import run_recipe\n"
         "real = train_ft.TrainFinetuneRecipe.step\n"
         "def step(recipe, *args):\n"
-        "    rank = int(os.environ['RANK'])\n"
+        "    rank = int(os.environ.get('RANK', '0'))\n"
         f"    {hook}\n"
         "    return real(recipe, *args)\n"
         "train_ft.TrainFinetuneRecipe.step = step\n"
         "run_recipe('recipes.train_ft:main')\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--shutdown-timeout=2", str(script), "--config-name", "smoke", f"output_dir={folder}/run", *QUICK]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--shutdown-timeout=2"]
+    settings = ["--config-name", "smoke", f"output_dir={folder}/run", *QUICK]
+    settings += ["training.max_steps=100000", "training.log_every_steps=1"] if world_size > 1 else []
     return subprocess.Popen(
-        [*command, "training.max_steps=100000", "training.log_every_steps=1", *overrides],
+        [sys.executable, *(torchrun if world_size > 1 else []), str(script), *settings, *overrides],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -337,7 +340,7 @@ def test_a_job_that_was_stopped_for_long_finds_the_lock_lost(tmp_path: Path) -> 
     run = RunFolder(tmp_path)
     with (
         pytest.raises(RunStoppedError, match=r"no longer belongs to this job: run.lock names process .* on elsewhere"),
-        recorded(run, 0, lambda: "in step 4", str, old.is_held, is_taken=old.is_taken),
+        recorded(Watchdog(run, 0, after_s=0), old, str),
     ):
         old.check_held()
     assert not run.logs.exists()  # the other job would take a record for one of its own ranks'
@@ -359,13 +362,6 @@ run_recipe("recipes.train_ft:main")
 """
 
 
-def _wait_until(condition: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_job_that_is_stopped_for_66_s_leaves_the_run_to_the_one_that_took_over(tmp_path: Path, mode: str) -> None:
@@ -384,19 +380,19 @@ def test_a_job_that_is_stopped_for_66_s_leaves_the_run_to_the_one_that_took_over
         return int(json.loads(rows[-2])["step"]) if len(rows) > 2 else 0
 
     first = job("one")
-    _wait_until(lambda: last_step() > 30, 300)
+    wait_until(lambda: last_step() > 30, 300)
     first.send_signal(signal.SIGSTOP)
     stopped_at, stopped = last_step(), time.monotonic()
     second = job("two")
-    _wait_until(lambda: "two" in (run / "run.lock").read_text(), 300)
-    _wait_until(lambda: last_step() > stopped_at + 30, 300)
+    wait_until(lambda: "two" in (run / "run.lock").read_text(), 300)
+    wait_until(lambda: last_step() > stopped_at + 30, 300)
     time.sleep(max(0.0, 66 - (time.monotonic() - stopped)))
     first.send_signal(signal.SIGCONT)
     said, _ = first.communicate(timeout=300)
     assert first.returncode == 1, said
     assert re.search(r"no longer belongs to this job: run.lock names process \d+ on two", said.splitlines()[-1]), said
     after = last_step()
-    _wait_until(lambda: last_step() > after + 30, 300)  # the second one is not disturbed
+    wait_until(lambda: last_step() > after + 30, 300)  # the second one is not disturbed
     assert json.loads((run / "STATUS.json").read_text())["state"] == "running"
     second.send_signal(signal.SIGTERM)
     told, _ = second.communicate(timeout=300)
@@ -474,32 +470,13 @@ def test_ctrl_c_saves_and_leaves_with_130_and_the_run_goes_on(tmp_path: Path) ->
     assert status_of(tmp_path)["state"] == "finished"
 
 
-def _hooked(folder: Path, hook: str, *overrides: str) -> subprocess.Popen[str]:
-    """One process without a launcher; `hook` runs at the start of every step."""
-    script = folder / "hooked.py"
-    script.write_text(
-        "import os, signal, sys, time\n"
-        "from recipes import train_ft\n"
-        "from automodel_lite.cli import run_recipe\n"
-        "real = train_ft.TrainFinetuneRecipe.step\n"
-        "def step(recipe, *args):\n"
-        f"    {hook}\n"
-        "    return real(recipe, *args)\n"
-        "train_ft.TrainFinetuneRecipe.step = step\n"
-        "run_recipe('recipes.train_ft:main')\n"
-    )
-    command = [sys.executable, str(script), "--config-name", "smoke", f"output_dir={folder}/run", *QUICK, *overrides]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.mark.system
 def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(tmp_path: Path) -> None:
     hook = "recipe.num_steps == 2 and (open('in_step', 'w').close(), time.sleep(300))".replace(
         "in_step", str(tmp_path / "in_step")
     )
-    process = _hooked(tmp_path, hook)
-    _wait_for((tmp_path / "in_step").exists)
+    process = launch(tmp_path, hook, world_size=1)
+    wait_until((tmp_path / "in_step").exists, 120)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
@@ -510,20 +487,14 @@ def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(tmp_path: Path) 
     assert (status["state"], status["checkpoint"]) == ("interrupted", "step_00000002")
 
 
-def _wait_for(is_so: Any, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.mark.system
 @pytest.mark.parametrize("cause", ["signal.SIGKILL", pytest.param("signal.SIGSEGV", marks=pytest.mark.slow)])
 def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: str) -> None:
-    process = _hooked(tmp_path, f"recipe.num_steps == 2 and os.kill(os.getpid(), {cause})")
+    hook = f"recipe.num_steps == 2 and os.kill(os.getpid(), {cause})"
+    process = launch(tmp_path, hook, world_size=1)
     screen = finish(process)
     assert process.returncode < 0, screen
-    _wait_for(lambda: status_of(tmp_path / "run")["state"] != "running", 20)
+    wait_until(lambda: status_of(tmp_path / "run")["state"] != "running", 20)
     status = status_of(tmp_path / "run")
     assert (status["state"], status["checkpoint"]) == ("failed", "step_00000002")
     assert "ended without a message (killed, out of memory, or a crash), in step 3" in status["reason"]
@@ -655,10 +626,10 @@ def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ watchdog
-def _busy(log: Path, after_s: float, num_dumps: int) -> None:
+def _busy(folder: Path, after_s: float, num_dumps: int) -> None:
     """A rank that computes, allocates and calls in two threads while its stacks are written."""
-    watchdog = Watchdog(log, after_s)
-    watchdog.start(0, "token")
+    watchdog = Watchdog(RunFolder(folder), 0, after_s)
+    watchdog.start("token")
     is_over = threading.Event()
 
     def work(depth: int) -> int:
@@ -670,53 +641,53 @@ def _busy(log: Path, after_s: float, num_dumps: int) -> None:
             work(30)
 
     threading.Thread(target=work_on).start()
-    while log.read_bytes().count(b"Timeout (") < num_dumps:
+    while watchdog.log.read_bytes().count(b"Timeout (") < num_dumps:
         for _ in range(50):
             work(30)
     is_over.set()
     watchdog.stop()
 
 
-def dump(log: Path, num_dumps: int) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_busy, args=(log, 0.0005, num_dumps))
+def dump(folder: Path, num_dumps: int) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_busy, args=(folder, 0.0005, num_dumps))
     process.start()
     process.join(500)
     assert process.exitcode == 0
-    assert log.read_bytes().count(b"work") > num_dumps
+    assert (folder / "logs/rank_00000.log").read_bytes().count(b"work") > num_dumps
 
 
 @pytest.mark.system
 def test_the_stacks_of_a_busy_rank_do_not_hurt_it(tmp_path: Path) -> None:
-    dump(tmp_path / "logs" / "rank_00000.log", 200)
+    dump(tmp_path, 200)
 
 
 @pytest.mark.slow
 def test_10000_dumps_of_a_busy_rank(tmp_path: Path) -> None:
-    dump(tmp_path / "logs" / "rank_00000.log", 10_000)
+    dump(tmp_path, 10_000)
 
 
-def _hold_the_interpreters_lock(log: Path) -> None:
-    watchdog = Watchdog(log, 0.5)
-    watchdog.start(0, "token")
+def _hold_the_interpreters_lock(folder: Path) -> None:
+    watchdog = Watchdog(RunFolder(folder), 0, 0.5)
+    watchdog.start("token")
     ctypes.PyDLL(None).sleep(6)  # a call that keeps the lock; the signal cuts it short
     watchdog.stop()
 
 
 def test_a_rank_that_holds_the_interpreters_lock_writes_its_own_stack(tmp_path: Path) -> None:
     """No thread of Python's can run: the guard's signal makes the main thread write where it is."""
-    log = tmp_path / "logs" / "rank_00000.log"
-    assert in_a_process(_hold_the_interpreters_lock, tmp_path, log)[0] == 0
-    assert re.search(r'File ".*", line \d+ in _hold_the_interpreters_lock', log.read_text())
+    assert in_a_process(_hold_the_interpreters_lock, tmp_path, tmp_path)[0] == 0
+    log = (tmp_path / "logs/rank_00000.log").read_text()
+    assert re.search(r'File ".*", line \d+ in _hold_the_interpreters_lock', log)
 
 
 def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> None:
-    watchdog = Watchdog(tmp_path / "logs" / "rank_00000.log", after_s=0.5)
-    watchdog.start(0, "token")
+    watchdog = Watchdog(RunFolder(tmp_path), 0, after_s=0.5)
+    watchdog.start("token")
     watchdog.beat("in step 1")
     time.sleep(1.5)
     watchdog.beat("in step 2")
     watchdog.stop()
-    text = (tmp_path / "logs" / "rank_00000.log").read_text()
+    text = watchdog.log.read_text()
     assert "test_the_watchdog_writes_stacks" in text
     assert "the stacks above are of: in step 1" in text
 

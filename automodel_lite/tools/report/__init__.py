@@ -15,6 +15,7 @@ from typing import Any
 
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError
+from automodel_lite.progress import duration
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import RunFolder, json_object, saved_config
 
@@ -76,8 +77,7 @@ def read_run(path: Path) -> RunRecord:
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(f"{path} is not a run's folder: it has no config.yaml.")
-    lines = folder.metrics.read_text(errors="replace").splitlines() if folder.metrics.is_file() else []
-    rows = [row for row in map(_row, lines) if row]
+    rows = [_leaves(row) for row in folder.rows()]
     if not rows:
         raise ConfigError(f"{path} has logged no step yet.")
     config, facts = saved_config(folder.config), json_object(folder.facts)
@@ -87,17 +87,17 @@ def read_run(path: Path) -> RunRecord:
         name=str(config.get("name", folder.path.name)),
         config=config,
         rows=rows,
-        packing=_leaves(folder.packing),
+        packing=_leaves(json_object(folder.packing)),
         lengths=json_object(folder.lengths),
-        status=_leaves(folder.status),
+        status=_leaves(folder.read_status()),
         facts={**facts, "lines": [line for line in printed if _is_line(line)] if isinstance(printed, list) else []},
     )
 
 
-def _leaves(path: Path) -> dict[str, Any]:
-    """The numbers and texts of a small file; one that is damaged, or another program's, may hold anything."""
-    found = json_object(path).items()
-    return {key: value for key, value in found if isinstance(value, str if key in _TEXTS else (int, float))}
+def _leaves(found: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and texts of a row or a small file; one that is damaged, or another program's, may hold anything."""
+    texts = {key for key in found if key in _TEXTS or key.startswith("text/")}
+    return {key: value for key, value in found.items() if isinstance(value, str if key in texts else (int, float))}
 
 
 _TEXTS = ("state", "reason", "checkpoint", "strategy")
@@ -118,19 +118,6 @@ def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
 def _setting(value: Any) -> str:
     """A part that was not chosen and an option that was not set look the same."""
     return "-" if value in (None, {}) else str(value)
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """None for a line that a kill has cut, or that is none of ours."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    return {
-        key: value for key, value in row.items() if isinstance(value, str if key.startswith("text/") else (int, float))
-    }
 
 
 MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
@@ -217,7 +204,7 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     if (right := record.last("answers_right")) is not None:
         facts.append(("answers right", f"{right:.0f} of {record.last('answers'):.0f}"))
     facts.append(("tokens", f"{record.num_tokens():,.0f}"))
-    facts.append(("time", _duration(sum(record.time_s().values()))))
+    facts.append(("time", duration(sum(record.time_s().values()))))
     if (rate := record.typical("tokens_per_s")) is not None:
         facts.append(("tokens/s", f"{rate:,.0f}"))
     if (mfu := record.typical("mfu_frac")) is not None:
@@ -227,7 +214,7 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     if "fill_frac" in record.packing:
         facts.append(("fill", f"{record.packing['fill_frac']:.1%}"))
     if (eta := record.last("eta_s")) is not None and record.status.get("state") == "running":
-        facts.append(("left", _duration(eta)))
+        facts.append(("left", duration(eta)))
     return facts
 
 
@@ -306,12 +293,6 @@ def _script_json(value: Any) -> Any:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _number(value: float | str) -> str:
