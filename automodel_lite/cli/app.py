@@ -8,12 +8,12 @@ files name. Hydra composes and runs; every key is checked in the job against the
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,8 +26,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli import sweep
 from automodel_lite.cli.ending import end, hide_secrets
-from automodel_lite.cli.help import answer_query, fill_in_help, help_of
-from automodel_lite.cli.line import RECIPES_PACKAGE, Line, check_options, chosen, group_of, opened, parsed, split
+from automodel_lite.cli.help import answer_query, help_of
+from automodel_lite.cli.line import (
+    RECIPES_PACKAGE,
+    Line,
+    check_options,
+    chosen,
+    group_of,
+    is_sweep,
+    opened,
+    parsed,
+    split,
+)
 from automodel_lite.cli.sources import (
     Sources,
     check_granted,
@@ -63,7 +73,7 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
 def answer(main: str, argv: Sequence[str]) -> int:
     """What the command line asks for; the exit code."""
     line = parsed(argv)
-    is_question = line.is_help or bool(line.question)
+    is_question = bool(line.question)
     if is_question and not is_shown():
         return 0  # the first rank answers
     recipe = main.split(":")[0].rpartition(".")[2]
@@ -76,14 +86,15 @@ def answer(main: str, argv: Sequence[str]) -> int:
     sources = Sources.of(line.config_dir, line.config_path, beside).with_searchpath(line.preset, line.overrides)
     job = Job(main, sources, line.preset or "", line.overrides)
     if line.rerun:
-        return job.start(["--experimental-rerun", _existing(line.rerun)])
+        if not Path(line.rerun).is_file():
+            raise ConfigError(f"--experimental-rerun {line.rerun}: there is no such file.")
+        return job.start(["--experimental-rerun", line.rerun])
     if line.is_help and not _has_own_help(sources, line):
         print(help_of(recipe, sources))
         return 0
     if "--shell-completion" in line.question and any(text.startswith("query=") for text in line.overrides):
         print("\n".join(answer_query()))
         return 0
-    fill_in_help(recipe, sources)
     if "--hydra-help" in line.question:
         hydras = tuple(text for text in line.overrides if text.startswith("hydra"))
         return replace(job, typed=hydras).start(["--hydra-help"])
@@ -141,9 +152,6 @@ class Ended(BaseException):
         self.code, self.error = code, error
 
 
-TRAINS = "recipes.train_ft:main"
-
-
 @dataclass(frozen=True)
 class Job:
     """Hydra's task function: one run of a recipe. Launchers send it to other processes."""
@@ -170,16 +178,13 @@ class Job:
     def config_of(self, raw: DictConfig, overrides: Sequence[str]) -> Config:
         """The checked configuration; says which file beat which. Raises ConfigError."""
         check_granted(raw, self.typed)
-        if self.main != TRAINS and OmegaConf.is_missing(raw, "name"):
+        if self.main != "recipes.train_ft:main" and OmegaConf.is_missing(raw, "name"):
             raw.name = "unnamed"  # only what trains has a folder
-        if self.preset:
-            raw, _, lines = settled(raw, self.sources, self.preset, overrides)
-            config = check_config(raw)
-            if is_shown():
-                for number, text in enumerate(lines):
-                    print_above_bars(f"{'' if number else 'settings':<10} {text}")
-            return config
-        return check_config(raw)
+        raw, _, lines = settled(raw, HydraConfig.get(), self.sources, self.preset, overrides)
+        config = check_config(raw)
+        for number, text in enumerate(lines if is_shown() else ()):
+            print_above_bars(f"{'' if number else 'settings':<10} {text}")
+        return config
 
     def start(self, flags: list[str]) -> int:
         """Hands the command line over to Hydra; the exit code."""
@@ -231,16 +236,17 @@ class Job:
             check_plugin(text)
         extra: list[str] = []
         if "--multirun" in flags:
-            extra += [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sweep.fixed_keys(self.typed))}]"]
+            fixed = [split(text)[0] for text in self.typed if not is_sweep(text)]  # the same for all jobs
+            extra += [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
         if self.preset and not self.sources.are_ours:
             for selection in _selections(self.typed, known) if "--multirun" in flags else [self.typed]:
-                raw = composed(self.sources, self.preset, selection, with_hydra=True)
-                check_hydra_settings(raw, self.typed)
+                raw, settings = composed(self.sources, self.preset, selection)
+                check_hydra_settings(settings, self.typed)
             if "--cfg" in flags:
-                _, values, _ = settled(raw, self.sources, self.preset, self.typed)
+                _, values, _ = settled(raw, settings, self.sources, self.preset, self.typed)
                 extra += [f"++{key}={_as_override(value)}" for key, value in values.items()]
         if self.preset and "--cfg" in flags and "--multirun" not in flags:  # printed whole
-            plain = OmegaConf.to_container(composed(self.sources, self.preset, self.typed), resolve=False)
+            plain = OmegaConf.to_container(composed(self.sources, self.preset, self.typed)[0], resolve=False)
             given = dict(flatten(plain))
             left_out = [item for item in flatten(with_options(plain)) if item[0] not in given]
             extra += [f"++{key}={_as_override(value)}" for key, value in left_out]
@@ -248,31 +254,26 @@ class Job:
 
 
 _PLUGINS = {
-    "hydra/launcher=joblib": "joblib_launcher",
-    "hydra/launcher=submitit_local": "submitit_launcher",
-    "hydra/launcher=submitit_slurm": "submitit_launcher",
-    "hydra/sweeper=optuna": "optuna_sweeper",
+    "hydra/launcher=joblib": "hydra-joblib-launcher",
+    "hydra/launcher=submitit_local": "hydra-submitit-launcher",
+    "hydra/launcher=submitit_slurm": "hydra-submitit-launcher",
+    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
 }
 
 
 def check_plugin(override: str) -> None:
     """Raises ConfigError for a launcher or sweeper that is not installed, and for what a run's folder rules out."""
     key, value = split(override)
-    plugin = _PLUGINS.get(f"{key}={value}")
-    if plugin and not _is_installed(f"hydra_plugins.hydra_{plugin}"):
-        package = f"hydra-{plugin.replace('_', '-')}"
-        raise ConfigError(f"{key}={value} needs the package {package}: pip install 'automodel-lite[sweep]'.")
+    if package := _PLUGINS.get(f"{key}={value}"):
+        try:
+            version(package)
+        except PackageNotFoundError:
+            sentence = f"{key}={value} needs the package {package}: pip install 'automodel-lite[sweep]'."
+            raise ConfigError(sentence) from None
     if key == "hydra.run.dir":
         raise ConfigError(f"hydra.run.dir={value}: the folder of a run is output_dir: set output_dir={value}.")
     if key == "hydra.job.chdir" and value not in ("false", "null"):
         raise ConfigError(f"hydra.job.chdir={value}: a run does not change its working directory: remove this setting.")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _selections(typed: Sequence[str], known: dict[str, list[str]]) -> list[list[str]]:
@@ -298,9 +299,3 @@ def _as_override(value: Any) -> str:
     if isinstance(value, str):
         return "'" + value.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
     return shown(value)
-
-
-def _existing(path: str) -> str:
-    if not Path(path).is_file():
-        raise ConfigError(f"--experimental-rerun {path}: there is no such file.")
-    return path

@@ -1,8 +1,8 @@
 """What there is to choose: help, completion, and `automodel-lite ls`, `cp`, `schema` and `slurm`.
 
-`--help` prints the template of Hydra's own help, which a `hydra/help` of the user's can replace. Hydra installs the
-completion (`eval "$(automodel-lite -sc install=bash)"`) and asks here for presets, options of flags, groups and
-keys; its own answer takes seconds, because it reads all groups again for each of them.
+Hydra prints `--help` only where there is a `hydra/help` of the user's. It installs the completion
+(`eval "$(automodel-lite -sc install=bash)"`), and asks here for presets, options of flags, groups and keys: its own
+answer takes seconds, because it reads all groups again for each of them.
 
 The JSON schema of the configuration is for editors: keys, types, allowed values, defaults and comments.
 
@@ -26,10 +26,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from automodel_lite.cli.line import INFO, RECIPES, argument_parser, as_typed, parser
+from automodel_lite.cli.line import RECIPES, argument_parser, as_typed, parser
 from automodel_lite.cli.sources import Sources, composed, groups_of, presets_of, read
 from automodel_lite.config import schema as schema_module
 from automodel_lite.config.check import with_defaults
@@ -46,13 +45,6 @@ EXAMPLES = (
     "automodel-lite train --nproc 4 --config-name llama_packed mesh.cp=2",
     "torchrun recipes/train_ft.py --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
 )
-ConfigStore.instance().store(group="hydra/help", name="recipe", node={"template": "${recipe_help:}"})
-
-
-def fill_in_help(recipe: str, sources: Sources) -> None:
-    """Fills in Hydra's template for this process."""
-    text = help_of(recipe, sources).replace("$", "$$")
-    OmegaConf.register_new_resolver("recipe_help", lambda: text, replace=True)
 
 
 def help_of(recipe: str, sources: Sources) -> str:
@@ -87,9 +79,6 @@ def first_comment(preset: str, sources: Sources) -> str:
 
 
 _PROGRAM = re.compile(r"^\s*(?:[\w./-]*python[\d.]*\s+\S+|\S+)\s*")
-_VALUES = {"--info": INFO, "-i": INFO, "--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
-_NAMES = ("--config-name", "-cn")
-_FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
 
 
 def answer_query() -> list[str]:
@@ -107,28 +96,26 @@ def answer_query() -> list[str]:
 
 def complete(words: list[str], word: str) -> Iterator[str]:
     """Completions of `word` behind the other words of a recipe's command line."""
-    given = {flag: words[place + 1] for place, flag in enumerate(words[:-1]) if flag.startswith("-")}
-    folder = next((given[flag] for flag in _FOLDERS[:2] if flag in given), None)
-    path = next((given[flag] for flag in _FOLDERS[2:] if flag in given), None)
+    flags = {option: action for action in parser()._actions for option in action.option_strings}
+    awaits = flags[words[-1]] if words and words[-1] in flags and flags[words[-1]].nargs != 0 else None
     try:
-        sources = Sources.of(folder, path)
+        given, _ = parser().parse_known_intermixed_args(words[:-1] if awaits else words)
+        sources = Sources.of(given.config_dir, given.config_path)
     except ConfigError:
-        sources = Sources()
-    before = words[-1] if words else ""
+        given, sources = parser().parse_args([]), Sources()
     found: Iterator[str] | list[str]
-    if before in _NAMES:
+    if awaits and awaits.choices:
+        found = list(awaits.choices)
+    elif awaits and awaits.dest == "config_name":
         found = presets_of(sources)
-    elif before in _VALUES:
-        found = list(_VALUES[before])
-    elif before in _FOLDERS:
+    elif awaits and awaits.dest in ("config_dir", "config_path"):
         found = [f"{entry.path}/" for entry in os.scandir(os.path.dirname(word) or ".") if entry.is_dir()]
         found = [name.removeprefix("./") for name in found]
     elif word.startswith("-"):
-        found = [option for action in parser()._actions for option in action.option_strings if option[:2] == "--"]
+        found = [option for option in flags if option[:2] == "--"]
     else:
-        preset = next((given[flag] for flag in _NAMES if flag in given), None)
-        overrides = [text for text in words if "=" in text and not text.startswith("-")]
-        found = _settings(sources, preset, overrides, word)
+        overrides = [text for text in given.overrides if "=" in text]
+        found = _settings(sources, given.config_name, overrides, word)
     yield from sorted(name for name in set(found) if name.startswith(word))
 
 
@@ -142,7 +129,7 @@ def _settings(sources: Sources, preset: str | None, overrides: list[str], word: 
     yield from (f"{group}=" for group in known)
     raw: Any
     try:
-        raw = with_defaults(composed(sources, preset or "base", overrides))
+        raw = with_defaults(composed(sources, preset or "base", overrides)[0])
     except ConfigError:
         raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
     folder, _, _ = key.rpartition(".")
@@ -409,13 +396,9 @@ def _limit(told: str) -> str:
 def _found(sources: Sources, name: str) -> Path:
     path = sources.file(name.removesuffix(".yaml"))
     if path is None:
-        known = [*presets_of(sources), *_options(sources)]
+        known = presets_of(sources)
+        known += [f"{group}/{option}" for group, options in groups_of(sources).items() for option in options]
         raise ConfigError(
             f"{name}: no such preset or option{did_you_mean(name, known) or '.'} automodel-lite ls lists them."
         )
     return path
-
-
-def _options(sources: Sources) -> Iterator[str]:
-    for group, options in groups_of(sources).items():
-        yield from (f"{group}/{option}" for option in options)

@@ -64,9 +64,8 @@ class _Parser(argparse.ArgumentParser):
 
 _UNQUOTED = re.compile(r"[\w/\\+.$%*@?|: \t-]*", re.ASCII)
 """What Hydra's grammar takes without quotes. `~`, `#`, `(` and letters beyond ASCII are not in it, and are in paths."""
-_SYNTAX = re.compile(
-    r"""\s*(["'\[{]|\w+\()|.*\$\{""", re.DOTALL
-)  # a text in quotes, list, mapping, call, interpolation
+_SYNTAX = re.compile(r"""\s*(["'\[{]|\w+\()|.*\$\{""", re.DOTALL)
+"""A text in quotes, a list, a mapping, a call, an interpolation."""
 
 
 def split(override: str) -> tuple[str, str | None]:
@@ -102,9 +101,10 @@ def check_options(
             yield f"{text}: cannot be read as key=value (there is no key)."
             continue
         if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):
+            key = text.partition("=")[0]
             yield (
-                f"{text}: several values: add --multirun to sweep over them, or write a list as {_as_list(text)}, or "
-                f"one text as {_as_text(text)}."
+                f"{text}: several values: add --multirun to sweep over them, or write a list as {key}=[{value}], or "
+                f"one text as '{key}=\"{value}\"'."
             )
             continue
         if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
@@ -118,16 +118,6 @@ def check_options(
                 near = did_you_mean(option, known[group]) or "."
                 yield f"{text}: no such option{near} The options are {', '.join(known[group])}."
                 break
-
-
-def _as_list(override: str) -> str:
-    key, _, value = override.partition("=")
-    return f"{key}=[{value}]"
-
-
-def _as_text(override: str) -> str:
-    key, _, value = override.partition("=")
-    return f"'{key}=\"{value}\"'"
 
 
 def chosen(override: str) -> list[str]:
@@ -222,31 +212,22 @@ def parsed(argv: Sequence[str]) -> Line:
         if is_shown():
             print(versions())
         raise SystemExit
-    commands = {
-        "--run": given.run,
-        "--multirun": given.multirun,
-        "--cfg": given.cfg,
-        "--info": given.info,
-        "--shell-completion": given.shell_completion,
-    }
-    typed = [flag for flag, value in commands.items() if value]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(given).items() if value}
+    typed = [flag for flag in ("--run", "--multirun", "--cfg", "--info", "--shell-completion") if flag in flags]
     if len(typed) > 1:
         raise ConfigError(f"{' and '.join(typed)} are mutually exclusive: use one of them.")
-    for flag, value in (("--package", given.package), ("--resolve", given.resolve)):
-        if value and not given.cfg and not (flag == "--resolve" and given.help):
+    for flag in ("--package", "--resolve"):
+        if flag in flags and not given.cfg and not (flag == "--resolve" and given.help):
             raise ConfigError(f"{flag} belongs to --cfg job|hydra|all.")
-    question = []
-    for flag in ("help", "hydra_help", "shell_completion", "resolve"):
-        question += [f"--{flag.replace('_', '-')}"] if vars(given)[flag] else []
-    for flag in ("cfg", "package", "info"):
-        question += [f"--{flag}", vars(given)[flag]] if vars(given)[flag] else []
+    questions = ("--help", "--hydra-help", "--shell-completion", "--resolve", "--cfg", "--package", "--info")
+    asked = [(flag, flags[flag]) for flag in questions if flag in flags]
     launch = {key: vars(given)[key] for key in ("nproc", "nnodes", "rdzv", "rdzv_id", "max_restarts")}
     return Line(
         preset=given.config_name.removesuffix(".yaml") if given.config_name else None,
         config_dir=given.config_dir,
         config_path=given.config_path,
         overrides=tuple(given.overrides),
-        question=tuple(question),
+        question=tuple(word for flag, value in asked for word in ([flag] if value is True else [flag, value])),
         is_help=given.help,
         is_multirun=given.multirun or "hydra.mode=MULTIRUN" in given.overrides,
         rerun=given.experimental_rerun,

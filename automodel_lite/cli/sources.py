@@ -24,10 +24,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.line import check_options, chosen, group_of, opened, split
+from automodel_lite.cli.line import check_options, group_of, opened, split
 from automodel_lite.config.check import check_config, with_defaults
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.schema import Config
@@ -135,8 +135,8 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
     return preset
 
 
-def composed(sources: Sources, preset: str, overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
-    """What Hydra makes of the preset and the overrides.
+def composed(sources: Sources, preset: str, overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
+    """What Hydra makes of the preset and the overrides, and its own settings.
 
     Raises ConfigError, with a line for each override that cannot be read and each option that does not exist.
     """
@@ -149,7 +149,7 @@ def composed(sources: Sources, preset: str, overrides: Sequence[str], with_hydra
     with initialize_config_dir(str(sources.first), version_base="1.3"):
         while True:
             try:
-                raw = compose(preset, readable, return_hydra_config=with_hydra)
+                raw = compose(preset, readable, return_hydra_config=True)
                 break
             except OverrideParseException as error:
                 problems.append(unreadable(error))
@@ -161,12 +161,14 @@ def composed(sources: Sources, preset: str, overrides: Sequence[str], with_hydra
                     raise ConfigError("\n".join([*problems, sentence_of(error)])) from None
                 not_set.append(found[1])
                 readable.remove(deletions[0])
+    with open_dict(raw):
+        hydra: DictConfig = raw.pop("hydra")
     problems += [_not_set(key, raw) for key in not_set]
     if problems:
         unread = {split(line.partition(":")[0])[0] for line in problems}
         others = [line for line in _mistakes_of(raw) if line.partition(" has no value")[0] not in unread]
         raise ConfigError("\n".join([*problems, *others]))
-    return raw
+    return raw, hydra
 
 
 _NOT_SET = re.compile(r"Could not delete from config\. '(.+)' does not exist\.")
@@ -238,21 +240,21 @@ _COMMANDS = (  # of Hydra's settings: what a shell or an interpreter will run
 _TRUSTED = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.", "logging.", "automodel_lite.cli.")
 
 
-def check_hydra_settings(raw: DictConfig, overrides: Sequence[str]) -> None:
+def check_hydra_settings(hydra: DictConfig, overrides: Sequence[str]) -> None:
     """Raises ConfigError for code that a file makes Hydra run: callbacks, handlers of logs, commands of launchers.
 
     Hydra builds these before any configuration is checked. The command line may name them.
     """
     typed = [split(text)[0] for text in overrides]
-    plain = OmegaConf.to_container(raw.hydra, resolve=False)
+    plain = OmegaConf.to_container(hydra, resolve=False)
     for key, value in _leaves(plain, "hydra"):
         last = key.rpartition(".")[2]
         is_code = last in _CODE_KEYS and not (isinstance(value, str) and value.startswith(_TRUSTED))
         is_code = is_code or (
             isinstance(value, str) and value.startswith("ext://") and not value.startswith("ext://sys.")
         )
-        is_command = value not in (None, [], {}) and any(key == k or key.startswith(f"{k}.") for k in _COMMANDS)
-        if (is_code or is_command) and not any(key == name or key.startswith(f"{name}.") for name in typed if name):
+        is_command = value not in (None, [], {}) and _is_below(key, _COMMANDS)
+        if (is_code or is_command) and not _is_below(key, typed):
             raise ConfigError(f"{key}={value} is set in a file, but only the command line may name code: {key}=... .")
 
 
@@ -314,9 +316,9 @@ def compose_config(config_name: str | None, overrides: Sequence[str], config_dir
     """
     sources = Sources.of(config_dir).with_searchpath(config_name, overrides)
     preset = check_preset(sources, config_name)
-    raw = composed(sources, preset, overrides)
+    raw, hydra = composed(sources, preset, overrides)
     check_granted(raw, overrides)
-    return settled(raw, sources, preset, overrides)[0]
+    return settled(raw, hydra, sources, preset, overrides)[0]
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,7 @@ class Layer:
 
 
 def settled(
-    raw: DictConfig, sources: Sources, preset: str, overrides: Sequence[str]
+    raw: DictConfig, hydra: Any, sources: Sources, preset: str, overrides: Sequence[str]
 ) -> tuple[DictConfig, dict[str, Any], list[str]]:
     """The configuration with the values of the user's chosen option files; those values by key; and a line for each
     key of a chosen option that two files set, `optimizer.lr=0.1 (optimizer/sgd.yaml over finetune.yaml)`.
@@ -342,19 +344,18 @@ def settled(
     changed: dict[str, Any] = {}
     lines = []
     presets = layers(sources, preset)
-    for group, option in _choices(presets, overrides, known):
-        path = sources.file(f"{group}/{option}")
-        is_typed, is_own = (
-            any(group_of(text, known) == group for text in overrides),
-            path and CONF_DIR not in path.parents,
-        )
+    for group, option in sorted(hydra.runtime.choices.items()):
+        file = f"{group}/{option}".removesuffix(".yaml")
+        path, is_typed = sources.file(file), any(group_of(text, known) == group for text in overrides)
+        is_own = path is not None and CONF_DIR not in path.parents
         if path is None or not (is_typed or is_own):
             continue
-        for key, (value, name) in _values(layers(sources, f"{group}/{option}")).items():
+        own = {key: (value, layer.name) for layer in layers(sources, file) for key, value in layer.values.items()}
+        for key, (value, name) in own.items():
             rival = next((layer for layer in reversed(presets) if key in layer.values), None)
             if rival is None or composed.get(key) != rival.values[key] or rival.values[key] == value:
                 continue
-            if _is_typed(key, typed):
+            if _is_below(key, typed):
                 continue
             if is_typed and is_own:
                 changed[key] = value
@@ -393,26 +394,6 @@ def layers(sources: Sources, name: str, seen: tuple[str, ...] = ()) -> list[Laye
     return found
 
 
-def _choices(presets: list[Layer], overrides: Sequence[str], known: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """(group, option) of every group, from the defaults lists and the command line."""
-    found: dict[str, str] = {}
-    for layer in presets:
-        for entry in read(layer.path).get("defaults") or []:
-            if isinstance(entry, DictConfig):
-                for key, option in entry.items():
-                    group = str(key).removeprefix("override ").lstrip("/").partition("@")[0]
-                    if isinstance(option, str):
-                        found[group] = option.removesuffix(".yaml")
-    for text in overrides:
-        typed, options = group_of(text, known), chosen(text)
-        if typed and len(options) == 1:
-            found[typed] = options[0]
-    yield from found.items()
-
-
-def _values(found: list[Layer]) -> dict[str, tuple[Any, str]]:
-    return {key: (value, layer.name) for layer in found for key, value in layer.values.items()}
-
-
-def _is_typed(key: str, typed: list[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in typed)
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    """Is it one of these keys, or inside one of them?"""
+    return any(key == name or key.startswith(f"{name}.") for name in names)

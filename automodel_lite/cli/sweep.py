@@ -28,12 +28,13 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from automodel_lite.cli.line import is_sweep, split
+from automodel_lite.cli.line import split
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.progress import is_shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import write_atomically
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, SIGNALS, StoppedEarly
 from automodel_lite.telemetry.callbacks import value_of
 
@@ -239,11 +240,6 @@ def varied(hydra: Any) -> list[str]:
     return [text for text in texts if split(text)[0] not in fixed]
 
 
-def fixed_keys(typed: Sequence[str]) -> list[str]:
-    """Keys of overrides that are the same for all jobs."""
-    return [split(text)[0] for text in typed if not is_sweep(text)]
-
-
 def folder_name(number: int, settings: Sequence[str]) -> str:
     """`0_lr-0.001_seed-0`"""
     texts = map(scrub, settings)
@@ -259,7 +255,7 @@ OmegaConf.register_new_resolver(
 def result_of(record: Record, folder: Path, metric: str) -> dict[str, Any]:
     """What the table says of a job."""
     result: dict[str, Any] = {"job": record.job, "settings": record.settings, "state": record.state}
-    for row in _rows(folder):
+    for row in RunFolder(folder).rows():
         for key, value in row.items():
             if key in (*_SHOWN, metric) or key.startswith("val_loss/"):
                 result[key] = value
@@ -274,7 +270,7 @@ def metric_of(folder: Path, metric: str) -> float | None:
 
     None for a recipe that trains nothing. Raises ConfigError for a key that the run does not log.
     """
-    rows = _rows(folder)
+    rows = RunFolder(folder).rows()
     if not rows:
         return None
     last = {key: float(value) for row in rows for key, value in row.items() if isinstance(value, (int, float))}
@@ -295,11 +291,6 @@ def table(results: list[dict[str, Any]], metric: str = "val_loss", is_highest_be
         lines.append(f"| {mark} | {' | '.join(_show(result.get(key, '')) for key in columns)} |")
     note = f"\nmarked *: the {'highest' if is_highest_best else 'lowest'} {metric}\n" if best else ""
     return "\n".join(lines) + "\n" + note
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    metrics = folder / "metrics.jsonl"
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
 
 
 def _show(value: Any) -> str:

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def lines(folder: Path, preset: str, *overrides: str) -> list[str]:
     sources = Sources.of(str(folder))
-    return settled(composed(sources, preset, overrides), sources, preset, overrides)[2]
+    return settled(*composed(sources, preset, overrides), sources, preset, overrides)[2]
 
 
 def test_an_option_file_of_ones_own_that_was_typed_beats_the_preset(folder: Path) -> None:
