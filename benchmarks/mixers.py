@@ -49,6 +49,7 @@ FAMILIES = {
         **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 1, "chunk_size": 64},
     },
     "lfm2": {"layer_types": ["conv"] * 3 + ["full_attention"]},
+    "jamba": {"num_experts": 1, "attn_layer_period": 4, "attn_layer_offset": 3, "use_mamba_kernels": False},
 }
 
 POOL = 64

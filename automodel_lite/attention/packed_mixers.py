@@ -1,4 +1,4 @@
-"""Convolution, gated delta rules and the Mamba-2 scan on a packed stream, in plain PyTorch.
+"""Convolution, gated delta rules and the scans of Mamba 1 and 2 on a packed stream, in plain PyTorch.
 
 The chunked ones cut the stream every CHUNK tokens, wherever its documents begin. Inside a chunk only pairs of tokens of
 one document count; the state that a chunk gets from the one before counts for the document that goes on, and only the
@@ -10,7 +10,7 @@ chunk's last document writes to the state that it passes on. So a document needs
 All compute in fp32 at least, also under autocast. None takes or returns a state: that is for generation.
 
 Legend: T tokens, M chunks of L tokens, H heads, G groups of R heads, D dim of keys, P dim of values, C channels,
-K taps.
+K taps, N dim of a channel's state.
 """
 
 from __future__ import annotations
@@ -90,10 +90,13 @@ def _where_same(x_TC: Tensor, seq_idx: Tensor, start: int, end: int, offset: int
 
 def _blocks(x_TC: Tensor) -> Iterator[tuple[int, int]]:
     """256 KiB of fp32 on a CPU; a GPU gets the whole, and so does one that is simulated."""
-    has_cache = x_TC.is_cpu and not isinstance(x_TC, FakeTensor)
-    tokens = max(16, 2**16 // x_TC.shape[1]) if has_cache else max(1, len(x_TC))
+    tokens = max(16, 2**16 // x_TC.shape[1]) if _has_cache(x_TC) else max(1, len(x_TC))
     for start in range(0, len(x_TC), tokens):
         yield start, min(start + tokens, len(x_TC))
+
+
+def _has_cache(x: Tensor) -> bool:
+    return x.is_cpu and not isinstance(x, FakeTensor)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -123,6 +126,23 @@ class Chunks:
         """[M, H, L, ...] -> [T, H, ...]."""
         return x_MHL.transpose(1, 2).flatten(0, 1)[: self.num_tokens]
 
+    def before(self) -> Tensor:
+        """int [M, 1], the document of the token before each chunk."""
+        return F.pad(self.document[:-1, -1:], (0, 0, 1, 0), value=-1)
+
+    def new_documents(self, dtype: torch.dtype) -> Tensor:
+        """[L, M], -inf where a document begins, else 0."""
+        before = torch.cat([self.before(), self.document[:, :-1]], 1)
+        return torch.zeros_like(before, dtype=dtype).masked_fill_(self.document != before, -torch.inf).t()
+
+    def steps(self, x_TC: Tensor) -> Tensor:
+        """[T, C] -> [L, M, C]."""
+        return self.cut(x_TC[:, None])[:, 0].transpose(0, 1)
+
+    def stream(self, x_LMC: Tensor) -> Tensor:
+        """[L, M, C] -> [T, C]."""
+        return self.join(x_LMC.transpose(0, 1)[:, None])[:, 0]
+
     def decays(self, log_decay: Tensor) -> Decays:
         """log_decay [M, H, L, D] of each token.
 
@@ -132,8 +152,7 @@ class Chunks:
         first = same.byte().argmax(-1)[:, None, :, None].expand_as(log_decay)
         total = log_decay.double().cumsum(2)
         so_far = total - F.pad(total, (0, 0, 1, 0)).gather(2, first)
-        before = F.pad(self.document[:-1, -1:], (0, 0, 1, 0), value=-1)
-        continues = (self.document == before)[:, None, :, None]
+        continues = (self.document == self.before())[:, None, :, None]
         stays = (self.document == self.document[:, -1:])[:, None, :, None]
         return Decays(
             between=_Between.apply(so_far, same, log_decay.dtype),
@@ -295,11 +314,148 @@ def _states(added: Tensor, decay: Tensor) -> Tensor:
     return torch.stack(states)
 
 
+def selective_scan(
+    seq_idx: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+) -> Tensor:
+    """hidden_states, dt, z [T, C], A [C, N], B, C [T, 1, N], D, delta_bias [C] -> [T, C].
+
+    state = exp(dt A) state + dt hidden B;  out = (C^T state + D hidden) silu(z)       (arXiv:2312.00752)
+    """
+    dtype = hidden_states.dtype
+    with torch.autocast(dt.device.type, enabled=False):
+        if delta_bias is not None:
+            dt = dt + delta_bias.to(dt.dtype)
+        dt = _wide(F.softplus(dt) if delta_softplus else dt)
+        hidden_states = _wide(hidden_states)
+        # A CPU is fastest token by token, in its cache; elsewhere chunks go side by side.
+        chunks = Chunks.of(seq_idx, len(seq_idx) if _has_cache(seq_idx) else CHUNK)
+        streams = (dt, dt * hidden_states, _wide(B[:, 0]), _wide(C[:, 0]))
+        out: Tensor = _SelectiveScan.apply(chunks, A.to(dt.dtype), *streams)
+        if D is not None:
+            out = out + D * hidden_states
+        if z is not None:
+            out = out * F.silu(_wide(z))
+    return out.to(dtype)
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """Each dim of a channel's state decays by itself, so no matrix product does the work of many tokens: their steps
+    are taken one after the other, in all chunks at once. With several chunks a first round finds what they pass on.
+
+    Of the states [T, C, N] one in SCAN_STEPS is kept; the backward pass computes those between again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, chunks: Chunks, A: Tensor, dt_TC: Tensor, written_TC: Tensor, B_TN: Tensor, C_TN: Tensor
+    ) -> Tensor:
+        streams = (dt_TC, written_TC, B_TN, C_TN)
+        scan = _Scan(A, chunks.new_documents(A.dtype), *map(chunks.steps, streams))
+        state = scan.no_states()
+        if len(state) > 1:
+            for steps in scan.blocks():
+                state = scan.states(steps, state)[1][-1]
+            state = _states(state, scan.decay_of_chunks())
+        out, kept = torch.empty_like(scan.written), []
+        for steps in scan.blocks():
+            kept.append(state.clone())  # a view would keep the states of the whole block
+            _, states = scan.states(steps, state)
+            out[steps] = (states @ scan.C[steps, :, :, None]).squeeze(-1)
+            state = states[-1]
+        ctx.save_for_backward(A, *streams, *kept)
+        ctx.chunks = chunks
+        return chunks.stream(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
+        A, dt_TC, written_TC, B_TN, C_TN, *kept = ctx.saved_tensors
+        steps_of = ctx.chunks.steps
+        scan = _Scan(A, ctx.chunks.new_documents(A.dtype), *map(steps_of, (dt_TC, written_TC, B_TN, C_TN)))
+        grad, blocks = steps_of(grad_TC), list(scan.blocks())[::-1]
+        later = scan.no_states()
+        if len(later) > 1:
+            for steps in blocks:
+                later = scan.gradients(steps, scan.decays(steps), grad, later)[1]
+            later = _states(later.flip(0), scan.decay_of_chunks().flip(0)).flip(0)
+        A_grad = torch.zeros_like(A)
+        dt_grad, written_grad, B_grad, C_grad = map(torch.empty_like, (scan.dt, scan.written, scan.B, scan.C))
+        for steps in blocks:
+            state = kept.pop()
+            decays, states = scan.states(steps, state)
+            of_states, later = scan.gradients(steps, decays, grad, later)
+            written_grad[steps] = (of_states @ scan.B[steps, :, :, None]).squeeze(-1)
+            B_grad[steps] = (scan.written[steps, :, None] @ of_states).squeeze(2)
+            C_grad[steps] = (grad[steps, :, None] @ states).squeeze(2)
+            of_logs = of_states.mul_(decays).mul_(torch.cat([state[None], states[:-1]]))
+            dt_grad[steps] = (of_logs * A).sum(-1)
+            A_grad += of_logs.mul_(scan.dt[steps, ..., None]).sum((0, 1))
+        return None, A_grad, *map(ctx.chunks.stream, (dt_grad, written_grad, B_grad, C_grad))
+
+
+SCAN_STEPS = 8
+"""Tokens of a chunk whose states are in memory at once."""
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """A [C, N]; new [L, M], -inf where a document begins, else 0; dt, written [L, M, C]; B, C [L, M, N]."""
+
+    A: Tensor
+    new: Tensor
+    dt: Tensor
+    written: Tensor
+    B: Tensor
+    C: Tensor
+
+    def blocks(self) -> Iterator[slice]:
+        for start in range(0, len(self.dt), SCAN_STEPS):
+            yield slice(start, start + SCAN_STEPS)
+
+    def no_states(self) -> Tensor:
+        """Zeros [M, C, N]."""
+        return self.A.new_zeros(self.dt.shape[1], *self.A.shape)
+
+    def decays(self, steps: slice) -> Tensor:
+        """[steps, M, C, N]; 0 where a document begins."""
+        return torch.addcmul(self.new[steps, :, None, None], self.dt[steps, ..., None], self.A).exp_()
+
+    def decay_of_chunks(self) -> Tensor:
+        """[M, C, N], over all steps."""
+        return torch.addcmul(self.new.sum(0)[:, None, None], self.dt.sum(0)[..., None], self.A).exp_()
+
+    def states(self, steps: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The decays and the states after each step [steps, M, C, N]; `state` is the one before."""
+        decays, states = self.decays(steps), self.written[steps, ..., None] * self.B[steps, :, None]
+        for decay, added in zip(decays.unbind(), states.unbind()):
+            state = added.addcmul_(decay, state)
+        return decays, states
+
+    def gradients(self, steps: slice, decays: Tensor, grad: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the states after each step [steps, M, C, N] and of the state before; `later` is what the steps after these
+        add to the last one's.
+        """
+        of_states = grad[steps, ..., None] * self.C[steps, :, None]
+        for decay, of_state in zip(decays.unbind()[::-1], of_states.unbind()[::-1]):
+            later = of_state.add_(later) * decay
+        return of_states, later
+
+
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "causal_conv1d_fn": causal_conv1d,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba_selective_scan": selective_scan,
 }
 """By the names of transformers' functions, whose arguments they take."""
 
@@ -308,5 +464,6 @@ RETURN_STATES = frozenset({"torch_chunk_gated_delta_rule", "chunk_kimi_delta_att
 
 NOT_ON_A_STREAM = frozenset(
     {"kwargs", "chunk_size", "initial_state", "initial_states", "output_final_state", "return_final_states"}
+    | {"return_last_state", "use_mambapy", "use_associative_scan"}
 )
-"""Arguments of transformers' functions that ours need not have: states, the length of chunks, what is ignored."""
+"""Arguments of transformers' functions that ours need not have: states, the length of chunks, other ways to compute."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from automodel_lite.attention import packed_mixers
 from automodel_lite.attention.mixer_functions import FUNCTIONS, packed_function
 from tests.attention.hybrids import HYBRIDS, InFloat64
 
@@ -30,7 +31,9 @@ FUNCTION_OF = {
     "torch_chunk_gated_delta_rule": "qwen3_next",
     "chunk_kimi_delta_attention": "kimi_linear",
     "mamba2_chunk_scan": "nemotron_h",
+    "mamba_selective_scan": "jamba",
 }
+CHANNELS_FIRST = {"causal_conv1d_fn", "mamba_selective_scan"}
 
 
 def function_of(name: str, model_type: str) -> Any:
@@ -55,6 +58,11 @@ def inputs(name: str, num_tokens: int) -> tuple[dict[str, Tensor], dict[str, Ten
         streams |= {"B": normal(num_tokens, G, D), "C": normal(num_tokens, G, D)}
         weights = {"A": -(2 * normal(H)).exp(), "D": normal(H), "dt_bias": normal(H)}
         return streams, weights, {"dt_softplus": True, "dt_limit": (0.01, 3.0)}
+    if name == "mamba_selective_scan":
+        streams = {key: normal(num_tokens, C) for key in ("hidden_states", "dt", "z")}
+        streams |= {key: normal(num_tokens, 1, D) for key in ("B", "C")}
+        weights = {"A": -(2 * normal(C, D)).exp(), "D": normal(C), "delta_bias": normal(C)}
+        return streams, weights, {"delta_softplus": True}
     per_channel = name == "chunk_kimi_delta_attention"
     keys, decays = (H, (H, D)) if per_channel else (G, (H,))
     streams = {"query": normal(num_tokens, keys, D), "key": normal(num_tokens, keys, D)}
@@ -66,13 +74,13 @@ def by_document(name: str, lens: list[int], streams: dict[str, Tensor], **rest: 
     """The slow twin."""
     function = inspect.unwrap(function_of(name, FUNCTION_OF[name]))
     rest |= {"chunk_size": 64} if name == "mamba2_chunk_scan" else {}
-    is_conv = name == "causal_conv1d_fn"
+    is_turned = name in CHANNELS_FIRST
     outs = []
     for parts in zip(*(x.split(lens) for x in streams.values())):
-        of_document = {n: x.t()[None] if is_conv else x[None] for n, x in zip(streams, parts)}
+        of_document = {n: x.flatten(1).t()[None] if is_turned else x[None] for n, x in zip(streams, parts)}
         out = function(**of_document, **rest)
         out = out[0] if isinstance(out, tuple) else out
-        outs.append(out[0].t() if is_conv else out[0])
+        outs.append(out[0].t() if is_turned else out[0])
     return torch.cat(outs)
 
 
@@ -110,6 +118,16 @@ def test_a_stream_equals_its_documents(name: str, lens: list[int]) -> None:
     assert ours < 3 * theirs
 
 
+@pytest.mark.parametrize("name", ["causal_conv1d_fn", "mamba_selective_scan"])
+def test_the_order_of_a_gpu_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole streams and chunks side by side, where a CPU takes tokens a few at a time."""
+    for lens in DOCUMENTS.values():
+        want = output_and_gradients(of_stream, name, lens, torch.float64)
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_mixers, "_has_cache", lambda _: False)
+            assert largest_error(output_and_gradients(of_stream, name, lens, torch.float64), want) < 1e-12
+
+
 def test_bf16_is_computed_in_fp32() -> None:
     for name in FUNCTION_OF:
         with torch.autocast("cpu", torch.bfloat16):
@@ -125,11 +143,12 @@ def test_all_families_have_functions_that_ours_replace() -> None:
         model_type = family.partition("-")[0].removesuffix("_text")
         module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
         for name in FUNCTIONS.keys() & vars(module).keys():
-            assert (packed_function(getattr(module, name), name) is None) == (name == "mamba_selective_scan")
+            assert packed_function(getattr(module, name), name) is not None
             ours.append(name)
     assert {name: ours.count(name) for name in FUNCTION_OF} == {
         "causal_conv1d_fn": 20,
         "torch_chunk_gated_delta_rule": 6,
         "chunk_kimi_delta_attention": 2,
         "mamba2_chunk_scan": 6,
+        "mamba_selective_scan": 3,
     }
