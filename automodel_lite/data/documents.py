@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
@@ -148,33 +148,6 @@ class DocumentList:
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"
-
-
-def document_texts(rows: DocumentSet, max_chars: int) -> Iterator[str]:
-    """Yields the texts of the documents, for training a tokenizer, until `max_chars` characters were given.
-
-    Bad rows are passed over here: they are reported, or counted, when the documents are tokenized.
-    """
-    num_chars = 0
-    for index in range(len(rows)):
-        try:
-            document = rows[index]
-        except DataError:
-            continue
-        for text in _texts(document):
-            yield text
-            num_chars += len(text)
-        if num_chars >= max_chars:
-            return
-
-
-def _texts(document: Document) -> Iterator[str]:
-    for message in document.get("messages", ()):
-        if message.get("content"):
-            yield message["content"]
-    for key in ("system", "prompt", "completion", "text"):
-        if document.get(key):
-            yield document[key]
 
 
 ROLES = {

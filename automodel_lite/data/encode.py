@@ -297,7 +297,7 @@ class Renderer:
         self._train_on = train_on
         has_template = tokenizer.chat_template is not None
         self._chat = ChatRenderer(tokenizer, train_on, template_kwargs) if has_template else None
-        self._no_template = no_template(tokenizer)
+        self._tokenizer = tokenizer
         self._bos, self._eos = _text_frame(tokenizer)
         stop_tokens = [*self._chat.stop_tokens] if self._chat is not None else []
         stop_tokens += [self._eos] if self._eos else []
@@ -310,7 +310,9 @@ class Renderer:
             DataError: the document cannot be rendered (says why, not where).
         """
         if "messages" in document:
-            renderings = self._need_chat().renderings(document["messages"], document.get("tools"))
+            if self._chat is None:
+                raise ConfigError(f"the data are chats, and {no_template(self._tokenizer)}")
+            renderings = self._chat.renderings(document["messages"], document.get("tools"))
         elif "completion" in document:
             renderings = [self._prompt_completion(document)]
         else:
@@ -318,11 +320,6 @@ class Renderer:
         for rendering in renderings:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
             sound_text(rendering.text, "the text to tokenize")
         return renderings
-
-    def _need_chat(self) -> ChatRenderer:
-        if self._chat is None:
-            raise ConfigError(f"the data are chats, and {self._no_template}")
-        return self._chat
 
     def _prompt_completion(self, document: Document) -> Rendering:
         prompt, completion = document["prompt"], document["completion"]

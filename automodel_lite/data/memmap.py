@@ -21,6 +21,7 @@ import numpy as np
 from automodel_lite.config.rules import Count, OneOf, PathStr
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.documents import DocumentList, Documents, DocumentSet, Question, TokenizedData
+from automodel_lite.data.readers import ConcatenatedRows
 from automodel_lite.data.token_rows import ID_DTYPE, RowCounts, Rows, WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK
@@ -117,8 +118,8 @@ class MemmapCorpus:
 
     def __post_init__(self) -> None:
         paths = [self.path] if isinstance(self.path, str) else list(self.path)
-        parts = [self._open(path, "dataset.path") for path in paths]
-        self.rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
+        corpora = [self._open(path, "dataset.path") for path in paths]
+        self.rows = corpora[0] if len(corpora) == 1 else JoinedRows(corpora)
         named = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
         self.val_rows = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
         self.description = f"{', '.join(Path(path).name for path in paths)}: {len(self.rows):,} documents, "
@@ -152,25 +153,12 @@ class MemmapCorpus:
         return MemmapRows(_bin_path(path), dtype, offsets, self.bos_id, self.eos_id)
 
 
-@dataclass(frozen=True)
-class JoinedRows(Rows):
-    """Rows of several sources end to end."""
-
-    parts: Sequence[Rows]
+class JoinedRows(ConcatenatedRows, Rows):
+    """Rows of several corpora end to end."""
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.concatenate([part.lengths for part in self.parts])
-
-    def __len__(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        for part in self.parts:
-            if index < len(part):
-                return part[index]
-            index -= len(part)
-        raise IndexError(index)
+        return np.concatenate([corpus.lengths for corpus in self.parts])
 
 
 def check_token_ids(rows: Rows, name: str, vocab_size: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from automodel_lite.config.rules import Seed
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.documents import Documents, DocumentSet, Question, TokenizedData
+from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.readers import ConcatenatedRows
 from automodel_lite.data.token_rows import Rows
 from automodel_lite.errors import ConfigError
@@ -205,6 +206,8 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
         what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"
         raise ConfigError(f"dataset.sources.{name}: {what}; a source has dataset, weight or repeat, max_documents.")
     source = Source(**settings)
+    if isinstance(source.dataset, StreamingDataset):
+        raise ConfigError(f"dataset.sources.{name} is a stream, whose tokens are not known: use dataset=files for it.")
     if source.weight is not None and "repeat" in settings:
         raise ConfigError(
             f"dataset.sources.{name} has weight={source.weight} and repeat={source.repeat}: give one of them."

@@ -181,17 +181,17 @@ class RowList:
 
 
 @dataclass(frozen=True)
-class JsonArray:
-    """The objects of one JSON array; a place is the number of the object, from 1."""
+class NumberedRows:
+    """Rows of a JSON array or a `datasets.Dataset`; a place is the number of the row, from 1."""
 
-    rows: Sequence[Any]
+    rows: Any
     name: str
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> RawRow:
-        row = self.rows[index]
+        row = self.rows[int(index)]
         if not isinstance(row, dict):
             raise DataError(f"{self.where(index)}: a row must be a JSON object, not {type(row).__name__}.")
         return row
@@ -203,7 +203,7 @@ class JsonArray:
 def open_json(path: Path, name: str) -> RawRows:
     """A `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
     lines = open_json_lines(path, name)
-    return lines if _has_row_a_line(lines) else JsonArray(_json_array(path, name), name)
+    return lines if _has_row_a_line(lines) else NumberedRows(_json_array(path, name), name)
 
 
 def _has_row_a_line(lines: JsonLines) -> bool:
@@ -310,10 +310,10 @@ def _csv_row(header: list[str], values: list[str], where: str) -> RawRow | DataE
 
 
 class ConcatenatedRows:
-    """Several sources end to end."""
+    """Rows of several sources end to end: raw ones, documents or token rows."""
 
-    def __init__(self, parts: Sequence[RawRows]):
-        self._parts = parts
+    def __init__(self, parts: Sequence[Any]):
+        self.parts = parts
         self._starts = [0, *accumulate(len(part) for part in parts)]
 
     def __len__(self) -> int:
@@ -327,11 +327,11 @@ class ConcatenatedRows:
         part, row = self._find(index)
         return part.where(row)
 
-    def _find(self, index: int) -> tuple[RawRows, int]:
+    def _find(self, index: int) -> tuple[Any, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         position = bisect_right(self._starts, index) - 1
-        return self._parts[position], index - self._starts[position]
+        return self.parts[position], index - self._starts[position]
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,12 @@ def open_rows(
     if files and (missing := [one for one in paths if not found[one]]):
         raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
     if files:
-        rows = [_open_file(file, split, delimiter) for file in files]
+        rows = []
+        for file in files:
+            try:
+                rows.append(_open_file(file, split, delimiter))
+            except OSError as error:
+                raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
         shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
         identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
         return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
@@ -418,13 +423,6 @@ def _stamp(path: Path) -> str:
 
 
 def _open_file(path: Path, split: str, delimiter: str | None) -> RawRows:
-    try:
-        return _open_kind(path, split, delimiter)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}).") from error
-
-
-def _open_kind(path: Path, split: str, delimiter: str | None) -> RawRows:
     if path.is_dir():
         return open_arrow(path, path.name, "", split)
     if split != "train":
@@ -516,21 +514,11 @@ def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
     return OpenedRows(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")
 
 
-@dataclass(frozen=True)
-class ArrowRows:
-    """Rows of a `datasets.Dataset`; nulls that Arrow fills into objects of different shapes are taken out."""
-
-    dataset: Any
-    name: str
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+class ArrowRows(NumberedRows):
+    """Nulls that Arrow fills into objects of different shapes are taken out."""
 
     def __getitem__(self, index: int) -> RawRow:
-        return {column: without_nulls(value) for column, value in self.dataset[int(index)].items()}
-
-    def where(self, index: int) -> str:
-        return f"{self.name}[{index + 1}]"
+        return {column: without_nulls(value) for column, value in super().__getitem__(index).items()}
 
 
 def without_nulls(value: Any) -> Any:

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
 from automodel_lite.data.cache import build_once, default_cache_dir, short_hash
-from automodel_lite.data.documents import Documents, document_texts
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.data.documents import Document, Documents, DocumentSet
+from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
@@ -92,11 +92,38 @@ def train_bpe_tokenizer(
     }
 
     def build(folder: Path) -> None:
-        _train(document_texts(documents.train, max_chars), vocab_size).save_pretrained(folder)
+        _train(_document_texts(documents.train, max_chars), vocab_size).save_pretrained(folder)
 
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     entry = build_once(root, "tokenizers", f"bpe{vocab_size}", key, build)
     return PreTrainedTokenizerFast.from_pretrained(entry.folder)
+
+
+def _document_texts(rows: DocumentSet, max_chars: int) -> Iterator[str]:
+    """Yields the texts of the documents until `max_chars` characters were given.
+
+    Bad rows are passed over here: they are reported, or counted, when the documents are tokenized.
+    """
+    num_chars = 0
+    for index in range(len(rows)):
+        try:
+            document = rows[index]
+        except DataError:
+            continue
+        for text in _texts(document):
+            yield text
+            num_chars += len(text)
+        if num_chars >= max_chars:
+            return
+
+
+def _texts(document: Document) -> Iterator[str]:
+    for message in document.get("messages", ()):
+        if message.get("content"):
+            yield message["content"]
+    for key in ("system", "prompt", "completion", "text"):
+        if document.get(key):
+            yield document[key]
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

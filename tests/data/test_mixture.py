@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from automodel_lite.data.documents import TokenizedData
-from automodel_lite.data.files import FilesDataset
+from automodel_lite.data.files import FilesDataset, StreamingDataset
 from automodel_lite.data.memmap import MemmapCorpus, write_memmap
 from automodel_lite.data.mixture import MixedRows, Mixture, choose_documents
 from automodel_lite.data.packing.packs import PackedDataset
@@ -167,6 +167,12 @@ def test_settings_that_cannot_be(tmp_path: Path, source: dict, message: str) -> 
     with pytest.raises(ConfigError) as caught:
         Mixture({"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 2, 3), **source}})
     assert str(caught.value) == message
+
+
+def test_a_stream_is_no_source(tmp_path: Path) -> None:
+    texts(tmp_path / "a.jsonl", "a", 2, 3)
+    with pytest.raises(ConfigError, match=r"dataset.sources.a is a stream, whose tokens are not known"):
+        Mixture({"a": {"dataset": StreamingDataset(str(tmp_path / "a.jsonl"))}})
 
 
 def test_weights_for_all_or_none(tmp_path: Path) -> None:

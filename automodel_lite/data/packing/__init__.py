@@ -3,5 +3,5 @@
 plan.py       plan_packs(lengths, ...) -> PackPlan: settings, over-long documents, counts; the strategies
 histogram.py  best-fit on the histogram of lengths; ExactFiller, which fills the tail of each pack by subset-sum
 packs.py      Packer, the options of the config node `packed_sequence`; PackedDataset, which reads packs lazily; batches
-report.py     what a plan costs and gains, as text and as data; packs and masks drawn
+report.py     what a plan costs and gains, as text and as data
 """

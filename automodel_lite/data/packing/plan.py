@@ -242,19 +242,38 @@ class PlanCounts:
 
 
 @dataclass(frozen=True)
-class PackPlan:
-    """doc_ids int32|int64 [P], offsets int64 [packs + 1], tokens_per_pack int64 [packs] (real tokens).
+class Pieces:
+    """Documents or parts of them.
 
-    starts, stops: int64 [P], the tokens of each document that are meant; None where every document is whole.
+    doc_ids         int32|int64 [P]
+    starts, stops   int64 [P], the tokens of each document that are meant; None where every document is whole
+    """
+
+    doc_ids: np.ndarray
+    starts: np.ndarray | None = None
+    stops: np.ndarray | None = None
+
+    def piece_lengths(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
+        """Real tokens of the entries of doc_ids, all or a part of them, int64; `lengths` are those of documents."""
+        if self.starts is None or self.stops is None:
+            return np.asarray(lengths)[self.doc_ids[part]].astype(np.int64, copy=False)
+        return self.stops[part] - self.starts[part]
+
+    def taken(self, order: np.ndarray) -> Pieces:
+        whole = self.starts is None or self.stops is None
+        return Pieces(self.doc_ids[order]) if whole else Pieces(*(x[order] for x in vars(self).values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackPlan(Pieces):
+    """offsets int64 [packs + 1] into doc_ids, tokens_per_pack int64 [packs] (real tokens).
+
     `lower_bound` and `num_packs_made` are packs before `max_packs` took its sample. `note` says what was decided on the
     way (one sentence or empty).
     """
 
-    doc_ids: np.ndarray
     offsets: np.ndarray
     tokens_per_pack: np.ndarray
-    starts: np.ndarray | None
-    stops: np.ndarray | None
     packed_sequence_size: int
     slot_multiple: int
     strategy: str
@@ -273,12 +292,8 @@ class PackPlan:
     def documents_per_pack(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def piece_lengths(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
-        """Real tokens of the entries of doc_ids, all or a part of them, int64."""
-        return _Pieces(self.doc_ids, self.starts, self.stops).lengths(lengths, part)
-
     def slots(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
-        """The same, rounded up to slot_multiple."""
+        """`piece_lengths`, rounded up to slot_multiple."""
         return -(-self.piece_lengths(lengths, part) // self.slot_multiple) * self.slot_multiple
 
     def fingerprint(self) -> str:
@@ -326,14 +341,14 @@ def plan_packs(
         pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
         bound = len(offsets) - 1
     else:
-        pieces, offsets = pool.taken(packed.order) if pool else _Pieces(packed.order), packed.offsets
+        pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
         bound = len(offsets) - 1 if strategy.is_ragged else lower_bound(histogram_of(slots, size), size)
     num_packs_made = len(offsets) - 1
     if max_packs is not None and max_packs < num_packs_made:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
     tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
     for packs, part, begins in pack_blocks(offsets):
-        tokens_per_pack[packs] = np.add.reduceat(pieces.lengths(lengths, part), begins)
+        tokens_per_pack[packs] = np.add.reduceat(pieces.piece_lengths(lengths, part), begins)
     return PackPlan(
         doc_ids=pieces.doc_ids.astype(_id_dtype(lengths), copy=False),
         offsets=offsets,
@@ -375,26 +390,7 @@ def _id_dtype(lengths: np.ndarray) -> type[np.integer]:
     return np.int32 if len(lengths) < 2**31 else np.int64
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Documents or parts of them: doc_ids [P], starts and stops [P] (None: all whole)."""
-
-    doc_ids: np.ndarray
-    starts: np.ndarray | None = None
-    stops: np.ndarray | None = None
-
-    def lengths(self, of_documents: np.ndarray, part: Part = slice(None)) -> np.ndarray:
-        """int64, of all or of a part."""
-        if self.starts is None or self.stops is None:
-            return np.asarray(of_documents)[self.doc_ids[part]].astype(np.int64, copy=False)
-        return self.stops[part] - self.starts[part]
-
-    def taken(self, order: np.ndarray) -> _Pieces:
-        whole = self.starts is None or self.stops is None
-        return _Pieces(self.doc_ids[order]) if whole else _Pieces(*(x[order] for x in vars(self).values()))
-
-
-def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int) -> tuple[_Pieces, np.ndarray]:
+def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int) -> tuple[Pieces, np.ndarray]:
     """The pieces of documents that lie end to end in `packed.order`, cut at its offsets, which are in slots."""
     order, pack_starts = packed.order, packed.offsets[:-1]
     ends = np.cumsum(slots[order])
@@ -407,10 +403,10 @@ def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multipl
     # The last slot of a document may not be full.
     piece_lengths = np.minimum((stops - starts) * slot_multiple, lengths[doc_ids] - piece_starts)
     offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
-    return _Pieces(doc_ids, piece_starts, piece_starts + piece_lengths), offsets
+    return Pieces(doc_ids, piece_starts, piece_starts + piece_lengths), offsets
 
 
-def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> tuple[_Pieces | None, np.ndarray]:
+def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> tuple[Pieces | None, np.ndarray]:
     """What `overlong` leaves of the documents, none over `size` tokens, and the lengths of it; None: all of them."""
     if not overlong or lengths.max() <= size:
         return None, lengths
@@ -425,24 +421,24 @@ def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> tuple[_Piece
         )
     if overlong == "truncate":
         stops = np.minimum(lengths, size, dtype=np.int64)
-        return _Pieces(everything, np.zeros(len(lengths), np.int64), stops), stops
+        return Pieces(everything, np.zeros(len(lengths), np.int64), stops), stops
     if overlong == "split":
         num_pieces = -(-lengths // size)
         doc_ids = np.repeat(everything, num_pieces)
         nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
         starts = nth * size
-        pieces = _Pieces(doc_ids, starts, np.minimum(starts + size, lengths[doc_ids]))
-        return pieces, pieces.lengths(lengths)
+        pieces = Pieces(doc_ids, starts, np.minimum(starts + size, lengths[doc_ids]))
+        return pieces, pieces.piece_lengths(lengths)
     if long.all():
         raise DataError(
             f"all {len(lengths)} documents are over packed_sequence.packed_sequence_size={size} (the shortest has "
             f"{int(lengths.min())} tokens) and would be dropped: raise it, or set packed_sequence.overlong to truncate "
             "or split."
         )
-    return _Pieces(everything[~long]), lengths[~long]
+    return Pieces(everything[~long]), lengths[~long]
 
 
-def _sample(pieces: _Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[_Pieces, np.ndarray]:
+def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[Pieces, np.ndarray]:
     """`max_packs` random packs in the order of the plan: every document has the same chance."""
     chosen = np.sort(seeded_order(len(offsets) - 1, seed, epoch)[:max_packs])
     sizes = np.diff(offsets)[chosen]
@@ -451,7 +447,7 @@ def _sample(pieces: _Pieces, offsets: np.ndarray, max_packs: int, seed: int, epo
     return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
 
 
-def _count(lengths: np.ndarray, pieces: _Pieces, packed_tokens: int, size: int, overlong: str) -> PlanCounts:
+def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, size: int, overlong: str) -> PlanCounts:
     long = lengths[lengths > size]
     tokens = int(lengths.sum())
     dropped, truncated = (long if overlong == name else long[:0] for name in ("drop", "truncate"))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from automodel_lite.data.packing.report import draw_histogram, draw_mask, draw_pack
+from recipes.inspect_data import draw_histogram, draw_mask, draw_pack
 
 
 def test_a_letter_a_document_and_dots_for_padding() -> None:
