@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel
-from automodel_lite.attention.spec import attention_spec
+from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import compose_config, imported
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TokenizeConfig, TrainOn
@@ -31,7 +31,7 @@ def install_attention(model: transformers.PreTrainedModel, kernel: AttentionKern
     Call the model with `to_thd(batch).model_inputs()` from then on. Two short documents are run through the model;
     raises ConfigError when one of them sees the other, or the family does not fit packed attention.
     """
-    kernel, why = choose_attention(kernel, attention_spec(model.config, model.device, model.dtype))
+    kernel, why = choose_attention(kernel, attention_specs(model.config, model.device, model.dtype))
     install(model, kernel)
     check_packing_isolation(model, model.device)
     return why

@@ -20,9 +20,10 @@ Legend: T tokens of the stream, N documents (slots), B rows, S row length, H hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +34,36 @@ mixer, which costs a small model on a CPU as much as some hundred tokens.
 """
 
 
+_Self = TypeVar("_Self", bound="Tensors")
+_ON_HOST = {"stays": "on the host"}
+
+
 @dataclass(frozen=True)
-class DocumentRows:
+class Tensors:
+    """A dataclass of tensors, plain values, and more of its kind."""
+
+    def map_tensors(self: _Self, function: Callable[[Tensor], Tensor]) -> _Self:
+        """The same with `function` of its tensors, but for what stays on the host; what was one tensor stays one."""
+        mapped: _Self = _mapped(self, function, {})
+        return mapped
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in known:
+            known[id(value)] = function(value)
+        return known[id(value)]
+    if isinstance(value, tuple):
+        parts = [_mapped(part, function, known) for part in value]
+        return Segments(*parts) if isinstance(value, Segments) else tuple(parts)
+    if isinstance(value, Tensors):
+        given = [each.name for each in fields(value) if each.metadata != _ON_HOST]
+        return replace(value, **{name: _mapped(getattr(value, name), function, known) for name in given})
+    return value
+
+
+@dataclass(frozen=True)
+class DocumentRows(Tensors):
     """rows       int64 [n, L] each: positions in the stream; behind its end, a document's last position is repeated
     to_stream  int64 [T]: where each position of the stream is in all rows, flattened one after the other
     cu_seqlens int32 [N + 1] and seq_idx int32 [1, T] (the document of each token): what kernels of packages want
@@ -45,16 +74,7 @@ class DocumentRows:
     to_stream: Tensor
     cu_seqlens: Tensor
     seq_idx: Tensor
-    cu_host: Tensor
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DocumentRows:
-        return replace(
-            self,
-            rows=tuple(function(rows) for rows in self.rows),
-            to_stream=function(self.to_stream),
-            cu_seqlens=function(self.cu_seqlens),
-            seq_idx=function(self.seq_idx),
-        )
+    cu_host: Tensor = field(metadata=_ON_HOST)
 
     def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
         """`mix` on the rows of each of `streams`, [T, ...] each -> [n, L, ...]; its results [n, L, ...] -> [T, ...]."""
@@ -161,65 +181,77 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
 
+class AttentionInputs(NamedTuple):
+    """What a kernel is called with: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    segments: Segments
+    options: AttentionOptions
+
+
 class Exchange(Protocol):
     """What context parallelism does around the kernel of each attention layer."""
 
-    def attend(
-        self,
-        kernel: Callable[..., Tensor],
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """This rank's q, k, v [T / cp, H, D] -> the output of its own tokens.
+    def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
+        """This rank's q, k, v, of T / cp tokens -> the output of its own tokens.
 
-        segments  of the plan, or their cuts in a layer with chunked attention
+        The segments are those of the plan, or their cuts in a layer with chunked attention.
         """
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Exchange:
-        """The same exchange with `function` of each of its tensors."""
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """What this rank's kernel works on, see `Segments`, and what to do around it.
-
-    exchange  None without context parallelism
+class AttentionPlan(Tensors):
+    """segments  what this rank's kernel works on
+    exchange  what to do around it; None without context parallelism
     """
 
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
+    segments: Segments
     exchange: Exchange | None = None
 
-    @property
-    def segments(self) -> Segments:
-        return Segments(self.cu_q, self.cu_k, self.max_q, self.max_k)
+    @cached_property
+    def _cuts(self) -> dict[int, Segments]:
+        return {}
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AttentionPlan:
-        """The plan with `function` of its tensors; what was one tensor stays one."""
-        cu_q = function(self.cu_q)
-        cu_k = cu_q if self.cu_k is self.cu_q else function(self.cu_k)
-        exchange = None if self.exchange is None else self.exchange.map_tensors(function)
-        return replace(self, cu_q=cu_q, cu_k=cu_k, exchange=exchange)
+    def cut(self, chunk: int | None) -> Segments:
+        """The segments of a layer with chunked attention: made once, for all such layers. None is a layer without."""
+        if chunk is None:
+            return self.segments
+        if chunk not in self._cuts:
+            self._cuts[chunk] = cut_at_chunks(self.segments, chunk)
+        return self._cuts[chunk]
+
+
+def cut_at_chunks(segments: Segments, chunk: int) -> Segments:
+    """Segments cut at multiples of `chunk` inside each document, so that queries see the keys of their own chunk only.
+
+    A document has as many pieces as the longest one, the last of them empty: the number of pieces is known without
+    waiting for the device. Queries are the last ones of their keys (context parallelism): early pieces may have none.
+
+        cu [0, 5, 7], chunk 2 -> [0, 2, 4, 5, 7, 7, 7]      (pieces of 2, 2, 1 and 2, 0, 0)
+    """
+    cu_q, cu_k, max_q, max_k = segments
+    starts = torch.arange(0, max_k, chunk, device=cu_k.device, dtype=cu_k.dtype)
+    q_lens, k_lens = cu_q.diff()[:, None], cu_k.diff()[:, None]
+    cut_q = cut_k = torch.cat([(cu_k[:-1, None] + starts.minimum(k_lens)).flatten(), cu_k[-1:]])
+    if cu_k is not cu_q:
+        within = (starts - (k_lens - q_lens)).clamp(min=0).minimum(q_lens)
+        cut_q = torch.cat([(cu_q[:-1, None] + within).flatten(), cu_q[-1:]])
+    return Segments(cut_q, cut_k, min(max_q, chunk), min(max_k, chunk))
 
 
 class MixerExchange(Protocol):
     """What context parallelism does around a layer that mixes tokens in other ways than attention: each rank gets
-    either all tokens of some heads, or whole documents. [T / cp] are this rank's tokens, [T] the whole stream, [T'] the
-    documents that this rank owns.
+    either all tokens of some heads, or whole documents. [T / cp] are this rank's tokens, [T] the whole stream.
     """
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
-    @property
-    def owned(self) -> DocumentRows:
-        """The documents that this rank mixes when whole documents are distributed, as rows of [T']."""
+    def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
+        """As `DocumentRows.each`, of streams [T / cp, ...]: each rank mixes whole documents."""
 
     def own(self, x_T: Tensor) -> Tensor:
         """[T, ...] -> [T / cp, ...]."""
@@ -236,18 +268,9 @@ class MixerExchange(Protocol):
     def part(self, weight: Tensor, dim: int) -> Tensor:
         """The slice of a weight that belongs to this rank's heads."""
 
-    def to_owner(self, x_TC: Tensor) -> Tensor:
-        """[T / cp, ...] -> [T', ...]."""
-
-    def from_owner(self, x_TC: Tensor) -> Tensor:
-        """[T', ...] -> [T / cp, ...]."""
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> MixerExchange:
-        """The same exchange with `function` of each of its tensors."""
-
 
 @dataclass(frozen=True)
-class MixerPlan:
+class MixerPlan(Tensors):
     """What layers get that mix tokens in other ways than attention.
 
     stream    the documents of the whole stream
@@ -257,13 +280,13 @@ class MixerPlan:
     stream: DocumentRows
     exchange: MixerExchange | None = None
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> MixerPlan:
-        exchange = None if self.exchange is None else self.exchange.map_tensors(function)
-        return replace(self, stream=self.stream.map_tensors(function), exchange=exchange)
+    def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
+        """As `DocumentRows.each`, of this rank's streams."""
+        return (self.exchange or self.stream).each(mix, streams)
 
 
 @dataclass(frozen=True)
-class ThdBatch:
+class ThdBatch(Tensors):
     """One micro-batch of one rank.
 
     input_ids, labels, position_ids  int64 [T], this rank's tokens (T / cp of them after `cp_shard`); labels are
@@ -292,14 +315,6 @@ class ThdBatch:
     attention: AttentionPlan
     mixers: MixerPlan | None
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ThdBatch:
-        """The batch with `function` of each of its tensors."""
-        tensors: dict[str, Any] = {
-            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        mixers = None if self.mixers is None else self.mixers.map_tensors(function)
-        return replace(self, **tensors, attention=self.attention.map_tensors(function), mixers=mixers)
-
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
         """The batch on `device`. The copies overlap with work on the GPU only if the batch was pinned."""
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -309,22 +324,12 @@ class ThdBatch:
         return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of a Hugging Face causal LM that runs on one of our kernels.
+        """Keyword arguments of a Hugging Face causal LM that runs on one of our kernels, which takes `packed` out.
 
         `use_cache=False` is not an optimization: with a cache, transformers drops its own packed mask in silence.
         """
-        plan = self.attention
-        inputs = {
-            "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None],
-            "use_cache": False,
-            "cu_seq_lens_q": plan.cu_q,
-            "cu_seq_lens_k": plan.cu_k,
-            "max_length_q": plan.max_q,
-            "max_length_k": plan.max_k,
-            "mixer_plan": self.mixers,
-        }
-        return inputs if plan.exchange is None else inputs | {"cp_exchange": plan.exchange}
+        tokens = {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None]}
+        return {**tokens, "use_cache": False, "packed": self}
 
 
 def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
@@ -358,9 +363,18 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         max_seqlen=max_seqlen,
         num_tokens=int(lens.sum()),
         num_label_tokens=len(label_rows),
-        attention=AttentionPlan(cu_padded, cu_padded, max_seqlen, max_seqlen),
+        attention=AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen)),
         mixers=MixerPlan(document_rows(cu_padded)) if with_mixers else None,
     )
+
+
+def stream_of(documents: Iterable[Tensor], device: torch.device | str = "cpu") -> ThdBatch:
+    """The unpadded stream of documents, int64 [L] each; their labels are the ids themselves."""
+    documents = list(documents)
+    ids, lens = torch.cat(documents), torch.tensor([[len(document) for document in documents]])
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    row = {"input_ids": ids[None], "labels": ids[None], "position_ids": positions[None]}
+    return to_thd({**row, "seq_lens": lens, "seq_lens_padded": lens}).to(device)
 
 
 def per_token() -> list[str]:

@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_lite.attention.interface import install, stream_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
-from automodel_lite.models.adapter import cast_frozen
-from automodel_lite.models.layers import decoder_layers, recompute_layers
+from automodel_lite.models.layers import cast_frozen, decoder_layers, recompute_layers
 from automodel_lite.models.lora import Lora
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.thd import stream_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "roofline.md"
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})

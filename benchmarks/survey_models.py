@@ -42,7 +42,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import recipes.train_ft as train_ft
 from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.spec import attention_spec
+from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
@@ -207,7 +207,7 @@ def alone(family: str, folder: Path) -> str:
     (folder / "truth.json").write_text(json.dumps(step_of(truth)))
     finding.native = native_packing(folder, truth)
     try:
-        attention_spec(model.config, "cpu", torch.float32)
+        attention_specs(model.config, "cpu", torch.float32)
         install(model, ReferenceAttention())
         check_packing_isolation(model)
     except ConfigError as error:

@@ -34,7 +34,7 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape,
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.metrics import Console, quiet_libraries
-from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, ThdBatch, labeled_rows, to_thd
+from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, Segments, ThdBatch, labeled_rows, to_thd
 from automodel_lite.tools.verify import (
     Check,
     Sample,
@@ -265,7 +265,7 @@ def shifted_once_more(batch: ThdBatch) -> ThdBatch:
 def one_segment(batch: ThdBatch) -> AttentionPlan:
     """The fault of a lost boundary: the pack is one document."""
     cu = torch.tensor([0, len(batch.input_ids)], dtype=torch.int32)
-    return AttentionPlan(cu, cu, len(batch.input_ids), len(batch.input_ids))
+    return AttentionPlan(Segments(cu, cu, len(batch.input_ids), len(batch.input_ids)))
 
 
 def mean_of(steps: list[Step]) -> Step:

@@ -31,24 +31,23 @@ def test_to_thd_counts_and_boundaries() -> None:
     assert thd.cu_seqlens.tolist() == [0, 3, 5, 10]
     assert thd.cu_seqlens_padded.tolist() == [0, 4, 6, 12]
     assert (thd.max_seqlen, thd.num_tokens, thd.num_label_tokens) == (6, 10, 10)
-    assert thd.attention.cu_q is thd.attention.cu_k
-    assert thd.attention.cu_q.tolist() == [0, 4, 6, 12]
+    assert thd.attention.segments.cu_q is thd.attention.segments.cu_k
+    assert thd.attention.segments.cu_q.tolist() == [0, 4, 6, 12]
     inputs = thd.model_inputs()
     assert inputs["input_ids"].shape == (1, 12)
     assert inputs["use_cache"] is False
-    assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"]
-    assert "cp_exchange" not in inputs
+    assert inputs["packed"] is thd
 
 
 def test_a_moved_batch_keeps_one_tensor_one() -> None:
     moved = to_thd(batch_of([[4]], [[4]], 4)).map_tensors(torch.clone)
-    assert moved.attention.cu_q is moved.attention.cu_k
+    assert moved.attention.segments.cu_q is moved.attention.segments.cu_k
 
 
 def test_a_model_of_attention_alone_gets_no_rows() -> None:
     thd = to_thd(batch_of([[3, 2]], [[4, 4]], 8), with_mixers=False).map_tensors(torch.clone)
     assert thd.mixers is None
-    assert thd.model_inputs()["mixer_plan"] is None
+    assert thd.mixers is None
 
 
 def test_a_row_that_is_not_filled_is_refused() -> None:

@@ -1,10 +1,8 @@
 """The documents of the forward that is running, and the layers that mix their tokens in other ways than attention.
 
-`ThdBatch.model_inputs` gives them to the model's forward as keyword arguments, and every family passes those on to its
-decoder layers, Mamba excepted. Some layers drop them (Nemotron, StableLM), some mixers hand them to kernels that take
-other names. So the model holds them while it runs, and so does each decoder layer, once more when it is recomputed, and
-in whichever thread that happens. A compiled layer does not see them: a graph that contained the boundaries of one pack
-would be compiled again for the next.
+`ThdBatch.model_inputs` gives them to the model's forward, which holds them while it runs; no layer is given them.
+Families pass arguments on in their own ways, and a compiled layer's graph that contained the boundaries of one pack
+would be compiled again for the next. A layer that is recomputed sees those of its first run, in whichever thread.
 
 Other causal mixers (state spaces, delta rules, convolutions) run on the stream where their inner functions can
 (mixer_functions.py). Any other gets the documents as right-padded rows (thd.py): exact by construction, on any device,
@@ -20,7 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,88 +28,36 @@ from torch.utils import _pytree as pytree
 
 from automodel_lite.attention.mixer_functions import Recorded, patch_functions, running, split_at_documents
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import Exchange, MixerPlan, Segments
+from automodel_lite.thd import MixerPlan, ThdBatch
 
-
-@dataclass(frozen=True)
-class Documents:
-    """What `ThdBatch.model_inputs` gives to the layers, under the same names."""
-
-    cu_seq_lens_q: Tensor
-    cu_seq_lens_k: Tensor
-    max_length_q: int
-    max_length_k: int
-    mixer_plan: MixerPlan | None = None
-    cp_exchange: Exchange | None = None
-
-    @functools.cached_property
-    def _cuts(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
-
-    def segments(self, chunk: int | None) -> Segments:
-        """What attention runs over; for a layer with chunked attention its chunks, the same tensors for all such layers
-        of a forward.
-        """
-        if chunk is None:
-            return Segments(self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_q, self.max_length_k)
-        if chunk not in self._cuts:
-            self._cuts[chunk] = cut_at_chunks(self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_k, chunk)
-        return Segments(*self._cuts[chunk], min(self.max_length_q, chunk), min(self.max_length_k, chunk))
-
-
-def cut_at_chunks(cu_q: Tensor, cu_k: Tensor, max_k: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """Segments cut at multiples of `chunk` inside each document, so that queries see the keys of their own chunk only.
-
-    A document has as many pieces as the longest one, the last of them empty: the number of pieces is known without
-    waiting for the device. Queries are the last ones of their keys (context parallelism): early pieces may have none.
-
-        cu [0, 5, 7], chunk 2 -> [0, 2, 4, 5, 7, 7, 7]      (pieces of 2, 2, 1 and 2, 0, 0)
-    """
-    starts = torch.arange(0, max_k, chunk, device=cu_k.device, dtype=cu_k.dtype)
-    q_lens, k_lens = cu_q.diff()[:, None], cu_k.diff()[:, None]
-    cut_k = torch.cat([(cu_k[:-1, None] + starts.minimum(k_lens)).flatten(), cu_k[-1:]])
-    if cu_k is cu_q:
-        return cut_k, cut_k
-    within = (starts - (k_lens - q_lens)).clamp(min=0).minimum(q_lens)
-    return torch.cat([(cu_q[:-1, None] + within).flatten(), cu_q[-1:]]), cut_k
-
-
-_ARGUMENTS = tuple(field.name for field in fields(Documents))
-
-NOW: ContextVar[Documents | None] = ContextVar("documents", default=None)
+NOW: ContextVar[ThdBatch | None] = ContextVar("documents", default=None)
 """None outside a model, and in one that was called without boundaries."""
 
 
 class WithinDocuments:
-    """A forward that holds the documents it is called with, and takes them out of the arguments.
+    """A forward that holds the documents it is called with, and takes them out of the arguments."""
 
-    passes_on  leaves them in the arguments too: of the model, whose layers take them out
-    """
-
-    def __init__(self, module: nn.Module, passes_on: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.forward: Callable[..., Any] = module.forward
-        self.module = module
-        self.passes_on = passes_on
+        self.recomputing: list[Any] = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
         functools.update_wrapper(self, module.forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs[name] for name in _ARGUMENTS if name in kwargs}
-        self._keep_for_recomputation()
-        if "cu_seq_lens_q" not in given:
+    def __call__(self, *args: Any, packed: ThdBatch | None = None, **kwargs: Any) -> Any:
+        if packed is None:
             return self.forward(*args, **kwargs)
-        if not self.passes_on:
-            kwargs = {name: value for name, value in kwargs.items() if name not in given}
-        before = NOW.set(Documents(**given))
+        self._keep_for_recomputation()
+        before = NOW.set(packed)
         try:
             return self.forward(*args, **kwargs)
         finally:
             NOW.reset(before)
 
     def _keep_for_recomputation(self) -> None:
-        """transformers' own gradient checkpointing recomputes what is inside this forward."""
-        recompute = vars(self.module).get("_gradient_checkpointing_func")
-        if recompute is not None and not isinstance(recompute, WithContext):
-            self.module._gradient_checkpointing_func = WithContext(recompute)  # type: ignore[assignment]
+        """transformers' own gradient checkpointing, which may be turned on at any time."""
+        for module in self.recomputing:
+            recompute = vars(module).get("_gradient_checkpointing_func")
+            if recompute is not None and not isinstance(recompute, WithContext):
+                module._gradient_checkpointing_func = WithContext(recompute)
 
 
 class WithContext:
@@ -125,11 +71,11 @@ class WithContext:
 
 
 def hold_documents(model: transformers.PreTrainedModel) -> None:
-    """Makes `model` and its layers hold their documents, in place; idempotent."""
-    outer = (model, model.base_model)
-    for module in (*outer, *layers_of(model)):
-        if not isinstance(module.forward, WithinDocuments):
-            module.forward = WithinDocuments(module, passes_on=module in outer)  # type: ignore[method-assign]
+    """Makes `model`, and the models inside it, hold the documents they are called with, in place; idempotent."""
+    for module in model.modules():
+        is_model = isinstance(module, transformers.PreTrainedModel)
+        if is_model and not isinstance(module.forward, WithinDocuments):
+            module.forward = WithinDocuments(module)  # type: ignore[method-assign]
 
 
 def layers_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -188,7 +134,7 @@ class DecoderByRows:
         documents = NOW.get()
         if documents is None:
             return self.forward(*args, **kwargs)
-        assert documents.mixer_plan is not None
+        assert documents.mixers is not None
         ids_T = (args[0] if args else kwargs["input_ids"])[0]
         kinds: list[Any] = []  # of output, which families have their own of
 
@@ -200,18 +146,10 @@ class DecoderByRows:
 
         before = NOW.set(None)
         try:
-            hidden_TC = by_documents(mix, [ids_T], documents.mixer_plan)
+            hidden_TC = documents.mixers.each(mix, [ids_T])
         finally:
             NOW.reset(before)
         return kinds[0](last_hidden_state=hidden_TC[None])
-
-
-def by_documents(mix: Callable[[list[Tensor]], Tensor], streams: list[Tensor], plan: MixerPlan) -> Tensor:
-    """`mix` on rows of `streams` [T, ...]; under context parallelism on those of the documents that this rank owns."""
-    if plan.exchange is None:
-        return plan.stream.each(mix, streams)
-    owned = [plan.exchange.to_owner(x) for x in streams]
-    return plan.exchange.from_owner(plan.exchange.owned.each(mix, owned))
 
 
 def mixers_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -260,7 +198,7 @@ class PackedMixer:
                     "training.activation_checkpointing."
                 )
             return self.forward(*args, **kwargs)
-        assert documents.mixer_plan is not None
+        assert documents.mixers is not None
         arguments = self.signature.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         if arguments.get("attention_mask") is not None:
@@ -268,10 +206,10 @@ class PackedMixer:
                 f"{self.name} passes its own mask together with packed documents, which is not supported."
             )
         call = _Arguments.of(arguments)
-        if self._splits_inside(call, documents.mixer_plan):
-            with running(split_at_documents(documents.mixer_plan)):
+        if self._splits_inside(call, documents.mixers):
+            with running(split_at_documents(documents.mixers)):
                 return self.forward(**arguments)
-        return self._by_documents(call, documents.mixer_plan)
+        return self._by_documents(call, documents.mixers)
 
     def _splits_inside(self, call: _Arguments, plan: MixerPlan) -> bool:
         """Are the inner functions split at documents, rather than the whole mixer? Where ranks share their heads, and
@@ -297,7 +235,7 @@ class PackedMixer:
             mixed: Tensor = out
             return mixed
 
-        out = by_documents(mix, call.streams, plan)
+        out = plan.each(mix, call.streams)
         return (out[None], *rest) if rest else out[None]
 
 

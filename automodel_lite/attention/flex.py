@@ -8,18 +8,18 @@ The kernel exists only compiled: uncompiled, `flex_attention` holds [H, T, T] sc
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from automodel_lite.attention.kernel import refuse_own_exchange, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.graphs import strict_graphs
-from automodel_lite.thd import AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 BLOCK = 128  # tokens of a block of the mask: flex_attention's own default
 
@@ -44,7 +44,7 @@ class FlexAttention:
     def __init__(self, compiled: Callable[..., Any] | None = None) -> None:
         self._compiled = compiled or compiled_flex()
         self._compiled_devices = ("cuda",) if compiled is None else ("cuda", "cpu")
-        self._masks: dict[tuple[int, int, int | None, bool], tuple[weakref.ref[Tensor], BlockMask]] = {}
+        self._masks: MutableMapping[Tensor, dict[tuple[Any, ...], BlockMask]] = WeakTensorKeyDictionary()
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA: on CPU it has no backward."""
@@ -61,29 +61,19 @@ class FlexAttention:
             out = out * torch.sigmoid(lse - options.sinks)[..., None].to(out.dtype)
         return out
 
-    def block(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
+        q_THD, k_THD, v_THD, segments, options = inputs
         mask = self._block_mask(segments, len(q_THD), len(k_THD), None, causal)
         return self._attend(q_THD, k_THD, v_THD, mask, options)
 
     def block_backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        causal: bool,
+        self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`: the block once more, and back through its share exp(lse_block - lse) of the output."""
-        q, k, v = leaves = [x.detach().requires_grad_() for x in (q_THD, k_THD, v_THD)]
+        q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         with torch.enable_grad():
-            of_block = self.block(q, k, v, segments, options, causal)
+            of_block = self.block(inputs._replace(q=q, k=k, v=v), causal)
         share = (of_block[1].detach() - lse_TH).exp()[..., None]
         change = (grad_THD * (of_block[0].detach() - out_THD)).float().sum(-1, keepdim=True)
         grads = ((grad_THD * share).to(of_block[0].dtype), (share * change).squeeze(-1))
@@ -111,15 +101,12 @@ class FlexAttention:
         return out[0].transpose(0, 1), aux.lse[0].t()
 
     def _block_mask(self, segments: Segments, num_q: int, num_k: int, window: int | None, causal: bool) -> BlockMask:
-        """The mask of this batch; made by its first layer of each kind, found by the identity of its boundaries."""
+        """Made by the first layer of each kind, found by the identity of its boundaries."""
+        masks = self._masks.setdefault(segments.cu_q, {})
         kind = (num_q, num_k, window, causal)
-        known = self._masks.get(kind)
-        if known is not None and known[0]() is segments.cu_q:
-            return known[1]
-        self._masks = {of: known for of, known in self._masks.items() if known[0]() is not None}
-        mask = packed_block_mask(segments.cu_q, segments.cu_k, num_q, num_k, window, causal)
-        self._masks[kind] = (weakref.ref(segments.cu_q), mask)
-        return mask
+        if kind not in masks:
+            masks[kind] = packed_block_mask(segments.cu_q, segments.cu_k, num_q, num_k, window, causal)
+        return masks[kind]
 
 
 def packed_block_mask(

@@ -26,44 +26,39 @@ from automodel_lite.attention.documents import NOW, hold_documents, install_mixe
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.spec import UNPACKED, AttentionSpec, has_attention, layer_chunk, layer_window
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionOptions, AttentionPlan, MixerPlan, Segments, ThdBatch, document_rows
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, stream_of
 
 
-def auto_attention(spec: AttentionSpec) -> tuple[AttentionKernel, str]:
-    """The first kernel that supports the model, and one sentence with the reason, to be printed.
+def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSpec]) -> tuple[AttentionKernel, str]:
+    """The kernel, checked against what the model needs, or, for None, the first that supports it; and one sentence with
+    the reason, to be printed.
 
     Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks, wide heads), else the reference. Layers of
     several kinds get the first kernel that supports each. Raises ConfigError for mesh.cp_exchange=te, which needs
     attention=te.
     """
-    if not spec.num_heads:
+    if kernel is not None:
+        for spec in specs:
+            kernel.check(spec)
+        return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
+    if not specs:
         return ReferenceAttention(), "none: the model has no attention layers"
-    if spec.own_exchange:
+    if specs[0].own_exchange:
         raise ConfigError("mesh.cp_exchange=te needs attention=te: set it, or use mesh.cp_exchange=all_gather.")
-    if spec.device.type != "cuda":
-        return ReferenceAttention(), f"reference: the only packed kernel that trains on {spec.device.type}"
+    if specs[0].device.type != "cuda":
+        return ReferenceAttention(), f"reference: the only packed kernel that trains on {specs[0].device.type}"
     # imported here: flex_attention brings torch._dynamo, 1 CPU-s that a CPU has no use for
     from automodel_lite.attention.flex import FlexAttention
     from automodel_lite.attention.varlen import VarlenAttention
 
     kernels = (VarlenAttention(), FlexAttention(), ReferenceAttention())
-    found = [first_able(kernels, kind) for kind in spec.kinds]
+    found = [first_able(kernels, spec) for spec in specs]
     if len({kernel for kernel, _ in found}) == 1:
         return found[0]
     reasons = [
-        f"{kind.num_layers} layers with head dim {kind.head_dim} on {reason}"
-        for kind, (_, reason) in zip(spec.kinds, found)
+        f"{spec.num_layers} layers with head dim {spec.head_dim} on {reason}" for spec, (_, reason) in zip(specs, found)
     ]
-    return KernelByKind(spec, kernels), "by kind of layer: " + " / ".join(reasons)
-
-
-def choose_attention(kernel: AttentionKernel | None, spec: AttentionSpec) -> tuple[AttentionKernel, str]:
-    """A kernel, checked against what the model needs, or the best one (`attention=auto`); and why, to be printed."""
-    if kernel is None:
-        return auto_attention(spec)
-    for kind in spec.kinds:
-        kernel.check(kind)
-    return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
+    return KernelByKind(specs[0], kernels), "by kind of layer: " + " / ".join(reasons)
 
 
 def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple[AttentionKernel, str]:
@@ -86,7 +81,7 @@ class KernelByKind:
     name = "thd_by_kind"
 
     def __init__(self, spec: AttentionSpec, kernels: Sequence[AttentionKernel]) -> None:
-        self.spec = replace(spec, others=())
+        self.spec = spec
         self.kernels = kernels
         self._chosen: dict[AttentionSpec, AttentionKernel] = {}
 
@@ -97,31 +92,19 @@ class KernelByKind:
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
         """See `AttentionKernel`."""
-        return self._of(q_THD, v_THD, options)(q_THD, k_THD, v_THD, segments, options)
+        inputs = AttentionInputs(q_THD, k_THD, v_THD, segments, options)
+        return self._of(inputs)(*inputs)  # type: ignore[no-any-return]
 
-    def block(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
-        return self._of(q_THD, v_THD, options).block(q_THD, k_THD, v_THD, segments, options, causal)
+        return self._of(inputs).block(inputs, causal)  # type: ignore[no-any-return]
 
-    def block_backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def block_backward(self, inputs: AttentionInputs, *of_block: Any) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
-        kernel = self._of(q_THD, v_THD, options)
-        return kernel.block_backward(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_TH, segments, options, causal)
+        return self._of(inputs).block_backward(inputs, *of_block)  # type: ignore[no-any-return]
 
-    def _of(self, q_THD: Tensor, v_THD: Tensor, options: AttentionOptions) -> Any:
+    def _of(self, inputs: AttentionInputs) -> Any:
+        q_THD, _, v_THD, _, options = inputs
         kind = replace(
             self.spec,
             dtype=q_THD.dtype,
@@ -171,21 +154,15 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         """query [1, Hq, T, D], key, value [1, Hkv, T, D] -> ([1, T, Hq, Dv], None)."""
         documents = NOW.get()
         if documents is None:
-            raise ConfigError(
-                f"{type(module).__name__} got no cu_seq_lens_q/k: call the model with ThdBatch.model_inputs(), or, if "
-                f"you did, this family drops the arguments on the way to its attention: {UNPACKED}."
-            )
+            raise ConfigError(f"{type(module).__name__} got no documents: call the model with ThdBatch.model_inputs().")
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         window = _window(module, sliding_window)
         chunk = layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
         q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        options = AttentionOptions(scale, window, softcap, s_aux)
-        segments, exchange = documents.segments(chunk), documents.cp_exchange
-        if exchange is not None:
-            out = exchange.attend(kernel, q, k, v, segments, options)
-        else:
-            out = kernel(q, k, v, segments, options)
+        plan = documents.attention
+        inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))
+        out = kernel(*inputs) if plan.exchange is None else plan.exchange.attend(kernel, inputs)
         return out[None], None
 
     return forward
@@ -207,7 +184,7 @@ def _refuse_what_packing_cannot(
     if attention_mask is not None:
         raise ConfigError(
             f"{name} brings a mask of shape {tuple(attention_mask.shape)} to packed attention, which takes its "
-            f"documents from cu_seq_lens: this family builds masks of its own: {UNPACKED}."
+            f"documents from ThdBatch.model_inputs(): this family builds masks of its own: {UNPACKED}."
         )
     if query.shape[0] != 1:
         raise ConfigError(f"{name} got {query.shape[0]} rows: packed attention needs one stream of tokens.")
@@ -305,26 +282,6 @@ def _why_not_finite(model: nn.Module) -> str:
 def tolerance_std(dtype: torch.dtype) -> float:
     """How much logits of this dtype may differ where they should be equal."""
     return _TOLERANCE_STD if dtype == torch.float32 else _ROUNDED_TOLERANCE_STD
-
-
-def stream_of(documents: Tensor, device: torch.device | str) -> ThdBatch:
-    """Documents of one length, int64 [N, L] -> the unpadded stream of them; its labels are the ids themselves."""
-    num_documents, length = documents.shape
-    cu = torch.arange(0, documents.numel() + 1, length, dtype=torch.int32)
-    batch = ThdBatch(
-        input_ids=documents.flatten(),
-        labels=documents.flatten(),
-        position_ids=torch.arange(length).repeat(num_documents),
-        label_rows=torch.arange(documents.numel()),
-        cu_seqlens=cu,
-        cu_seqlens_padded=cu,
-        max_seqlen=length,
-        num_tokens=documents.numel(),
-        num_label_tokens=documents.numel(),
-        attention=AttentionPlan(cu, cu, length, length),
-        mixers=MixerPlan(document_rows(cu)),
-    )
-    return batch.to(device)
 
 
 def logits_of(model: nn.Module) -> Logits:

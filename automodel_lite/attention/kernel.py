@@ -19,7 +19,7 @@ from torch import Tensor
 
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 
 class AttentionKernel(Protocol):
@@ -53,22 +53,11 @@ class BlockKernel(Protocol):
     scale and softcap apply.
     """
 
-    def block(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """The output over these keys alone [Tq, Hq, Dv], and the log-sum-exp of their logits, fp32 [Tq, Hq]."""
 
     def block_backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        causal: bool,
+        self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v through these keys; `out_THD`, `lse_TH` and its gradient are those over all keys."""
 
@@ -141,10 +130,9 @@ class ReferenceAttention:
                 outs.append(_segment(q, k, v, options)[0].transpose(0, 1))
         return torch.cat(outs)
 
-    def block(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
+        q_THD, k_THD, v_THD, segments, options = inputs
         out = q_THD.new_empty(*q_THD.shape[:2], v_THD.shape[2])
         lse = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         for rows, keys, mask in _blocks(segments, causal, q_THD.device):
@@ -157,18 +145,10 @@ class ReferenceAttention:
         return out, lse
 
     def block_backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        causal: bool,
+        self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
+        q_THD, k_THD, v_THD, segments, options = inputs
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q_THD, k_THD, v_THD)]
         delta_TH = (grad_THD.float() * out_THD.float()).sum(-1)
         for rows, keys, mask in _blocks(segments, causal, q_THD.device):

@@ -22,17 +22,16 @@ from automodel_lite.errors import ConfigError
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What the attention layers of a model need from a kernel.
+    """What the attention layers of one kind need from a kernel.
 
     model_type     transformers' name of the family
     device, dtype  where and in what the queries arrive
-    num_heads, num_kv_heads; head_dim, value_head_dim  (the two differ with latent attention); 0 without attention
+    num_heads, num_kv_heads; head_dim, value_head_dim  (the two differ with latent attention)
     window         keys that a query of the narrowest sliding layer sees, its own included; None without such layers
     softcap        bound of the attention logits; None without
     sinks          True when each head has a learned extra logit
     own_exchange   True when the kernel itself must exchange between context-parallel ranks (mesh.cp_exchange=te)
     num_layers     layers of this kind
-    others         what layers with other heads need (Gemma 4: head dim 512 in one of six)
     """
 
     model_type: str
@@ -47,12 +46,6 @@ class AttentionSpec:
     sinks: bool = False
     own_exchange: bool = False
     num_layers: int = 0
-    others: tuple[AttentionSpec, ...] = ()
-
-    @property
-    def kinds(self) -> tuple[AttentionSpec, ...]:
-        """One for each kind of attention layer."""
-        return (replace(self, others=()), *self.others)
 
 
 _ATTENTION_WORDS = ("attention", "hybrid")  # in the names of layer types whose layers attend; linear attention does not
@@ -171,10 +164,11 @@ def has_attention(config: PretrainedConfig) -> bool:
     return any(shape.num_heads for shape in layer_shapes(config))
 
 
-def attention_spec(
+def attention_specs(
     model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype, own_exchange: bool = False
-) -> AttentionSpec:
-    """What a model of this config needs from its attention kernel: most of its layers, and inside it the others.
+) -> list[AttentionSpec]:
+    """What a model of this config needs from its attention kernel, for each kind of layer (Gemma 4: head dim 512 in one
+    of six), the most common first; none for a model without attention.
 
     own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
     Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.
@@ -194,7 +188,7 @@ def attention_spec(
             kind = replace(shape, window=None)
             counts[kind] += 1
             narrowest[kind] = min((w for w in (narrowest.get(kind), window) if w is not None), default=None)
-    kinds = [
+    return [
         AttentionSpec(
             model_type=config.model_type,
             device=torch.device(device),
@@ -211,9 +205,6 @@ def attention_spec(
         )
         for kind, num_layers in counts.most_common()
     ]
-    if not kinds:
-        return AttentionSpec(config.model_type, torch.device(device), dtype, 0, 0, 0, 0)
-    return replace(kinds[0], others=tuple(kinds[1:]))
 
 
 def passes_sinks(config: PretrainedConfig) -> bool:

@@ -1,13 +1,13 @@
 """Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16); latent attention's head dims included.
 
 It may exchange between context-parallel ranks by itself (mesh.cp_exchange=te): its layout is the one that
-`parallel.zigzag` cuts, and it needs the padded boundaries of the whole stream on every rank.
+`parallel.context_parallel` cuts, and it needs the padded boundaries of the whole stream on every rank.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from automodel_lite.attention.kernel import refuse, require_cuda, require_half
 from automodel_lite.attention.spec import AttentionSpec
@@ -47,7 +48,7 @@ class TransformerEngineAttention:
         self.cp_comm_type = cp_comm_type
         self.has_softcap = "softcap" in inspect.signature(DotProductAttention.__init__).parameters
         self._modules: dict[tuple[Any, ...], nn.Module] = {}
-        self._filled: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._filled: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside fp16 / bf16, with sinks, and for what this version cannot do on this
@@ -89,8 +90,7 @@ class TransformerEngineAttention:
         is_self = cu_q is cu_k
         mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"
         if cp_group is None:
-            cu_q = self._fill("q", cu_q)
-            cu_k = cu_q if is_self else self._fill("k", cu_k)
+            cu_q, cu_k = self._fill(cu_q), self._fill(cu_k)
         heads = (q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], v_THD.shape[2])
         attend = self._module(heads, options, mask_type, cp_group)
         out = attend(
@@ -109,14 +109,11 @@ class TransformerEngineAttention:
         )
         return out.view(len(q_THD), q_THD.shape[1], v_THD.shape[2])
 
-    def _fill(self, which: str, cu: Tensor) -> Tensor:
+    def _fill(self, cu: Tensor) -> Tensor:
         """Boundaries with empty documents at the end, up to a multiple of 32; made once a batch, for all layers."""
-        known = self._filled.get(which)
-        if known is not None and known[0]() is cu:
-            return known[1]
-        filled = torch.cat([cu, cu[-1:].expand(-(len(cu) - 1) % DOCUMENTS_STEP)])
-        self._filled[which] = (weakref.ref(cu), filled)
-        return filled
+        if cu not in self._filled:
+            self._filled[cu] = torch.cat([cu, cu[-1:].expand(-(len(cu) - 1) % DOCUMENTS_STEP)])
+        return self._filled[cu]
 
     def _module(
         self,

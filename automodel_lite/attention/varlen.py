@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from automodel_lite.attention.kernel import refuse, refuse_own_exchange, require_cuda, require_half
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256
 CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major compute capability of the GPUs that they run on
@@ -87,30 +87,21 @@ class VarlenAttention:
             more["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
         return self.varlen_attn(q_THD, k_THD, v_THD, *_without_decoding(segments), **more)
 
-    def block(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the log-sum-exp."""
-        tensors = (q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), *_without_decoding(segments))
+        *qkv, segments, options = inputs
+        tensors = (*(x.contiguous() for x in qkv), *_without_decoding(segments))
         out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(*tensors, 0.0, causal, False, scale=options.scale)
         return out, lse_HT.t()
 
     def block_backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        causal: bool,
+        self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`."""
-        tensors = (x.contiguous() for x in (grad_THD, q_THD, k_THD, v_THD, out_THD, lse_TH.t()))
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
-        unused = torch.empty(0, device=q_THD.device)
+        *qkv, segments, options = inputs
+        tensors = (x.contiguous() for x in (grad_THD, *qkv, out_THD, lse_TH.t()))
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
+        unused = torch.empty(0, device=grad_THD.device)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             *tensors, *_without_decoding(segments), 0.0, causal, no_dropout, unused, scale=options.scale
         )

@@ -40,7 +40,6 @@ from automodel_lite.data.streams import StreamedPacks
 from automodel_lite.data.tokenize import job_of, tokenize_documents, tokenize_shard
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.adapter import is_quantized
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh, mesh_shape
 
@@ -70,7 +69,7 @@ def fp8_problems(config: Config, packer: Packer) -> list[str]:
     problems = []
     if find_spec("torchao") is None:
         problems.append(missing_package("training.fp8", "torchao"))
-    if is_quantized(config.peft):
+    if config.peft and build(config.peft).is_quantized:
         problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
     if packer.strategy.is_ragged:
         problems.append(f"training.fp8={fp8} needs multiples of 16 tokens, and padded rows are not: use packing.")

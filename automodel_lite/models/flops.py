@@ -11,7 +11,6 @@ packs over ranks and give the utilization.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.spec import LayerShape, layer_shapes
+from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
 from automodel_lite.models.source import chosen_experts, describe
 
@@ -46,17 +45,14 @@ class CostModel:
         return full - self.window_frac * beyond * (beyond + 1) / 2
 
 
-def cost_model(model_config: PretrainedConfig) -> CostModel:
-    """FLOPs of a token and of a visible pair; mixture-of-experts layers count the experts that a token visits."""
-    return cost_of(model_size(model_config), layer_shapes(model_config))
+def cost_model(model_config: PretrainedConfig, size: ModelSize | None = None) -> CostModel:
+    """FLOPs of a token and of a visible pair; mixture-of-experts layers count the experts that a token visits.
 
-
-def cost_of(size: ModelSize, layers: Sequence[LayerShape]) -> CostModel:
-    """As `cost_model`, of a model that is counted already.
-
+    size  of a model that is counted already
     A layer without attention reads its state once and writes it twice (decay, update) for every token: 3 products
     forward, 6 backward. Kernels that work in chunks do other products, of the same order.
     """
+    size, layers = size or model_size(model_config), layer_shapes(model_config)
     per_layer = [6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers]
     narrow = [(layer.window, cost) for layer, cost in zip(layers, per_layer) if layer.window is not None]
     per_pair = sum(per_layer)
@@ -132,7 +128,7 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
 
 def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None) -> StepFlops:
     """num_adapter_weights: trained weights beside a frozen model; None when the model itself is trained."""
-    cost = cost_of(size, layer_shapes(config))
+    cost = cost_model(config, size)
     if num_adapter_weights is None:
         return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost)
     per_token = 4.0 * size.layer_weights + 6.0 * num_adapter_weights

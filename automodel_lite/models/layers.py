@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from automodel_lite.attention.documents import WithContext, WithinDocuments
+from automodel_lite.attention.documents import WithContext
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import strict_graphs
@@ -72,15 +72,12 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> Callab
     Returns what takes it back, and what was done to the layers since.
     """
     strict_graphs()
-    plain: list[tuple[Any, Any, Any, Any]] = []
-    for layer in layers:
-        owner: Any = layer.forward if isinstance(layer.forward, WithinDocuments) else layer
-        plain.append((layer, layer.forward, owner, owner.forward))
-        owner.forward = torch.compile(owner.forward, backend=backend)
+    plain: list[tuple[Any, Any]] = [(layer, layer.forward) for layer in layers]
+    for layer, forward in plain:
+        layer.forward = torch.compile(forward, backend=backend)
 
     def undo() -> None:
-        for layer, forward, owner, of_owner in plain:
-            owner.forward = of_owner
+        for layer, forward in plain:
             layer.forward = forward
 
     return undo
@@ -220,6 +217,25 @@ def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
     """What text does not meet is not trained, in place; towers are held in `dtype`, that of their checkpoint."""
     for tower in towers(lm):
         tower.to(dtype).requires_grad_(False)
+
+
+def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
+    """Frozen weights need no fp32 master: they take the compute dtype, in place. Quantized ones stay as they are.
+
+    On the meta device a module that is trained as a copy keeps fp32: the copy's masters are made of it when it is
+    loaded.
+    """
+    for name, parameter in model.named_parameters():
+        is_source = parameter.is_meta and ".original_module." in name
+        if not parameter.requires_grad and parameter.is_floating_point() and not is_source:
+            parameter.data = parameter.data.to(dtype)
+
+
+def cast_trained(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
+    """The weights that are trained, in place; buffers, such as the frequencies of rotations, keep fp32."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def _layer_lists(module: nn.Module) -> list[nn.ModuleList]:

@@ -1,12 +1,18 @@
 """LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) and QLoRA through peft.
 
 peft puts its layers into the Hugging Face model in place, so that the model keeps its class: attention kernels, the
-loss and sharding see the model that they know, with more and mostly frozen parameters.
+loss and sharding see the model that they know, with more and mostly frozen parameters. Nothing else imports peft.
+
+Adapters go beside attention, dense MLPs and shared experts, beside routed experts on request, never beside a router.
+Only the language model's layers are adapted: towers of a composite and the output head have linear layers, too. A
+mixture's router is recognized by its shape: beside the experts, a linear layer with one output for each of them (or a
+single one, which gates the shared expert).
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,12 +28,12 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.models.adapter import lora_targets
-from automodel_lite.models.layers import local
+from automodel_lite.models.layers import decoder_layers, local, output_head
 from automodel_lite.models.sharded import keep_part
 from automodel_lite.models.source import load_whole
 
@@ -36,7 +42,7 @@ _PREFIX = "base_model.model."  # peft's names of the weights of the model that i
 
 @dataclass(frozen=True)
 class Lora:
-    """The config node `peft`."""
+    """The config node `peft`. `is_quantized`: its frozen weights are held in 4 bits."""
 
     is_quantized: ClassVar[bool] = False
     r: Positive = 16  # rank of the matrices
@@ -57,10 +63,13 @@ class Lora:
             )
 
     def load_arguments(self, device: torch.device) -> dict[str, Any]:
+        """More arguments of `from_pretrained` (quantization)."""
         return {}
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
-        """Puts adapters into `model`, in place; raises ConfigError when no layer has a name of target_modules."""
+        """Puts adapters into `model`, in place, and freezes the rest; `base` is where its weights came from. Raises
+        ConfigError when no layer has a name of target_modules.
+        """
         targets = lora_targets(model, self.target_modules, self.experts)
         if targets.parameters and (self.dropout or self.use_dora):
             raise ConfigError(
@@ -156,8 +165,9 @@ class LoraAdapter:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Without its layers the weights have the names that checkpoints know; back in their places, the layers take
-        what they need from the loaded weights: copies of whole modules, and DoRA's magnitudes.
+        """Around the loading of a sharded model's weights. Without its layers they have their names in checkpoints;
+        back in their places, the layers take what they need from the loaded weights: copies of whole modules, and
+        DoRA's magnitudes.
         """
         model: Any = self.wrapped.base_model.model
         places = [
@@ -176,7 +186,9 @@ class LoraAdapter:
             _take_from_base(layer)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them."""
+        """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them; `weights` are
+        the trained ones, by their names in the model.
+        """
         named = {_PREFIX + name: value for name, value in weights.items()}
         self.wrapped.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
 
@@ -268,3 +280,128 @@ def _absolute(base: str) -> str:
     """A folder by its absolute path, so that the adapter finds it from anywhere; a hub name as it is."""
     folder = Path(base).expanduser()
     return str(folder.resolve()) if folder.is_dir() else base
+
+
+_ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
+_FUSED_BY_KERNELS = frozenset({"out_proj", "conv1d"})
+"""In these families the kernels of the state space read the weights themselves, past an adapter; peft refuses them."""
+_TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
+"""In a model with fused experts peft 0.21 reads these names of layers as the experts of older checkpoints, where it
+makes adapters and where it loads them. Named by their weights, dense MLPs and shared experts stay what they are.
+"""
+_STATE_SPACE_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """As peft takes them."""
+
+    modules: str | list[str]  # names that end a module's, or a pattern of whole names
+    parameters: list[str]  # names that end a weight's: fused experts [experts, out, in], and some [out, in]
+
+
+def lora_targets(model: transformers.PreTrainedModel, wanted: str | list[str], experts: bool) -> LoraTargets:
+    """`wanted`: "all-linear", or names such as [q_proj, v_proj]; named ones may lie outside the layers (lm_head).
+
+    experts      the routed experts too
+    Raises ConfigError for a name that no layer has which can be adapted.
+    """
+    linear, fused = _candidates(model, experts)
+    if isinstance(wanted, list):
+        linear += _outside_of_layers(model)
+        if unknown := [end for end in wanted if not any(_ends(name, end) for name in linear)]:
+            raise ConfigError(f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}.")
+        linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
+    has_fused = any(weight.ndim == 3 for layer in decoder_layers(model) for weight in _fused_weights(layer))
+    by_weight = [name for name in linear if has_fused and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
+    weights = [*fused, *(f"{name}.weight" for name in by_weight)]
+    return LoraTargets(
+        _shortest_modules(model, [name for name in linear if name not in by_weight]), _shortest_weights(model, weights)
+    )
+
+
+def _ends(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
+
+
+def _outside_of_layers(model: transformers.PreTrainedModel) -> list[str]:
+    """The language model's embedding and its output head."""
+    ends = {model.get_input_embeddings(), output_head(model)}
+    return [name for name, module in model.named_modules() if module in ends]
+
+
+def _candidates(model: transformers.PreTrainedModel, experts: bool) -> tuple[list[str], list[str]]:
+    """Whole names of linear layers, and of fused weights of experts."""
+    names = {module: name for name, module in model.named_modules()}
+    refused = _FUSED_BY_KERNELS if model.config.model_type in _STATE_SPACE_FAMILIES else frozenset()
+    linear, fused = [], []
+    for layer in decoder_layers(model):
+        routers, of_experts = set(_routers(layer)), set(_inside_experts(layer))
+        for module in layer.modules():
+            if module in routers or (module in of_experts and not experts):
+                continue
+            if isinstance(module, _ADAPTABLE):
+                if names[module].rpartition(".")[2] not in refused:
+                    linear.append(names[module])
+            elif module in of_experts:
+                weights = module.named_parameters(recurse=False)
+                fused += [f"{names[module]}.{name}" for name, weight in weights if weight.ndim == 3]
+    return linear, fused
+
+
+def _mixtures(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(block, its routed experts): a list of MLPs, or one module with fused weights."""
+    for block in layer.modules():
+        for name, child in block.named_children():
+            if "expert" in type(child).__name__.lower() or ("expert" in name and isinstance(child, nn.ModuleList)):
+                weights = [weight for weight in child.parameters(recurse=False) if weight.ndim == 3]
+                if weights or isinstance(child, nn.ModuleList):
+                    yield block, child
+
+
+def _num_experts(experts: nn.Module) -> int:
+    if isinstance(experts, nn.ModuleList):
+        return len(experts)
+    return next(weight.shape[0] for weight in experts.parameters(recurse=False) if weight.ndim == 3)
+
+
+def _fused_weights(layer: nn.Module) -> Iterator[nn.Parameter]:
+    for module in _inside_experts(layer):
+        yield from (weight for weight in module.parameters(recurse=False) if weight.ndim == 3)
+
+
+def _inside_experts(layer: nn.Module) -> Iterator[nn.Module]:
+    for _, experts in _mixtures(layer):
+        yield from experts.modules()
+
+
+def _routers(layer: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers of a mixture's block that give one number for each expert, or one in all; and what is named so."""
+    for name, module in layer.named_modules():
+        if "router" in name:
+            yield module
+    for block, experts in _mixtures(layer):
+        inside, num_experts = set(experts.modules()), _num_experts(experts)
+        for name, module in block.named_modules():
+            if module in inside or not isinstance(module, nn.Linear):
+                continue
+            if module.out_features in (1, num_experts) or name.rpartition(".")[2] == "gate":
+                yield module
+
+
+def _shortest_modules(model: nn.Module, chosen: list[str]) -> str | list[str]:
+    """Short names if they mean the chosen layers alone, as readers of adapters like them; else a pattern."""
+    short = sorted({name.rpartition(".")[2] for name in chosen})
+    if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short} == set(chosen):
+        return short
+    patterns = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen})
+    pattern = "|".join(patterns)
+    matched = {name for name, _ in model.named_modules() if re.fullmatch(pattern, name)}
+    return pattern if matched == set(chosen) else sorted(chosen)
+
+
+def _shortest_weights(model: nn.Module, chosen: list[str]) -> list[str]:
+    """The last parts of the names if they mean the chosen weights alone."""
+    short = sorted({".".join(name.split(".")[-3 if name.endswith(".weight") else -2 :]) for name in chosen})
+    meant = {name for name, _ in model.named_parameters() if any(_ends(name, end) for end in short)}
+    return short if meant == set(chosen) else sorted(chosen)

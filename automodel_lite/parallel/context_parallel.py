@@ -1,5 +1,11 @@
 """Context parallelism over packed documents: each rank gets its chunks of every document, and a plan for attention.
 
+Each document slot is cut into `2 * cp` equal chunks and rank r owns chunks r and `2 * cp - 1 - r`, so that early
+(cheap) and late (expensive) queries pair up and every rank has the same work. The layout is Transformer Engine's.
+
+    one document of 8 tokens, cp = 2      chunk 0 0 1 1 2 2 3 3
+                                          rank  0 0 1 1 1 1 0 0      rank 0 owns tokens [0, 1, 6, 7]
+
 Labels and positions were made inside each document before anything is sharded, so they are sharded along and nothing
 is shifted here. Plans are integer arithmetic on CPU tensors: they belong in the loader's thread, not in the step.
 
@@ -8,27 +14,31 @@ Before a run trains, its settings, its data and the model's arithmetic over the 
 
 from __future__ import annotations
 
-from dataclasses import replace
+import heapq
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.interface import Logits, logits_of, tolerance_std
-from automodel_lite.attention.spec import AttentionSpec, config_value, layer_chunk
+from automodel_lite.attention.spec import config_value, layer_chunk, layer_shapes
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.exchange import AllGatherKV, TransformerEngine, Ulysses, check_heads_divide
-from automodel_lite.parallel.mixer_exchange import deal_mixers
-from automodel_lite.parallel.ring import ring
-from automodel_lite.parallel.zigzag import (
-    concatenated_ranges,
-    inverse_permutation,
-    owned_segments,
-    shard_indices,
+from automodel_lite.parallel.exchange import AllGatherKV, DealtMixers, TransformerEngine, Ulysses, check_heads_divide
+from automodel_lite.parallel.ring import Ring
+from automodel_lite.thd import (
+    AttentionPlan,
+    Segments,
+    ThdBatch,
+    cumulative,
+    document_rows,
+    labeled_rows,
+    per_token,
+    stream_of,
 )
-from automodel_lite.thd import AttentionPlan, MixerPlan, ThdBatch, cumulative, document_rows, labeled_rows, per_token
 
 EXCHANGES = ("all_gather", "all_to_all", "ring", "te")
 
@@ -78,24 +88,134 @@ def attention_plan(
     places = key_rows.new_full((2, len(to_stream)), len(key_rows))
     places[is_late, key_rows] = torch.arange(len(key_rows))
     gather = AllGatherKV(group, key_rows, places)
-    plan = AttentionPlan(
-        cu_q=cumulative(q_lens),
-        cu_k=cumulative(k_lens),
-        max_q=int(q_lens.max()),
-        max_k=int(k_lens.max()),
-        exchange=gather,
-    )
+    own = Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max()))
     if exchange == "all_gather":
-        return plan
-    return replace(plan, max_k=batch.max_seqlen, exchange=ring(segments, gather, batch.max_seqlen))
+        return AttentionPlan(own, gather)
+    longest = batch.max_seqlen
+    return AttentionPlan(own._replace(max_k=longest), ring(segments, gather, longest))
+
+
+def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
+    """The ring of the rank that owns `owned`; its documents have two runs of one length each, none is empty."""
+    lengths = (owned.end - owned.start).view(-1, 2)[:, 0]
+    whole = cumulative(2 * lengths)
+    starts = whole[:-1].long()
+    return Ring(
+        group=gather.group,
+        early=concatenated_ranges(starts, starts + lengths),
+        late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
+        cu_whole=whole,
+        cu_half=cumulative(lengths),
+        max_half=int(lengths.max()),
+        longest=longest,
+        gather=gather,
+    )
+
+
+def deal_mixers(
+    cu_seqlens: Tensor, group: dist.ProcessGroup, to_ranks: Tensor, cp_size: int, cp_rank: int
+) -> DealtMixers:
+    """The exchange of rank `cp_rank`; to_ranks int64 [T]: positions in the stream, rank after rank."""
+    lens = cu_seqlens.diff().long()
+    owners = document_owners(lens.tolist(), cp_size)
+    owner = torch.tensor(owners).repeat_interleave(lens)[to_ranks].view(cp_size, -1)  # of each rank's local tokens
+    send = owner[cp_rank].argsort(stable=True)
+    to_me = owner == cp_rank
+    mine = torch.tensor([rank == cp_rank for rank in owners])
+    received = to_ranks.view(cp_size, -1)[to_me]
+    place = torch.empty_like(to_ranks)
+    place[received] = torch.arange(len(received))
+    arrange = place[concatenated_ranges(cu_seqlens[:-1].long()[mine], cu_seqlens[1:].long()[mine])]
+    return DealtMixers(
+        group=group,
+        to_stream=inverse_permutation(to_ranks),
+        to_ranks=to_ranks,
+        owned=document_rows(F.pad(lens[mine].cumsum(0), (1, 0))),
+        send=send,
+        unsend=inverse_permutation(send),
+        arrange=arrange,
+        unarrange=inverse_permutation(arrange),
+        counts_out=torch.bincount(owner[cp_rank], minlength=cp_size).tolist(),
+        counts_in=to_me.sum(1).tolist(),
+    )
+
+
+def document_owners(lens: list[int], num_ranks: int) -> list[int]:
+    """The rank of each document: the longest first, each to the rank that has the fewest tokens so far.
+
+    [8, 2, 6, 4] over 2 ranks: [0, 0, 1, 1].
+    """
+    loads = [(0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(lens)
+    for document in sorted(range(len(lens)), key=lambda i: -lens[i]):
+        load, rank = heapq.heappop(loads)
+        owners[document] = rank
+        heapq.heappush(loads, (load + lens[document], rank))
+    return owners
+
+
+@dataclass(frozen=True)
+class OwnedSegments:
+    """The runs of the stream that one rank owns, in its local order; int64 [M] each, M <= 2 N, none is empty.
+
+    document_start  where the document of a run begins
+    start, end      the run, half open; its queries see the keys document_start .. end
+    """
+
+    document_start: Tensor
+    start: Tensor
+    end: Tensor
+
+
+def owned_segments(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> OwnedSegments:
+    """Rank `cp_rank`'s runs of a stream with slot boundaries `cu_seqlens_padded` (int [N + 1]).
+
+    Raises ValueError when a slot is not a multiple of `2 * cp_size`.
+    """
+    cu = cu_seqlens_padded.long()
+    slots = cu.diff()
+    chunk = slots // (2 * cp_size)
+    if not torch.equal(chunk * (2 * cp_size), slots):
+        wrong = int(slots[slots % (2 * cp_size) != 0][0])
+        raise ValueError(
+            f"a document slot of {wrong} tokens is not a multiple of {2 * cp_size} (2 * cp): pack with "
+            f"packed_sequence.slot_multiple={2 * cp_size} and a packed_sequence_size that is a multiple of it."
+        )
+    owned = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], device=cu.device)
+    start = cu[:-1, None] + chunk[:, None] * owned
+    document_start, end = cu[:-1, None].expand_as(start), start + chunk[:, None]
+    some = end > start
+    return OwnedSegments(document_start[some], start[some], end[some])
+
+
+def shard_indices(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the stream of rank `cp_rank`'s tokens, int64 [T / cp].
+
+    cu [0, 8, 12], cp 2: rank 0 [0, 1, 6, 7, 8, 11], rank 1 [2, 3, 4, 5, 9, 10].
+    Equal to Transformer Engine's `thd_get_partitioned_indices`.
+    """
+    segments = owned_segments(cu_seqlens_padded, cp_size, cp_rank)
+    return concatenated_ranges(segments.start, segments.end)
+
+
+def concatenated_ranges(starts: Tensor, ends: Tensor) -> Tensor:
+    """arange(start, end) of all pairs, one after the other: starts [0, 5], ends [2, 8] -> [0, 1, 5, 6, 7]."""
+    lengths = ends - starts
+    first = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return first + torch.arange(len(first), device=starts.device)
+
+
+def inverse_permutation(permutation: Tensor) -> Tensor:
+    """int64 [T]: where each entry went. [2, 0, 1] -> [1, 2, 0]."""
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return inverse
 
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-def check_cp_settings(
-    model_config: PretrainedConfig, spec: AttentionSpec, cp_size: int, exchange: str, packed_sequence_size: int
-) -> None:
+def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: str, packed_sequence_size: int) -> None:
     """Raises ConfigError where context parallelism over `cp_size` ranks would be wrong or impossible.
 
     packed_sequence_size  tokens of a pack: no document is longer
@@ -109,8 +229,9 @@ def check_cp_settings(
             f"(2 * mesh.cp): use {good}."
         )
     if exchange == "all_to_all":
-        for kind in spec.kinds:
-            check_heads_divide(cp_size, kind.num_heads, kind.num_kv_heads)
+        for layer in layer_shapes(model_config):
+            if layer.num_heads:
+                check_heads_divide(cp_size, layer.num_heads, layer.num_kv_heads)
     text = model_config.get_text_config()
     chunks = [layer_chunk(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
     if exchange == "te" and any(chunks):
@@ -155,7 +276,9 @@ def check_context_parallel(
         return
     cp, was_training = cp_mesh.size(), model.training
     logits = logits or logits_of(model)
-    batch = _small_stream(model.get_input_embeddings().num_embeddings, cp)  # type: ignore[operator]
+    vocab, lens = model.get_input_embeddings().num_embeddings, [2 * cp, 6 * cp, 4 * cp]  # type: ignore[operator]
+    ids = torch.randint(min(3, vocab - 1), vocab, (sum(lens),), generator=torch.Generator().manual_seed(0))
+    batch = stream_of(ids.split(lens))
     model.eval()
     try:
         whole = logits(batch.to(device))
@@ -188,18 +311,6 @@ def _refuse_length_dependent_rope(config: PretrainedConfig, cp_size: int, longes
                 f"rank sees, so mesh.cp={cp_size} ranks would disagree beyond {original} tokens: set "
                 f"packed_sequence.packed_sequence_size={original}, or mesh.cp=1, or another rope_type."
             )
-
-
-def _small_stream(vocab: int, cp_size: int) -> ThdBatch:
-    """Three documents of 2, 6 and 4 tokens a chunk pair; labels are the ids."""
-    lens = torch.tensor([2, 6, 4]) * cp_size
-    cu = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
-    total, longest = int(lens.sum()), int(lens.max())
-    ids = torch.randint(min(3, vocab - 1), vocab, (total,), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(length) for length in lens.tolist()])
-    plan = AttentionPlan(cu, cu, longest, longest)
-    rows = MixerPlan(document_rows(cu))
-    return ThdBatch(ids, ids, positions, torch.arange(total), cu, cu, longest, total, total, plan, rows)
 
 
 def _hash(values: Tensor) -> Tensor:

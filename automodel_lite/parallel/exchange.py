@@ -1,4 +1,4 @@
-"""What context-parallel ranks exchange around the kernel of each attention layer.
+"""What context-parallel ranks exchange around the kernel of each attention layer, and around other mixers.
 
 AllGatherKV        every rank keeps its queries and gathers everybody's keys and values; a run of queries gets the
                    prefix of its document as keys. Volume does not grow with the number of query heads: the default.
@@ -6,9 +6,13 @@ Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the 
                    than the all-gather when cp > (Hq + Hkv) / Hkv.
 Ring               (ring.py) keys and values travel from rank to rank behind the attention: the least memory.
 TransformerEngine  the `te` kernel exchanges by itself (p2p ring, all-gather or all-to-all).
+MixerExchange      of a layer that mixes tokens in other ways, one of two: all-to-all of heads or channels, as Ulysses;
+                   or every rank gets whole documents, shared by length. That is for mixers whose heads do not divide,
+                   or whose inner functions are unknown. A document is never cut, so the longest one bounds what more
+                   ranks can save.
 
-The autograd functions are our own: torch.distributed.nn.functional.all_gather gave wrong gradients on gloo for
-non-contiguous ones, with the loss right to 12 digits. Nothing here waits for the device.
+All are exact. The autograd functions are our own: torch.distributed.nn.functional.all_gather gave wrong gradients on
+gloo for non-contiguous ones, with the loss right to 12 digits. Nothing here waits for the device.
 
 `mesh.cp_exchange=auto` takes the fastest that holds little. Bytes are counted, per rank and attention layer; tests
 count the same in the process group. Seconds are bytes over a link's rate, less what travels behind the attention
@@ -21,7 +25,8 @@ count the same in the process group. Seconds are bytes over a link's rate, less 
 
 of one rank's tokens: kv all key and value heads, kv' as many times repeated as cp needs.
 
-Legend: T tokens of the whole stream, H heads (Hq queries, Hkv keys and values), D head dim.
+Legend: T tokens of the whole stream, T' tokens of the documents that a rank owns, H heads (Hq queries, Hkv keys and
+values) or channels, C features, D head dim.
 """
 
 from __future__ import annotations
@@ -32,12 +37,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.attention.kernel import AttentionKernel, BlockKernel
 from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, DocumentRows, Tensors
 
 if torch.__version__ >= "2.13":  # compared as versions; 2.13 renamed both and warns about the old names
     all_gather_rows, reduce_scatter_rows = dist.all_gather_single, dist.reduce_scatter_single
@@ -63,18 +69,23 @@ class AllGatherRows(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """[cp, ...] -> [cp, ...]: slice i goes to rank i. Its own inverse and its own adjoint."""
+    """Rows of a tensor: the first counts[0][0] of them go to rank 0, and so on; counts[1][r] come from rank r. Without
+    counts each rank sends and gets as many. Backward sends back what came.
+    """
 
     @staticmethod
-    def forward(ctx: Any, slices: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(slices, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, slices.contiguous(), group=group)
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, counts: tuple[list[int], list[int]] | None = None
+    ) -> Tensor:
+        counts_out, counts_in = counts or (None, None)
+        ctx.group, ctx.counts = group, counts and counts[::-1]
+        received = rows.new_empty(len(rows) if counts_in is None else sum(counts_in), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), counts_in, counts_out, group=group)
         return received
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return AllToAll.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return AllToAll.apply(grad, ctx.group, ctx.counts), None, None
 
 
 class SelectRows(torch.autograd.Function):
@@ -100,7 +111,7 @@ class SelectRows(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class AllGatherKV:
+class AllGatherKV(Tensors):
     """Gathers keys and values in one collective; one row selection reorders them and cuts the document prefixes.
 
     key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other
@@ -111,29 +122,27 @@ class AllGatherKV:
     key_rows: Tensor
     places: Tensor
 
-    def attend(
-        self,
-        kernel: Callable[..., Tensor],
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
         """See `Exchange`."""
-        kv = torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
-        kv = SelectRows.apply(AllGatherRows.apply(kv, self.group), self.key_rows, self.places)
-        k, v = kv.split([k_THD[0].numel(), v_THD[0].numel()], 1)
-        k, v = k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:])
-        return kernel(q_THD, k, v, segments, options)
+        kv = AllGatherRows.apply(joined(inputs.k, inputs.v), self.group)
+        k, v = split(SelectRows.apply(kv, self.key_rows, self.places), inputs.k, inputs.v)
+        return kernel(*inputs._replace(k=k, v=v))
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> AllGatherKV:
-        return replace(self, key_rows=function(self.key_rows), places=function(self.places))
+
+def joined(k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    """[T / cp, F]: keys and values as one message."""
+    return torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
+
+
+def split(rows_TF: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the heads and dims that `k_THD` and `v_THD` have."""
+    k, v = rows_TF.split([k_THD[0].numel(), v_THD[0].numel()], 1)
+    return k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:])
 
 
 @dataclass(frozen=True)
-class Ulysses:
-    """Trades tokens for heads and back; one all-to-all for q, k and v together, one for the output.
+class Heads(Tensors):
+    """Trades tokens for heads and back.
 
     to_stream  int64 [T]: row of the rank-ordered stream that each position of the stream takes
     to_ranks   int64 [T]: its inverse
@@ -143,40 +152,44 @@ class Ulysses:
     to_stream: Tensor
     to_ranks: Tensor
 
-    def attend(
-        self,
-        kernel: Callable[..., Tensor],
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D].
+    @property
+    def size(self) -> int:
+        return self.group.size()
 
-        Raises ConfigError when cp does not divide the query heads, or neither of cp and Hkv divides the other.
-        """
-        cp = self.group.size()
-        num_heads, num_kv_heads = q_THD.shape[1], k_THD.shape[1]
-        check_heads_divide(cp, num_heads, num_kv_heads)
-        if num_kv_heads < cp:
-            k_THD, v_THD = (x.repeat_interleave(cp // num_kv_heads, 1) for x in (k_THD, v_THD))
-        by_rank = [x.unflatten(1, (cp, -1)).transpose(0, 1) for x in (q_THD, k_THD, v_THD)]  # [cp, T/cp, H/cp, D]
-        sent = torch.cat([x.flatten(2) for x in by_rank], 2)
-        received = AllToAll.apply(sent, self.group).flatten(0, 1)
-        rows = SelectRows.apply(received, self.to_stream, self.to_ranks[None])
-        q, k, v = (
-            part.unflatten(1, x.shape[2:])
-            for part, x in zip(rows.split([x[0, 0].numel() for x in by_rank], 1), by_rank)
-        )
-        if options.sinks is not None:
-            options = replace(options, sinks=options.sinks.chunk(cp)[self.group.rank()])
-        out = kernel(q, k, v, segments, options)
-        slices = SelectRows.apply(out, self.to_ranks, self.to_stream[None]).unflatten(0, (cp, -1))
+    def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]:
+        """See `MixerExchange`. One collective for all tensors of a dtype: under autocast, gates and decays are fp32."""
+        by_rank = [x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in xs_TH]  # [cp, T/cp, H/cp, ...]
+        result: dict[int, Tensor] = {}
+        for dtype in {x.dtype for x in by_rank}:
+            places = [i for i, x in enumerate(by_rank) if x.dtype == dtype]
+            sent = torch.cat([by_rank[i].flatten(2) for i in places], 2)
+            received = AllToAll.apply(sent, self.group).flatten(0, 1)
+            rows = SelectRows.apply(received, self.to_stream, self.to_ranks[None])
+            parts = rows.split([by_rank[i][0, 0].numel() for i in places], 1)
+            result |= {i: part.unflatten(1, by_rank[i].shape[2:]) for i, part in zip(places, parts)}
+        return [result[i] for i in range(len(by_rank))]
+
+    def from_heads(self, x_TH: Tensor) -> Tensor:
+        slices = SelectRows.apply(x_TH, self.to_ranks, self.to_stream[None]).unflatten(0, (self.size, -1))
         return AllToAll.apply(slices, self.group).transpose(0, 1).flatten(1, 2)
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Ulysses:
-        return replace(self, to_stream=function(self.to_stream), to_ranks=function(self.to_ranks))
+    def part(self, weight: Tensor, dim: int) -> Tensor:
+        return weight.chunk(self.size, dim)[self.group.rank()]
+
+
+@dataclass(frozen=True)
+class Ulysses(Heads):
+    """One all-to-all for q, k and v together, one for the output."""
+
+    def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
+        """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D]; see `check_heads_divide`."""
+        q, k, v, _, options = inputs
+        if k.shape[1] < self.size:
+            k, v = (x.repeat_interleave(self.size // k.shape[1], 1) for x in (k, v))
+        q, k, v = self.to_heads([q, k, v])
+        if options.sinks is not None:
+            options = replace(options, sinks=self.part(options.sinks, 0))
+        return self.from_heads(kernel(q, k, v, inputs.segments, options))
 
 
 @dataclass(frozen=True)
@@ -185,20 +198,53 @@ class TransformerEngine:
 
     group: dist.ProcessGroup
 
-    def attend(
-        self,
-        kernel: Callable[..., Tensor],
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
         """See `Exchange`."""
-        return kernel(q_THD, k_THD, v_THD, segments, options, cp_group=self.group)
+        return kernel(*inputs, cp_group=self.group)
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> TransformerEngine:
-        return self
+
+@dataclass(frozen=True)
+class DealtMixers(Heads):
+    """See `MixerExchange`.
+
+    owned      the documents that this rank mixes when whole documents are distributed, as rows of [T']
+    send       int64 [T / cp]: this rank's tokens in the order of their documents' owners
+    arrange    int64 [T']: place among the received rows of each token of the owned documents, one after the other
+    unsend, unarrange      their inverses
+    counts_out, counts_in  tokens that go to each rank, and come from it
+    """
+
+    owned: DocumentRows
+    send: Tensor
+    unsend: Tensor
+    arrange: Tensor
+    unarrange: Tensor
+    counts_out: list[int]
+    counts_in: list[int]
+
+    def own(self, x_T: Tensor) -> Tensor:
+        return x_T.index_select(0, self.to_ranks.view(self.size, -1)[self.group.rank()])
+
+    def summed(self, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
+        return self._from_owner(self.owned.each(mix, [self._to_owner(x) for x in streams]))
+
+    def _to_owner(self, x_TC: Tensor) -> Tensor:
+        """[T / cp, ...] -> [T', ...]."""
+        sent = SelectRows.apply(x_TC, self.send, self.unsend[None])
+        received = AllToAll.apply(sent, self.group, (self.counts_out, self.counts_in))
+        if not len(received):  # a rank without a document mixes one token of zeros, so that its weights have gradients
+            return F.pad(received, (0,) * (2 * received.ndim - 1) + (1,))
+        return SelectRows.apply(received, self.arrange, self.unarrange[None])  # type: ignore[no-any-return]
+
+    def _from_owner(self, x_TC: Tensor) -> Tensor:
+        rows = SelectRows.apply(x_TC, self.unarrange, self.arrange[None])
+        received = AllToAll.apply(rows, self.group, (self.counts_in, self.counts_out))
+        return SelectRows.apply(received, self.unsend, self.send[None])  # type: ignore[no-any-return]
 
 
 def heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> bool:
@@ -261,28 +307,23 @@ class ExchangeCost:
 def sent_bytes(exchange: str, layer: LayerShape, load: Load) -> tuple[int, int]:
     """Bytes that leave a rank in the forward and in the backward pass of one attention layer."""
     own = load.num_tokens // load.cp_size * load.value_bytes
-    q, kv, out = _features(layer, 1)
     if exchange == "all_to_all":
-        q, kv, out = _features(layer, load.cp_size)
-        traded = own * (q + kv + out) * (load.cp_size - 1) // load.cp_size
+        traded = own * sum(_features(layer, load.cp_size)) * (load.cp_size - 1) // load.cp_size
         return traded, traded
-    gathered = own * kv * (load.cp_size - 1)
-    return gathered, gathered * (2 if exchange == "ring" and layer.window is None else 1)
+    gathered = own * _features(layer, 1)[1] * (load.cp_size - 1)
+    return gathered, gathered * (2 if exchange == "ring" else 1)
 
 
 def exchange_cost(exchange: str, layers: Sequence[LayerShape], load: Load, bytes_per_s: float) -> ExchangeCost:
-    """Means over the attention layers, and the most that any of them holds."""
-    layers = [layer for layer in layers if layer.num_heads]
-    sent = [sent_bytes(exchange, layer, load) for layer in layers]
-    exposed = [
-        sum(parts) / bytes_per_s
-        if exchange != "ring" or layer.window is not None
-        else _ring_exposed_s(layer, load, parts, bytes_per_s)
-        for layer, parts in zip(layers, sent)
-    ]
-    held = max(_held(exchange, layer, load) for layer in layers)
-    total = sum(sum(parts) for parts in sent)
-    return ExchangeCost(exchange, total // len(layers), sum(exposed) / len(layers), held)
+    """Means over the attention layers, and the most that any of them holds. A ring gathers in layers with windows."""
+    sent, exposed_s, held = 0, 0.0, 0
+    for layer in layers:
+        of_layer = "all_gather" if exchange == "ring" and layer.window is not None else exchange
+        parts = sent_bytes(of_layer, layer, load)
+        is_hidden = of_layer == "ring"
+        exposed_s += _ring_exposed_s(layer, load, parts, bytes_per_s) if is_hidden else sum(parts) / bytes_per_s
+        sent, held = sent + sum(parts), max(held, _held(of_layer, layer, load))
+    return ExchangeCost(exchange, sent // len(layers), exposed_s / len(layers), held)
 
 
 def choose_exchange(
@@ -337,10 +378,10 @@ def _held(exchange: str, layer: LayerShape, load: Load) -> int:
     sent and received, with gradients. ring: two parts of keys and values, three of gradients, the fp32 output.
     """
     own = load.num_tokens // load.cp_size
-    q, kv, out = _features(layer, load.cp_size if exchange == "all_to_all" else 1)
     if exchange == "all_to_all":
-        return 2 * own * (q + kv + out) * load.value_bytes
-    if exchange == "ring" and layer.window is None:
+        return 2 * own * sum(_features(layer, load.cp_size)) * load.value_bytes
+    _, kv, out = _features(layer, 1)
+    if exchange == "ring":
         return own * (5 * kv * load.value_bytes + 4 * out)
     return 3 * load.num_tokens * kv * load.value_bytes
 

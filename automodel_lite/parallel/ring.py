@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_lite.attention.kernel import BlockKernel
-from automodel_lite.parallel.exchange import AllGatherKV
-from automodel_lite.parallel.zigzag import OwnedSegments, concatenated_ranges
-from automodel_lite.thd import AttentionOptions, Segments, cumulative
+from automodel_lite.parallel.exchange import AllGatherKV, joined, split
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, Tensors
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(Tensors):
     """Passes keys and values around the ranks of `group`.
 
     early, late  int64 [T / cp / 2]: the rank's rows of the early and of the late chunk of each document
@@ -50,22 +49,14 @@ class Ring:
     longest: int
     gather: AllGatherKV
 
-    def attend(
-        self,
-        kernel: Callable[..., Tensor],
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
         """See `Exchange`."""
-        window = options.window
-        if segments.max_k < self.longest or (window is not None and window < self.longest):
-            return self.gather.attend(kernel, q_THD, k_THD, v_THD, segments, options)
+        window = inputs.options.window
+        if inputs.segments.max_k < self.longest or (window is not None and window < self.longest):
+            return self.gather.attend(kernel, inputs)
         assert isinstance(kernel, BlockKernel)
-        of_blocks = replace(options, window=None, sinks=None)
-        out: Tensor = _RingAttention.apply(q_THD, k_THD, v_THD, options.sinks, self, kernel, of_blocks)
+        of_blocks = replace(inputs.options, window=None, sinks=None)
+        out: Tensor = _RingAttention.apply(*inputs[:3], inputs.options.sinks, self, kernel, of_blocks)
         return out
 
     def visit(self, source: int) -> _Visit:
@@ -77,33 +68,6 @@ class Ring:
             segments = Segments(self.cu_whole, self.cu_half, max_whole, self.max_half)
             return _Visit(None, self.early, segments, causal=False)
         return _Visit(self.late, None, Segments(self.cu_half, self.cu_whole, self.max_half, max_whole), causal=False)
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Ring:
-        return replace(
-            self,
-            early=function(self.early),
-            late=function(self.late),
-            cu_whole=function(self.cu_whole),
-            cu_half=function(self.cu_half),
-            gather=self.gather.map_tensors(function),
-        )
-
-
-def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
-    """The ring of the rank that owns `owned`; its documents have two runs of one length each, none is empty."""
-    lengths = (owned.end - owned.start).view(-1, 2)[:, 0]
-    whole = cumulative(2 * lengths)
-    starts = whole[:-1].long()
-    return Ring(
-        group=gather.group,
-        early=concatenated_ranges(starts, starts + lengths),
-        late=concatenated_ranges(starts + lengths, starts + 2 * lengths),
-        cu_whole=whole,
-        cu_half=cumulative(lengths),
-        max_half=int(lengths.max()),
-        longest=longest,
-        gather=gather,
-    )
 
 
 @dataclass(frozen=True)
@@ -132,12 +96,11 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         out = q_THD.new_zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=torch.float32)
         lse_TH = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
-        for source, kv in _passed_around(_joined(k_THD, v_THD), ring.group):
+        for source, kv in _passed_around(joined(k_THD, v_THD), ring.group):
             visit = ring.visit(source)
-            k, v = _split(_rows(kv, visit.k_rows), k_THD, v_THD)
-            q = _rows(q_THD, visit.q_rows)
-            of_visit = kernel.block(q, k, v, visit.segments, options, visit.causal)
-            _merge(out, lse_TH, visit.q_rows, *of_visit)
+            k, v = split(_rows(kv, visit.k_rows), k_THD, v_THD)
+            inputs = AttentionInputs(_rows(q_THD, visit.q_rows), k, v, visit.segments, options)
+            _merge(out, lse_TH, visit.q_rows, *kernel.block(inputs, visit.causal))
         if sinks is not None:  # one more logit, without a value
             with_sinks = torch.logaddexp(lse_TH, sinks.float())
             out *= (lse_TH - with_sinks).exp()[..., None]
@@ -154,20 +117,18 @@ class _RingAttention(torch.autograd.Function):
         grad_q = torch.zeros_like(q_THD, dtype=torch.float32)
         own: Tensor | None = None
         pending: _Pass | None = None
-        for source, kv in _passed_around(_joined(k_THD, v_THD), ctx.ring.group):
+        for source, kv in _passed_around(joined(k_THD, v_THD), ctx.ring.group):
             visit = ctx.ring.visit(source)
-            k, v = _split(_rows(kv, visit.k_rows), k_THD, v_THD)
+            k, v = split(_rows(kv, visit.k_rows), k_THD, v_THD)
             rows = visit.q_rows
-            of_queries = (_rows(x, rows) for x in (grad, q_THD))
-            of_output = (_rows(x, rows) for x in (out, lse_TH))
-            dq, dk, dv = ctx.kernel.block_backward(
-                *of_queries, k, v, *of_output, visit.segments, ctx.options, visit.causal
-            )
+            inputs = AttentionInputs(_rows(q_THD, rows), k, v, visit.segments, ctx.options)
+            of_output = (_rows(x, rows) for x in (grad, out, lse_TH))
+            dq, dk, dv = ctx.kernel.block_backward(inputs, visit.causal, *of_output)
             if rows is None:
                 grad_q += dq
             else:
                 grad_q.index_add_(0, rows, dq.float())
-            of_visitor = _joined(dk, dv).to(kv.dtype)
+            of_visitor = joined(dk, dv).to(kv.dtype)
             if visit.k_rows is not None:
                 of_visitor = torch.zeros_like(kv).index_copy_(0, visit.k_rows, of_visitor)
             if own is None:
@@ -179,7 +140,7 @@ class _RingAttention(torch.autograd.Function):
         assert own is not None
         assert pending is not None
         own += pending.wait()
-        dk, dv = _split(own, k_THD, v_THD)
+        dk, dv = split(own, k_THD, v_THD)
         grad_sinks = None
         if sinks is not None:
             delta_TH = (grad.float() * out.float()).sum(-1)
@@ -231,14 +192,3 @@ def _merge(out: Tensor, lse_TH: Tensor, rows: Tensor | None, of_visit: Tensor, l
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
-
-
-def _joined(k_THD: Tensor, v_THD: Tensor) -> Tensor:
-    """[T / cp, F]: what travels, in one message."""
-    return torch.cat([k_THD.flatten(1), v_THD.flatten(1)], 1)
-
-
-def _split(rows_TF: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the heads and dims that `k_THD` and `v_THD` have."""
-    k, v = rows_TF.split([k_THD[0].numel(), v_THD[0].numel()], 1)
-    return k.unflatten(1, k_THD.shape[1:]), v.unflatten(1, v_THD.shape[1:])

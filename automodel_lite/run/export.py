@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_lite.attention.interface import stream_of, tolerance_std
+from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.interpreter import returning_blocks
-from automodel_lite.models.adapter import Adapter
 from automodel_lite.models.layers import has_fp8, local, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code
@@ -38,7 +37,10 @@ from automodel_lite.parallel.sharding import ParallelModel, fully_shard_model
 from automodel_lite.run.checkpoint_folder import MARK
 from automodel_lite.run.durable import write_file
 from automodel_lite.run.weight_files import stored_dtypes, take_over, write_weights
-from automodel_lite.thd import ThdBatch
+from automodel_lite.thd import ThdBatch, stream_of
+
+if TYPE_CHECKING:
+    from automodel_lite.models.lora import LoraAdapter
 
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|index\.json)")
 
@@ -106,7 +108,7 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     step: int,
-    adapter: Adapter | None = None,
+    adapter: LoraAdapter | None = None,
 ) -> Path:
     """`folder`/hf, or `folder`/adapter when only an adapter was trained; every rank calls it. Returns which."""
     if adapter:
@@ -132,7 +134,7 @@ def check_exportable(lm: transformers.PreTrainedModel, tokenizer: PreTrainedToke
 
 
 def export_adapter(
-    folder: Path, model: LossModel, adapter: Adapter, tokenizer: PreTrainedTokenizerBase, step: int
+    folder: Path, model: LossModel, adapter: LoraAdapter, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
     """The adapter's weights and the tokenizer, complete or not at all; every rank calls it, rank 0 writes."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -19,18 +20,19 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
-from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install, stream_of
+from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
-from automodel_lite.attention.spec import AttentionSpec, attention_spec, layer_shapes
+from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig, launched, world_size
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
-from automodel_lite.models.adapter import Adapter, Peft, cast_frozen, cast_trained
 from automodel_lite.models.flops import ModelSize, StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
+    cast_frozen,
+    cast_trained,
     check_layers,
     chosen_tile,
     compile_layers,
@@ -49,8 +51,11 @@ from automodel_lite.parallel.sharding import (
     choose_strategy,
     parallelize,
 )
-from automodel_lite.thd import ThdBatch
+from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training.memory import MemoryEstimate, check_weights_fit, gpu_bytes, plan_memory
+
+if TYPE_CHECKING:
+    from automodel_lite.models.lora import Lora, LoraAdapter  # which brings peft
 
 PLANNED_HOST = 8
 """GPUs of a host in a world that is only planned."""
@@ -67,7 +72,7 @@ class Parts:
 
     model: CausalLM
     attention: AttentionKernel | None
-    peft: Peft | None
+    peft: Lora | None
     loss: Loss
     optimizer: Callable[[nn.Module], Optimizer]
     packed_sequence_size: int
@@ -126,9 +131,8 @@ def plan_model(
     check_axes(parts, strategy)
     check_offload(parts, strategy)
     own_exchange = parts.mesh.cp > 1 and parts.mesh.cp_exchange == "te"
-    spec = attention_spec(config, device, dtype, own_exchange)
-    kernel, reason = choose_attention(parts.attention, spec)
-    parts, exchange = with_exchange(parts, config, kernel, spec, mean_tokens)
+    kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype, own_exchange))
+    parts, exchange = with_exchange(parts, config, kernel, dtype, mean_tokens)
     described = describe(config)
     if parts.model.router_aux_loss:
         check_balance(parts, described, parts.model.router_aux_loss)
@@ -147,7 +151,7 @@ class BuiltModel:
     loss: str
     compiled: str  # how many graphs, and in what time
     reduction: str  # of gradients after every micro-batch, and why; empty = after the last
-    adapter: Adapter | None  # LoRA and the like: only this is trained and saved
+    adapter: LoraAdapter | None  # LoRA and the like: only this is trained and saved
 
 
 def build_model(
@@ -232,7 +236,7 @@ def check_offload(parts: Parts, strategy: str) -> None:
 
 def assemble(
     parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, strategy: str, dtype: torch.dtype
-) -> tuple[ParallelModel, Adapter | None]:
+) -> tuple[ParallelModel, LoraAdapter | None]:
     """The parallel model with its weights, and the adapter inside it, if there is one.
 
     What changes the modules happens before FSDP, which remembers each parameter's module.
@@ -240,7 +244,7 @@ def assemble(
     source, peft = parts.model, parts.peft
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
-    made: list[tuple[ParallelModel, Adapter | None]] = []
+    made: list[tuple[ParallelModel, LoraAdapter | None]] = []
     loading = ExitStack()
 
     def spread(lm: transformers.PreTrainedModel) -> None:
@@ -300,7 +304,7 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
 
 
 def with_exchange(
-    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, spec: AttentionSpec, mean_tokens: float | None
+    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype, mean_tokens: float | None
 ) -> tuple[Parts, str]:
     """The parts with `mesh.cp_exchange=auto` decided, and lines that say how; none without context parallelism.
 
@@ -311,7 +315,7 @@ def with_exchange(
     if cp == 1:
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
     size = parts.packed_sequence_size
-    load = Load(size * parts.training.micro_batch_size, cp, spec.dtype.itemsize, mean_tokens or MEAN_TOKENS)
+    load = Load(size * parts.training.micro_batch_size, cp, dtype.itemsize, mean_tokens or MEAN_TOKENS)
     layers = layer_shapes(config)
     if exchange == "auto":
         processes = launched("LOCAL_WORLD_SIZE", 1) if world_size() > 1 else PLANNED_HOST
@@ -320,7 +324,7 @@ def with_exchange(
         reason += "" if parts.mesh.cp_link_gb_per_s else " (GB/s assumed: mesh.cp_link_gb_per_s sets it)"
     if exchange == "ring":
         require_blocks(kernel)
-    check_cp_settings(config, spec, cp, exchange, size)
+    check_cp_settings(config, cp, exchange, size)
     lines = [f"cp_exchange=auto takes {exchange}; {reason}"] if reason else []
     if parts.training.activation_checkpointing == "none":
         lines += filter(None, [checkpointing_hint(layers, load, exchange)])

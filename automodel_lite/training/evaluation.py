@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.attention.interface import stream_of
 from automodel_lite.config.rules import Count, Positive
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.documents import Documents, Question, question_of
@@ -30,7 +29,7 @@ from automodel_lite.models.generate import Generator, prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
-from automodel_lite.thd import ThdBatch
+from automodel_lite.thd import ThdBatch, stream_of
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.schema import global_batch_size_of, mesh_shape
-from automodel_lite.models.adapter import Adapter, Peft, cast_trained
 from automodel_lite.models.layers import (
+    cast_trained,
     chosen_tile,
     decoder_layers,
     freeze_towers,
@@ -54,6 +54,9 @@ from automodel_lite.training import optimizers
 from automodel_lite.training.build import ModelPlan, Parts, assemble, full_batch, plan_model
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
+
+if TYPE_CHECKING:
+    from automodel_lite.models.lora import Lora, LoraAdapter
 
 GPU = torch.device("cpu", 0)
 """Fake tensors tell it from the host, which is "cpu" without a number, and copy between the two."""
@@ -186,10 +189,10 @@ def _run(
 class _Adapters:
     """Adapters without memory, in sight when the weights are given some."""
 
-    def __init__(self, peft: Peft) -> None:
+    def __init__(self, peft: Lora) -> None:
         self._peft, self.check = peft, peft.check
 
-    def adapt(self, model: transformers.PreTrainedModel, base: str) -> Adapter:
+    def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
         adapter = self._peft.adapt(model, base)
         for parameter in model.parameters():
             if not parameter.is_meta:

@@ -20,7 +20,7 @@ from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.parallel.zigzag import concatenated_ranges, owned_segments, shard_indices
+from automodel_lite.parallel.context_parallel import concatenated_ranges, owned_segments, shard_indices
 from automodel_lite.thd import AttentionOptions, Segments
 
 KERNELS = {

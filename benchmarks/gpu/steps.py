@@ -115,8 +115,8 @@ def build(variant: Variant, device: str) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from automodel_lite.attention.interface import auto_attention, install
-    from automodel_lite.attention.spec import attention_spec
+    from automodel_lite.attention.interface import choose_attention, install
+    from automodel_lite.attention.spec import attention_specs
     from automodel_lite.config.components import locate
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
     from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
@@ -147,7 +147,7 @@ def build(variant: Variant, device: str) -> Any:
 
         Lora(r=8).adapt(lm, "random weights")
     if variant.attention == "packed":
-        kernel, _ = auto_attention(attention_spec(config, torch.device(device), compute))
+        kernel, _ = choose_attention(None, attention_specs(config, torch.device(device), compute))
         install(lm, kernel)
     if variant.compiled:
         compile_layers(decoder_layers(lm))

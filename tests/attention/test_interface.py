@@ -78,7 +78,7 @@ def test_dropout_is_refused() -> None:
 def test_a_mask_is_refused() -> None:
     model = build("llama")
     install(model, ReferenceAttention())
-    with pytest.raises(ConfigError, match="packed attention, which takes its documents from cu_seq_lens"):
+    with pytest.raises(ConfigError, match="packed attention, which takes its documents from ThdBatch"):
         model(attention_mask=torch.ones(1, 1, 9, 9), **stream(documents([4, 5])).model_inputs())
 
 
@@ -94,7 +94,7 @@ def test_rows_are_refused() -> None:
 def test_without_boundaries_it_is_refused() -> None:
     model = build("llama")
     install(model, ReferenceAttention())
-    with pytest.raises(ConfigError, match="got no cu_seq_lens_q/k"):
+    with pytest.raises(ConfigError, match="got no documents: call the model with ThdBatch"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from automodel_lite.attention import kernel as reference
 from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.thd import AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 
 def token_by_token(
@@ -182,11 +182,11 @@ def in_two_visits(kernel: Any, tensors: list[Tensor], lens: list[int], softcap: 
     """Attention over each document's own keys, then over as many that it all sees; put together by hand."""
     q, k, v, more_k, more_v, grad = tensors
     how = packed(lens), AttentionOptions(0.25, softcap=softcap)
-    visits = [(k, v, True), (more_k, more_v, False)]
-    parts = [kernel.block(q, *kv, *how, causal) for *kv, causal in visits]
+    visits = [(AttentionInputs(q, k, v, *how), True), (AttentionInputs(q, more_k, more_v, *how), False)]
+    parts = [kernel.block(*visit) for visit in visits]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(out_of * (lse_of - lse).exp()[..., None] for out_of, lse_of in parts)
-    backward = [kernel.block_backward(grad, q, *kv, out, lse, *how, causal) for *kv, causal in visits]
+    backward = [kernel.block_backward(*visit, grad, out, lse) for visit in visits]
     return [out, backward[0][0] + backward[1][0], *backward[0][1:], *backward[1][1:]]
 
 

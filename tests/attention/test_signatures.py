@@ -28,7 +28,7 @@ from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.seed import use_deterministic
-from automodel_lite.thd import AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 from tests.attention.test_mixer_functions import fake_causal_conv1d, fake_chunk_scan, fake_delta_rule
 
 
@@ -432,8 +432,8 @@ def test_varlen_blocks_fit_the_signature_of_torch(causal: bool) -> None:
     with FakeTensorMode():
         q, k, v = (torch.empty(24, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
         cu = torch.empty(4, dtype=torch.int32, device="cuda")
-        how = Segments(cu, cu, 9, 9), AttentionOptions(0.25), causal
-        out, lse = VarlenAttention().block(q, k, v, *how)
+        inputs = AttentionInputs(q, k, v, Segments(cu, cu, 9, 9), AttentionOptions(0.25))
+        out, lse = VarlenAttention().block(inputs, causal)
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (24, 4), torch.float32)
-        grads = VarlenAttention().block_backward(out, q, k, v, out, lse, *how)
+        grads = VarlenAttention().block_backward(inputs, causal, out, out, lse)
         assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from automodel_lite.attention.flex import FlexAttention
-from automodel_lite.attention.interface import KernelByKind, auto_attention, install
+from automodel_lite.attention.interface import KernelByKind, choose_attention, install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.spec import AttentionSpec, attention_spec, passes_sinks
+from automodel_lite.attention.spec import AttentionSpec, attention_specs, passes_sinks
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from tests.attention.families import FAMILIES, documents, stream
@@ -33,7 +33,7 @@ ON_GPU = AttentionSpec("llama", torch.device("cuda"), torch.bfloat16, 32, 8, 128
     ],
 )
 def test_spec_of_a_family(family: str, want: dict[str, Any]) -> None:
-    spec = attention_spec(FAMILIES[family](), "cpu", torch.float32)
+    spec, *_ = attention_specs(FAMILIES[family](), "cpu", torch.float32)
     assert {key: getattr(spec, key) for key in want} == want
 
 
@@ -45,11 +45,11 @@ def test_spec_of_a_family(family: str, want: dict[str, Any]) -> None:
 )
 def test_layers_that_cannot_be_packed(model_type: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        attention_spec(AutoConfig.for_model(model_type), "cpu", torch.float32)
+        attention_specs(AutoConfig.for_model(model_type), "cpu", torch.float32)
 
 
 def test_a_model_without_attention_needs_no_kernel() -> None:
-    kernel, why = auto_attention(attention_spec(AutoConfig.for_model("mamba"), "cuda", torch.bfloat16))
+    kernel, why = choose_attention(None, attention_specs(AutoConfig.for_model("mamba"), "cuda", torch.bfloat16))
     assert (kernel.name, why) == ("thd_reference", "none: the model has no attention layers")
 
 
@@ -64,8 +64,8 @@ def test_a_model_without_attention_needs_no_kernel() -> None:
 )
 def test_attention_dropout_is_refused_under_the_familys_own_key(family: str, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"set model\.config\.{key}=0\."):
-        attention_spec(AutoConfig.for_model(family, **{key: 0.1}), "cpu", torch.float32)
-    attention_spec(AutoConfig.for_model(family, **{key: 0.0}), "cpu", torch.float32)
+        attention_specs(AutoConfig.for_model(family, **{key: 0.1}), "cpu", torch.float32)
+    attention_specs(AutoConfig.for_model(family, **{key: 0.0}), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,19 @@ def test_no_kernel_but_te_exchanges_by_itself(kernel: Any) -> None:
     ids=["gpu", "cpu", "softcap", "sinks", "fp32", "latent"],
 )
 def test_auto_takes_the_best_and_says_why(changes: dict[str, Any], name: str, reason: str) -> None:
-    kernel, why = auto_attention(replace(ON_GPU, **changes))
+    kernel, why = choose_attention(None, [replace(ON_GPU, **changes)])
     assert kernel.name == name
     assert reason in why
 
 
 def test_auto_does_not_guess_transformer_engine() -> None:
     with pytest.raises(ConfigError, match="needs attention=te"):
-        auto_attention(replace(ON_GPU, own_exchange=True))
+        choose_attention(None, [replace(ON_GPU, own_exchange=True)])
 
 
 def test_a_softcap_of_a_config_is_an_option_of_the_spec() -> None:
-    spec = attention_spec(Gemma2Config(num_hidden_layers=2), "cuda", torch.bfloat16)
-    kernel, why = auto_attention(spec)
+    specs = attention_specs(Gemma2Config(num_hidden_layers=2), "cuda", torch.bfloat16)
+    kernel, why = choose_attention(None, specs)
     assert kernel.name == "thd_flex"
     assert why.startswith("flex: ")
 
@@ -133,13 +133,13 @@ GEMMA4: dict[str, Any] = {
 
 
 def test_layers_of_two_kinds() -> None:
-    spec = attention_spec(AutoConfig.for_model("gemma4_text", **GEMMA4), "cpu", torch.float32)
-    assert [(kind.num_layers, kind.head_dim, kind.window) for kind in spec.kinds] == [(2, 8, 8), (1, 16, None)]
+    specs = attention_specs(AutoConfig.for_model("gemma4_text", **GEMMA4), "cpu", torch.float32)
+    assert [(kind.num_layers, kind.head_dim, kind.window) for kind in specs] == [(2, 8, 8), (1, 16, None)]
 
 
 def test_auto_takes_a_kernel_for_each_kind_of_layer() -> None:
     wide = replace(ON_GPU, head_dim=512, value_head_dim=512, num_layers=5)
-    kernel, why = auto_attention(replace(ON_GPU, num_layers=25, others=(wide,)))
+    kernel, why = choose_attention(None, [replace(ON_GPU, num_layers=25), wide])
     assert kernel.name == "thd_by_kind"
     assert "25 layers with head dim 128 on varlen" in why
     assert "5 layers with head dim 512 on flex" in why
@@ -170,7 +170,7 @@ def test_a_model_runs_on_a_kernel_for_each_kind_of_layer() -> None:
     docs = documents([9, 20])
     want = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids, _ in docs])
     narrow = NarrowHeads()
-    install(model, KernelByKind(attention_spec(config, "cpu", torch.float32), (narrow, ReferenceAttention())))
+    install(model, KernelByKind(attention_specs(config, "cpu", torch.float32)[0], (narrow, ReferenceAttention())))
     got = model(**stream(docs).model_inputs()).logits[0]
     assert narrow.calls == 2
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -16,13 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_lite.attention.flex import packed_block_mask
-from automodel_lite.attention.interface import install, stream_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.models.layers import from_host, to_host
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.thd import ThdBatch
+from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training import optimizers
 from automodel_lite.training.optimizers import apply_gradients
 

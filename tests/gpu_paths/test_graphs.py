@@ -10,11 +10,12 @@ import torch.nn.attention.flex_attention as torch_flex
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_lite.attention.flex import FlexAttention, compiled_flex
-from automodel_lite.attention.interface import install, stream_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.thd import stream_of
 from tests.models.test_layers import pack_of
 
 pytestmark = pytest.mark.slow

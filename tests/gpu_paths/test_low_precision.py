@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.adapter import cast_frozen
-from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.layers import cast_frozen, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.training.optimizers import adamw_8bit, codebook, param_groups
 from tests.models.test_layers import pack_of

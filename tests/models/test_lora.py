@@ -8,12 +8,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from automodel_lite.attention.interface import install, stream_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.adapter import cast_frozen
+from automodel_lite.models.layers import cast_frozen
 from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.thd import stream_of
 from recipes import export_hf
 from tests.runs import losses, train
 

@@ -13,11 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.context_parallel import attention_plan, cp_shard
+from automodel_lite.parallel.context_parallel import attention_plan, cp_shard, shard_indices
 from automodel_lite.parallel.exchange import AllGatherKV, SelectRows, TransformerEngine, Ulysses
 from automodel_lite.parallel.ring import Ring
-from automodel_lite.parallel.zigzag import shard_indices
-from automodel_lite.thd import AttentionOptions
+from automodel_lite.thd import AttentionInputs, AttentionOptions
 from tests.attention.families import documents, stream
 
 GROUP: Any = None
@@ -28,9 +27,9 @@ def test_all_gather_of_two_documents() -> None:
     batch = stream(documents([7, 3]), 4)
     assert batch.cu_seqlens_padded.tolist() == [0, 8, 12]
     plan = attention_plan(batch, GROUP, 2, 0, "all_gather")
-    assert plan.cu_q.tolist() == [0, 2, 4, 5, 6]
-    assert plan.cu_k.tolist() == [0, 2, 10, 11, 15]
-    assert (plan.max_q, plan.max_k) == (2, 8)
+    assert plan.segments.cu_q.tolist() == [0, 2, 4, 5, 6]
+    assert plan.segments.cu_k.tolist() == [0, 2, 10, 11, 15]
+    assert (plan.segments.max_q, plan.segments.max_k) == (2, 8)
     assert isinstance(plan.exchange, AllGatherKV)
     segments = [[0, 1], [0, 1, 6, 7, 8, 9, 2, 3], [4], [4, 10, 11, 5]]
     assert plan.exchange.key_rows.tolist() == [row for segment in segments for row in segment]
@@ -38,15 +37,15 @@ def test_all_gather_of_two_documents() -> None:
     assert early == [0, 1, 15, 15, 10, 15, 15, 15, 15, 15, 15, 15]
     assert late == [2, 3, 8, 9, 11, 14, 4, 5, 6, 7, 12, 13]
     plan = attention_plan(batch, GROUP, 2, 1, "all_gather")
-    assert plan.cu_q.tolist() == [0, 2, 4, 5, 6]
-    assert plan.cu_k.tolist() == [0, 4, 10, 12, 15]
+    assert plan.segments.cu_q.tolist() == [0, 2, 4, 5, 6]
+    assert plan.segments.cu_k.tolist() == [0, 4, 10, 12, 15]
 
 
 def test_all_to_all_of_two_documents() -> None:
     batch = stream(documents([7, 3]), 4)
     plan = attention_plan(batch, GROUP, 2, 0, "all_to_all")
-    assert plan.cu_q is plan.cu_k
-    assert plan.cu_q.tolist() == [0, 8, 12]
+    assert plan.segments.cu_q is plan.segments.cu_k
+    assert plan.segments.cu_q.tolist() == [0, 8, 12]
     assert isinstance(plan.exchange, Ulysses)
     assert plan.exchange.to_ranks.tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
     assert plan.exchange.to_stream.tolist() == [0, 1, 6, 7, 8, 9, 2, 3, 4, 10, 11, 5]
@@ -65,12 +64,12 @@ def test_a_ring_of_two_documents() -> None:
 def test_transformer_engine_gets_the_whole_stream() -> None:
     batch = stream(documents([7, 3]), 4)
     plan = attention_plan(batch, GROUP, 2, 1, "te")
-    assert plan.cu_q is plan.cu_k is batch.cu_seqlens_padded
-    assert plan.max_q == 8
+    assert plan.segments.cu_q is plan.segments.cu_k is batch.cu_seqlens_padded
+    assert plan.segments.max_q == 8
     assert isinstance(plan.exchange, TransformerEngine)
     given: dict[str, Any] = {}
-    how = plan.segments, AttentionOptions(1.0)
-    plan.exchange.attend(lambda *tensors, **kwargs: given.update(kwargs), *[batch.labels] * 3, *how)
+    inputs = AttentionInputs(*[batch.labels] * 3, plan.segments, AttentionOptions(1.0))
+    plan.exchange.attend(lambda *tensors, **kwargs: given.update(kwargs), inputs)
     assert given["cp_group"] is GROUP
 
 

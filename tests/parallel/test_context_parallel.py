@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.zigzag import shard_indices
+from automodel_lite.parallel.context_parallel import cp_shard, shard_indices
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 from tests.attention.families import DOCUMENT_LENGTHS, FAMILIES, build, documents, gradients, stream
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Phi3Config
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention, require_blocks
-from automodel_lite.attention.spec import LayerShape, attention_spec
+from automodel_lite.attention.spec import LayerShape
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.context_parallel import (
@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 
 
 def check(config: transformers.PretrainedConfig, cp: int, exchange: str = "all_gather", size: int = 512) -> None:
-    check_cp_settings(config, attention_spec(config, "cpu", torch.float32), cp, exchange, size)
+    check_cp_settings(config, cp, exchange, size)
 
 
 def test_pack_size_must_divide() -> None:

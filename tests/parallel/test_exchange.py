@@ -14,10 +14,9 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel import exchange as exchanges
-from automodel_lite.parallel.context_parallel import attention_plan
+from automodel_lite.parallel.context_parallel import attention_plan, shard_indices
 from automodel_lite.parallel.exchange import Load, check_heads_divide, sent_bytes
-from automodel_lite.parallel.zigzag import shard_indices
-from automodel_lite.thd import AttentionOptions
+from automodel_lite.thd import AttentionInputs, AttentionOptions
 from tests.attention.families import documents, stream
 from tests.ranks import run_ranks
 
@@ -57,7 +56,7 @@ def layer_errors(
         if plan.exchange is None:
             out = kernel(*leaves[:3], *how)
         else:
-            out = plan.exchange.attend(kernel, *leaves[:3], *how)
+            out = plan.exchange.attend(kernel, AttentionInputs(*leaves[:3], *how))
         (out * weight[rows]).sum().backward()
         return out.detach(), {name: x.grad for name, x in zip(("q", "k", "v", "sinks"), leaves)}
 
@@ -127,7 +126,9 @@ def bytes_of_a_layer(rank: int, cp: int, exchange: str) -> tuple[int, int]:
     q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (8, 2, 2))
     assert plan.exchange is not None
     with CountSent(cp) as forward:
-        out = plan.exchange.attend(ReferenceAttention(), q, k, v, plan.segments, AttentionOptions(0.25))
+        out = plan.exchange.attend(
+            ReferenceAttention(), AttentionInputs(q, k, v, plan.segments, AttentionOptions(0.25))
+        )
     with CountSent(cp) as backward:
         out.sum().backward()
     return forward.sent, backward.sent
@@ -165,7 +166,7 @@ def waits_of_a_layer(rank: int, cp: int, exchange: str) -> list[str]:
     q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     assert plan.exchange is not None
     with CountWaits() as counted:
-        out = plan.exchange.attend(NoAttention(), q, k, v, plan.segments, AttentionOptions(0.25))
+        out = plan.exchange.attend(NoAttention(), AttentionInputs(q, k, v, plan.segments, AttentionOptions(0.25)))
         out.sum().backward()
     return counted.waits
 
@@ -176,11 +177,11 @@ class NoAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> Any:
         return q * (k.sum() + v.sum())
 
-    def block(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> Any:
-        return self(q, k, v), q.sum(2)
+    def block(self, inputs: AttentionInputs, causal: bool) -> Any:
+        return self(*inputs), inputs.q.sum(2)
 
-    def block_backward(self, grad: torch.Tensor, *tensors: Any) -> Any:
-        return tensors[:3]
+    def block_backward(self, inputs: AttentionInputs, *of_block: Any) -> Any:
+        return inputs[:3]
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])

@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_lite.attention.interface import install, stream_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape, allow_sockets, init_mesh
 from automodel_lite.parallel.sharding import ParallelModel, choose_strategy, copies_of_experts, parallelize
+from automodel_lite.thd import stream_of
 from tests.runs import losses_by_step, train_on, train_quick
 
 

@@ -10,9 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from automodel_lite.attention.documents import mixers_of
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard
-from automodel_lite.parallel.mixer_exchange import document_owners
-from automodel_lite.parallel.zigzag import shard_indices
+from automodel_lite.parallel.context_parallel import check_context_parallel, cp_shard, document_owners, shard_indices
 from tests.attention.families import documents, gradients, stream
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, build_hybrid
 from tests.attention.test_mixers import packed, summed_loss

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.parallel.zigzag import (
+from automodel_lite.parallel.context_parallel import (
     concatenated_ranges,
     inverse_permutation,
     owned_segments,

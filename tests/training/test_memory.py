@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from automodel_lite.attention.interface import install, stream_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError, RunStoppedError
@@ -18,6 +18,7 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.run.failures import Watchdog, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
+from automodel_lite.thd import stream_of
 from automodel_lite.training.build import ModelPlan, build_parts
 from automodel_lite.training.memory import (
     _activations,

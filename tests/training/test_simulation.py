@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automodel_lite.attention.interface import install, stream_of
+from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
@@ -23,6 +23,7 @@ from automodel_lite.models.loss import LossModel
 from automodel_lite.models.source import SHAPES, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import choose_strategy, parallelize
+from automodel_lite.thd import stream_of
 from automodel_lite.training import memory, scaling
 from automodel_lite.training.build import ModelPlan, Parts, build_parts
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
