@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from automodel_lite.config.rules import Range, Seed
@@ -54,18 +55,14 @@ def question_of(document: Document) -> Question | None:
         asked = list(document["messages"])
         last = asked.pop() if asked[-1]["role"] == "assistant" and len(asked) > 1 else None
         answer = last["content"] if last and not last.get("tool_calls") else None
-        return Question([_plain_turn(turn) for turn in asked], answer, document.get("tools"))
+        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in asked]  # is for training
+        return Question(turns, answer, document.get("tools"))
     if "text" in document:
         return Question([{"role": "user", "content": document["text"]}], None, is_chat=False)
     if "prompt" not in document:
         return None
     system = [{"role": "system", "content": document["system"]}] if document.get("system") else []
     return Question([*system, {"role": "user", "content": document["prompt"]}], document["completion"] or None)
-
-
-def _plain_turn(turn: Message) -> Message:
-    """Without the weight, which is for training."""
-    return {key: value for key, value in turn.items() if key != "weight"}
 
 
 class DocumentSet(Protocol):
@@ -364,16 +361,13 @@ def _chats(rng: random.Random, pairs: list[Pair], num_chats: int) -> list[Docume
     for _ in range(num_chats):
         num_turns = min(MAX_TURNS, max(1, round(rng.lognormvariate(MEAN_LOG_TURNS, SD_LOG_TURNS))))
         turns = [rng.choice(pairs) for _ in range(num_turns)]
-        chats.append({"messages": [message for pair in turns for message in (_user(pair), _assistant(pair))]})
+        answers = [{"role": "assistant", "content": _answer(pair)} for pair in turns]
+        chats.append({"messages": [*chain.from_iterable(zip(map(_user, turns), answers))]})
     return chats
 
 
 def _user(pair: Pair) -> dict[str, str]:
     return {"role": "user", "content": PHRASINGS[pair[1]].format(pair[0])}
-
-
-def _assistant(pair: Pair) -> dict[str, str]:
-    return {"role": "assistant", "content": _answer(pair)}
 
 
 def _answer(pair: Pair) -> str:

@@ -274,7 +274,8 @@ class StreamingDataset:
         first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
         columns = {column: None for _, row in first if not isinstance(row, DataError) for column in row}
         if not columns:
-            raise next((row for _, row in first if isinstance(row, DataError)), DataError(self._is_empty()))
+            empty = DataError(f"{self.stream.name}: the stream is empty: it holds no row.")
+            raise next((row for _, row in first if isinstance(row, DataError)), empty)
         self._detected = detect(list(columns), self.format, self.columns)
         self.kind = self._detected.format.kind
         if self.kind == "tokens":
@@ -324,9 +325,6 @@ class StreamingDataset:
             for name, path in named.items():
                 held_out = FilesDataset(path, None, self.split, self.format, self.columns, delimiter=self.delimiter)
                 yield name, held_out.train
-
-    def _is_empty(self) -> str:
-        return f"{self.stream.name}: the stream is empty: it holds no row."
 
 
 def _locate(function: str) -> Callable[[], Iterable[Any]]:

@@ -121,13 +121,11 @@ def _integers(row: dict[str, Any], column: str, length: int | None = None) -> np
 
 @dataclass(frozen=True)
 class Format:
-    """One shape: the columns that tell it (any of these sets), how a row of it becomes a document, and what more it
-    may have.
-    """
+    """One shape: the columns that tell it, how a row of it becomes a document, and what more it may have."""
 
     name: str
     kind: str
-    signs: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...]
     normalize: Normalize
     optional: tuple[str, ...] = ()
 
@@ -173,14 +171,14 @@ def text(row: RawRow) -> Document:
 SYSTEM = ("system", "system_prompt")
 CHAT_EXTRAS = ("tools", *SYSTEM)
 FORMATS = (
-    Format("packed", "tokens", (("input_ids", "labels", "seq_lens"),), packed_tokens, ("seq_lens_padded",)),
-    Format("tokens", "tokens", (("input_ids",),), tokens, ("labels", "loss_mask", "attention_mask")),
-    Format("messages", "messages", (("messages",),), messages, CHAT_EXTRAS),
-    Format("sharegpt", "messages", (("conversations",),), sharegpt, CHAT_EXTRAS),
-    Format("prompt_completion", "prompt_completion", (("prompt", "completion"),), prompt_completion, CHAT_EXTRAS),
-    Format("alpaca", "prompt_completion", (("instruction", "output"),), alpaca, ("input", "history", *SYSTEM)),
-    Format("question_answer", "prompt_completion", (("question", "answer"),), question_answer, ("context", *SYSTEM)),
-    Format("text", "text", (("text",),), text),
+    Format("packed", "tokens", ("input_ids", "labels", "seq_lens"), packed_tokens, ("seq_lens_padded",)),
+    Format("tokens", "tokens", ("input_ids",), tokens, ("labels", "loss_mask", "attention_mask")),
+    Format("messages", "messages", ("messages",), messages, CHAT_EXTRAS),
+    Format("sharegpt", "messages", ("conversations",), sharegpt, CHAT_EXTRAS),
+    Format("prompt_completion", "prompt_completion", ("prompt", "completion"), prompt_completion, CHAT_EXTRAS),
+    Format("alpaca", "prompt_completion", ("instruction", "output"), alpaca, ("input", "history", *SYSTEM)),
+    Format("question_answer", "prompt_completion", ("question", "answer"), question_answer, ("context", *SYSTEM)),
+    Format("text", "text", ("text",), text),
 )
 
 # Other names of the same columns; the printed line names what it was taken for.
@@ -253,7 +251,9 @@ def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str
             )
     if format_name is None:
         _check_preferences(columns, renames)
-    candidates = FORMATS if format_name is None else [_by_name(format_name)]
+    candidates = [known for known in FORMATS if format_name in (None, known.name)]
+    if not candidates:
+        raise ConfigError(f"dataset.format={format_name} is none of {', '.join(known.name for known in FORMATS)}.")
     typed = tuple(renames)
     found, renames = _find(candidates, columns, renames)
     _check_names(typed, found)
@@ -271,7 +271,7 @@ def detect(columns: Sequence[str], format_name: str | None, renames: Mapping[str
 
 def _check_names(typed: Sequence[str], found: Format) -> None:
     """Raises ConfigError for a column that the user named as something that the format does not have."""
-    has = [*dict.fromkeys(name for sign in found.signs for name in sign), *found.optional]
+    has = [*found.columns, *found.optional]
     for name in typed:
         if name not in has:
             near = did_you_mean(name, has) or "."
@@ -304,21 +304,19 @@ def _find(
 ) -> tuple[Format, dict[str, str]]:
     """The first format whose columns are there, under their own names before other ones; and all renames."""
     named = {*columns, *renames}
-    for candidate in candidates:
-        if any(named.issuperset(sign) for sign in candidate.signs):
-            return candidate, {**_optional_aliases(candidate, named), **renames}
-    for candidate in candidates:
-        for sign in candidate.signs:
-            aliased = _aliases(sign, named)
-            if aliased is not None:
-                return candidate, {**_optional_aliases(candidate, named - {*aliased.values()}), **aliased, **renames}
+    for takes_others in (False, True):
+        for candidate in candidates:
+            others = _other_names(candidate.columns, named) if takes_others else {}
+            if named.issuperset({*candidate.columns} - others.keys()):
+                optional = _other_names(candidate.optional, named - {*others.values()})
+                return candidate, {**optional, **others, **renames}
     if len(candidates) == 1:
-        wanted = " or ".join(" + ".join(sign) for sign in candidates[0].signs)
+        wanted = " + ".join(candidates[0].columns)
         raise ConfigError(
             f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have {', '.join(columns)}: "
             f"name them with dataset.columns."
         )
-    known = ", ".join(" + ".join(known.signs[0]) for known in FORMATS)
+    known = ", ".join(" + ".join(known.columns) for known in FORMATS)
     raise ConfigError(
         f"the columns {', '.join(columns)} match no known format: name them, for instance {_hint(columns)}. Known "
         f"formats are {known}."
@@ -333,30 +331,10 @@ def _hint(columns: Sequence[str]) -> str:
     return hint if names else f"{hint} (which leaves out {', '.join(columns[1:-1])})"
 
 
-def _optional_aliases(found: Format, named: set[str]) -> dict[str, str]:
-    """Other names of optional columns that are there: Dolly's `context` is Alpaca's `input`."""
-    missing = [name for name in found.optional if name not in named]
-    return {name: other for name in missing for other in ALIASES.get(name, ()) if other in named}
-
-
-def _by_name(name: str) -> Format:
-    for known in FORMATS:
-        if known.name == name:
-            return known
-    raise ConfigError(f"dataset.format={name} is none of {', '.join(known.name for known in FORMATS)}.")
-
-
-def _aliases(sign: Sequence[str], named: set[str]) -> dict[str, str] | None:
-    """The other names under which all columns of `sign` are there."""
-    found: dict[str, str] = {}
-    for canonical in sign:
-        if canonical in named:
-            continue
-        other = next((alias for alias in ALIASES.get(canonical, ()) if alias in named), None)
-        if other is None:
-            return None
-        found[canonical] = other
-    return found
+def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:
+    """Other names under which columns are there: Dolly's `context` is Alpaca's `input`."""
+    others = {name: [other for other in ALIASES.get(name, ()) if other in named] for name in wanted}
+    return {name: there[0] for name, there in others.items() if there and name not in named}
 
 
 def _detected(
@@ -365,7 +343,7 @@ def _detected(
     mapped = ", ".join(f"{canonical} = {column}" for canonical, column in renames.items())
     description = f"columns {','.join(columns)}" + (f" → {found.name}" if list(columns) != [found.name] else "")
     description += f" ({mapped})" if mapped else ""
-    used = {*renames.values(), *(name for sign in found.signs for name in sign), *found.optional}
+    used = {*renames.values(), *found.columns, *found.optional}
     ignored = [name for name in columns if name not in used]
     return Detected(found, renames, description + (f", ignored: {', '.join(ignored)}" if ignored else ""), media)
 
