@@ -45,7 +45,6 @@ from automodel_lite.run.failures import (
     StepNumbers,
     Watchdog,
     are_finite,
-    has_failed,
     is_lost_peer,
     is_out_of_memory,
     recorded,
@@ -161,9 +160,7 @@ class TrainFinetuneRecipe:
             self.folder, config, self.control, self.slow_control, self.console.print, self.lock.check_held
         )
         deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
-        self.boundary = StepBoundary(
-            self.control, deadline, self.checkpointer, SIGNALS, self.lock.check_held, lambda: self.lock.is_lost
-        )
+        self.boundary = StepBoundary(self.control, deadline, self.checkpointer, self.lock)
         self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
         self.resume()
 
@@ -211,12 +208,7 @@ class TrainFinetuneRecipe:
         position = position_line(self.folder.shown, origin, self.num_steps, self.plan.max_steps, every)
         self.console.say("run", position)
         SIGNALS.defer()
-        SIGNALS.watch(
-            lambda: self.watchdog.is_in_step,
-            lambda: has_failed(self.folder.logs),
-            lambda: self.boundary.longest_s,
-            self.last_words,
-        )
+        SIGNALS.watch(self.watchdog, self.boundary, self.last_words)
         if self.pending_validation:
             self.validate()
         steps = self.data.steps(self.cursor, self.mesh, self.costs)

@@ -165,11 +165,6 @@ _LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # raised in the middle of
 _CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
 
-def has_failed(folder: Path) -> bool:
-    """Has any rank recorded an error?"""
-    return any(folder.glob("failure_rank_*.json"))
-
-
 Place = tuple[int | None, str | None]
 """The step that a run has done, and the name of its newest checkpoint."""
 
@@ -348,6 +343,10 @@ class Watchdog:
     @property
     def is_in_step(self) -> bool:
         return self.doing.startswith("in step")
+
+    def has_failed(self) -> bool:
+        """Has any rank recorded an error?"""
+        return any(self.run.logs.glob("failure_rank_*.json"))
 
     def stop(self) -> None:
         """Stops watching: the rank ends normally, or has recorded why not."""

@@ -11,6 +11,7 @@ thread notices, and ends it.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -27,6 +28,8 @@ from automodel_lite.config.rules import seconds_of
 if TYPE_CHECKING:  # the command line needs no torch
     from automodel_lite.parallel.peers import Control
     from automodel_lite.run.checkpoint import Checkpointer
+    from automodel_lite.run.failures import Watchdog
+    from automodel_lite.run.lock import RunLock
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
@@ -90,16 +93,10 @@ class StopSignals:
         if self.received:
             raise StoppedEarly(self.received)
 
-    def watch(
-        self,
-        in_step: Callable[[], bool],
-        are_peers_lost: Callable[[], bool],
-        step_s: Callable[[], float],
-        last_words: Callable[[str, str], None],
-    ) -> None:
+    def watch(self, watchdog: Watchdog, boundary: StepBoundary, last_words: Callable[[str, str], None]) -> None:
         """Starts the thread that ends this process, wherever it is, at a second Ctrl-C; and when it hangs after a stop
-        signal: at once when another rank has failed, else when its step (`in_step`) goes on for 10 s or three of
-        the longest steps (`step_s`) more.
+        signal: at once when another rank has failed, else when its step goes on for 10 s or three of the longest steps
+        more.
 
         last_words   is called with the state and the reason before the process ends
         """
@@ -133,8 +130,8 @@ class StopSignals:
                             leave("interrupted", "a second Ctrl-C: exited without a save", INTERRUPTED_EXIT)
                 if ready or not is_waiting:
                     continue
-                waited_s = waited_s + _LOOK_EVERY_S if in_step() else 0.0
-                if are_peers_lost() or waited_s > max(_GIVE_UP_S, 3 * step_s()):
+                waited_s = waited_s + _LOOK_EVERY_S if watchdog.is_in_step else 0.0
+                if watchdog.has_failed() or waited_s > max(_GIVE_UP_S, 3 * boundary.longest_s):
                     leave("failed", "stopping without a save because the other ranks are gone", 1)
 
         threading.Thread(target=wait, daemon=True).start()
@@ -164,26 +161,17 @@ def ending_of(reason: str) -> tuple[str, int]:
     return ("interrupted", INTERRUPTED_EXIT) if reason == "SIGINT" else ("preempted", PREEMPTED_EXIT)
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """When the run has to be gone, on the monotonic clock (a jump of the wall clock does not move it); None = never."""
-
-    at: float | None
-    margin_s: float
-
-    def is_near(self, reserve_s: float) -> bool:
-        """Is there less time left than the margin and `reserve_s`, which the last step and save will take?"""
-        return self.at is not None and time.monotonic() + self.margin_s + reserve_s >= self.at
-
-
-def deadline_of(max_time: str | int | None, margin_s: float, environment: Mapping[str, str] = os.environ) -> Deadline:
-    """The earlier of training.max_time, counted from the start of the process, and the end of the SLURM job."""
-    ends = []
+def deadline_of(max_time: str | int | None, margin_s: float, environment: Mapping[str, str] = os.environ) -> float:
+    """When the last save must be on the disk, on the monotonic clock (a jump of the wall clock does not move it): a
+    margin before the end of training.max_time, counted from the start of the process, or of the SLURM job, whichever
+    is earlier; infinity without either.
+    """
+    ends = [math.inf]
     if max_time is not None:
         ends.append(STARTED + seconds_of(max_time))
     if job_end := environment.get("SLURM_JOB_END_TIME"):
         ends.append(time.monotonic() + float(job_end) - time.time())
-    return Deadline(min(ends, default=None), margin_s)
+    return min(ends) - margin_s
 
 
 @dataclass
@@ -194,30 +182,30 @@ class StepBoundary:
     """
 
     ranks: Control
-    deadline: Deadline
+    deadline: float  # see deadline_of
     saves: Checkpointer
-    signals: StopSignals
-    fence: Callable[[], None] = lambda: None  # raises RunStoppedError when the run's folder is another job's
-    is_lost: Callable[[], bool] = lambda: False  # has this rank noticed that it is?
+    lock: RunLock  # of the run's folder
     stop_reason: str | None = None
     longest_s: float = 0.0  # between two messages
     _last: float | None = None
 
     def agree(self) -> None:
-        """Sets `stop_reason`; closes a save that all ranks have written."""
+        """Sets `stop_reason`; closes a save that all ranks have written. Raises RunStoppedError when any has noticed
+        that the folder is another job's.
+        """
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - (self._last or now))
         self._last = now
-        wish = self.signals.received
-        if not wish and self.deadline.is_near(2 * self.longest_s + 2 * self.saves.longest_s):
+        wish = SIGNALS.received
+        if not wish and now + 2 * self.longest_s + 2 * self.saves.longest_s >= self.deadline:
             wish = _TIME_IS_UP
-        mine = [wish, int(self.saves.is_busy()), int(self.is_lost())]
+        mine = [wish, int(self.saves.is_busy()), int(self.lock.is_lost)]
         number, any_busy, any_lost = self.ranks.max(mine)
         if any_lost:
-            self.fence()
+            self.lock.check_held()
         if number and self.stop_reason is None:
             self.stop_reason = reason_of(number)
-            self.signals.boundary_reached.set()
+            SIGNALS.boundary_reached.set()
         if not any_busy:
             self.saves.finish()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -27,7 +28,7 @@ from automodel_lite.run import checkpoint_folder, durable
 from automodel_lite.run.failures import Watchdog, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock, _this_process
-from automodel_lite.run.stopping import STOP_SIGNALS, Deadline, StopSignals, deadline_of, seconds_of
+from automodel_lite.run.stopping import STARTED, STOP_SIGNALS, StopSignals, deadline_of, seconds_of
 from tests.ranks import fork_server, in_a_process, run_ranks
 from tests.run.test_checkpoint import Faults
 from tests.runs import QUICK, losses_by_step, quick_config, train_quick, wait_until
@@ -437,11 +438,11 @@ def test_durations() -> None:
 
 
 def test_a_jump_of_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    deadline = deadline_of(None, 60, {"SLURM_JOB_END_TIME": str(time.time() + 1000)})
+    deadline = deadline_of("9-00:00:00", 60, {"SLURM_JOB_END_TIME": str(time.time() + 1000)})
+    assert deadline - time.monotonic() == pytest.approx(940, abs=5)
     monkeypatch.setattr(time, "time", lambda: 9e9)
-    assert not deadline.is_near(reserve_s=100)
-    assert deadline.is_near(reserve_s=950)
-    assert not Deadline(None, 60).is_near(1e9)
+    assert deadline_of("0:20:00", 60, {}) == STARTED + 1140
+    assert deadline_of(None, 60, {}) == math.inf
 
 
 def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
