@@ -21,7 +21,6 @@ import numpy as np
 
 from automodel_lite.config.schema import Config, check_alone
 from automodel_lite.data.packing.packs import PackedDataset
-from automodel_lite.data.packing.report import packing_report
 from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
 from automodel_lite.data.token_rows import mark_trained
 from automodel_lite.errors import DataError
@@ -62,7 +61,7 @@ def lengths(data: PlannedPacks, packs: PackedDataset) -> Iterator[str]:
     limit = packs.plan.packed_sequence_size
     yield from (f"  {line}" for line in draw_histogram(data.tokens.train.lengths, limit))
     yield "\nPACKING"
-    yield str(packing_report(packs.plan, data.tokens.train.lengths))
+    yield str(data.report())
 
 
 def drawn_packs(packs: PackedDataset) -> Iterator[str]:

@@ -47,10 +47,10 @@ def short_hash(text: str | bytes) -> str:
     return hashlib.sha256(text if isinstance(text, bytes) else text.encode()).hexdigest()[:12]
 
 
-def default_cache_dir() -> Path:
-    """`$AUTOMODEL_LITE_CACHE`, else `~/.cache/automodel_lite` (below `$XDG_CACHE_HOME` if that is set)."""
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """The given folder, or `$AUTOMODEL_LITE_CACHE`, or `~/.cache/automodel_lite` (or below `$XDG_CACHE_HOME`)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("AUTOMODEL_LITE_CACHE") or Path(base) / "automodel_lite")
+    return Path(cache_dir or os.environ.get("AUTOMODEL_LITE_CACHE") or Path(base) / "automodel_lite")
 
 
 def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:

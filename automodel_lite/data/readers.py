@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow
 
 from automodel_lite.config.rules import looks_local
-from automodel_lite.data.cache import build_once, default_cache_dir
+from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 RawRow = dict[str, Any]
@@ -289,10 +289,8 @@ def open_csv(path: Path, name: str, delimiter: str) -> RowList:
 
 def _csv_header(names: list[str], where: str) -> list[str]:
     """The names of the columns, if they can be told apart; raises DataError."""
-    try:
-        "".join(names).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8.") from error
+    if fault := _not_utf8(names):
+        raise DataError(f"{where}: {fault}")
     twice = next((column for column in names if names.count(column) > 1), None)
     if twice is not None:
         raise DataError(f"{where}: two columns are called {twice!r}: give each its own name.")
@@ -302,11 +300,18 @@ def _csv_header(names: list[str], where: str) -> list[str]:
 def _csv_row(header: list[str], values: list[str], where: str) -> RawRow | DataError:
     if len(values) != len(header):
         return DataError(f"{where}: {len(values)} values for {len(header)} columns.")
+    if fault := _not_utf8(values):
+        return DataError(f"{where}: {fault}")
+    return dict(zip(header, values))
+
+
+def _not_utf8(values: list[str]) -> str:
+    """The byte that reading has kept as half of a surrogate pair; empty without one."""
     try:
         "".join(values).encode()
     except UnicodeEncodeError as error:
-        return DataError(f"{where}: byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8.")
-    return dict(zip(header, values))
+        return f"byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8."
+    return ""
 
 
 class ConcatenatedRows:
@@ -375,7 +380,8 @@ def _local_files(path: str, key: str) -> list[Path]:
     expanded = Path(path).expanduser()
     try:
         if expanded.is_dir():
-            return [expanded] if _is_saved_dataset(expanded) else _files_below(expanded.rglob("*"), path, key)
+            is_saved_dataset = (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists()
+            return [expanded] if is_saved_dataset else _files_below(expanded.rglob("*"), path, key)
         if expanded.is_file():
             return [expanded]
         if expanded.exists():
@@ -391,19 +397,11 @@ def _files_below(found: Iterator[Path], path: str, key: str, is_glob: bool = Fal
     for number, one in enumerate(found):
         if number >= MAX_ENTRIES:
             raise ConfigError(f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the data.")
-        if one.is_file() if is_glob else _opens(one):
+        if one.is_file() and (is_glob or (not one.name.startswith(".") and _kind(one) in KINDS)):
             files.append(one)
     if not files and not is_glob:
         raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it.")
     return sorted(files)
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
-
-
-def _opens(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and _kind(path) in KINDS
 
 
 def _kind(path: Path) -> str:
@@ -452,18 +450,14 @@ def _decompressed(path: Path) -> Path:
             raise DataError(f"{path.name}: cannot be decompressed: {error}.") from error
 
     key = {"file": str(path.resolve()), "stamp": _stamp(path)}
-    return build_once(default_cache_dir(), "decompressed", path.name, key, unpack).folder / "data"
-
-
-def _zstandard(path: Path) -> pyarrow.CompressedInputStream:
-    return pyarrow.CompressedInputStream(str(path), "zstd")
+    return build_once(cache_root(), "decompressed", path.name, key, unpack).folder / "data"
 
 
 COMPRESSIONS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _zstandard,
+    ".zst": lambda path: pyarrow.CompressedInputStream(str(path), "zstd"),
 }
 KINDS = {  # file ending -> builder of `datasets` ("": read here)
     ".jsonl": "",

@@ -28,7 +28,7 @@ from automodel_lite.data.cache import (
     CacheEntry,
     Key,
     build_once,
-    default_cache_dir,
+    cache_root,
     entry_folder,
     find_damage,
     short_hash,
@@ -252,7 +252,7 @@ def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | N
     """
     if job.settings.shard is not None:
         raise ConfigError(f"tokenize.shard={job.settings.shard} is only for recipes/prepare_data.py: remove it.")
-    return _tokenize(documents, job, Path(cache_dir) if cache_dir is not None else default_cache_dir())
+    return _tokenize(documents, job, cache_root(cache_dir))
 
 
 def tokenize_shard(
@@ -262,7 +262,7 @@ def tokenize_shard(
 
     Any number of tasks on any hosts may do so at once, and again: what is there is not made a second time.
     """
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    root = cache_root(cache_dir)
     sets = list(_sets_of(documents, job, root))
     entries = {
         f"{one.identity.partition('(')[0]} {one.name}": one.tokenized(job.settings.shard)
@@ -290,7 +290,7 @@ def tokenize_validation(
     stream: StreamingDataset, job: Job, cache_dir: str | Path | None = None
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     """The validation sets of a stream, which are tokenized beforehand as any others, and notes to print."""
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    root = cache_root(cache_dir)
     sets = {
         name: _Set(name, f"{stream.identity} val", stream.kind, rows, job, root) for name, rows in stream.val.items()
     }

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
-from automodel_lite.data.cache import build_once, default_cache_dir, short_hash
+from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.documents import Document, Documents, DocumentSet
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.redact import secret_in
@@ -94,8 +94,7 @@ def train_bpe_tokenizer(
     def build(folder: Path) -> None:
         _train(_document_texts(documents.train, max_chars), vocab_size).save_pretrained(folder)
 
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    entry = build_once(root, "tokenizers", f"bpe{vocab_size}", key, build)
+    entry = build_once(cache_root(cache_dir), "tokenizers", f"bpe{vocab_size}", key, build)
     return PreTrainedTokenizerFast.from_pretrained(entry.folder)
 
 

@@ -36,23 +36,19 @@ def make_cp_batch_for_te(
     if qkv_format != "thd":
         raise ValueError(f"Currently only 'thd' format is supported, got: {qkv_format}")
     thd = split_batch_into_thd_chunks(batch, num_chunks, seq_lens_padding_value, padding_token_id)
-    indices: Tensor | None = None
-    if cp_mesh is None or cp_mesh.size() <= 1:
-        if num_chunks <= 1:
-            indices = torch.arange(thd["input_ids"].shape[0], device=thd["input_ids"].device)
-    elif num_chunks <= 1:
-        thd, indices = _shard_thd_chunk_for_te(thd, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id)
-    else:
-        chunks = [
-            {key: value[i] if isinstance(value, Tensor) else value for key, value in thd.items()}
-            for i in range(num_chunks)
-        ]
+    indices = torch.arange(thd["input_ids"].shape[0], device=thd["input_ids"].device)
+    if cp_mesh is not None and cp_mesh.size() > 1:
+        chunks = [thd]
+        if num_chunks > 1:
+            chunks = [{k: v[i] if isinstance(v, Tensor) else v for k, v in thd.items()} for i in range(num_chunks)]
         shards = [
-            _shard_thd_chunk_for_te(chunk, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id)[0]
+            _shard_thd_chunk_for_te(chunk, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id)
             for chunk in chunks
         ]
-        thd = stack_thd_chunks(shards, seq_lens_padding_value)
-    return (thd, indices) if return_local_indices else thd
+        thd, indices = shards[0]
+        if num_chunks > 1:
+            thd = stack_thd_chunks([shard for shard, _ in shards], seq_lens_padding_value)
+    return (thd, indices if num_chunks <= 1 else None) if return_local_indices else thd
 
 
 def _shard_thd_chunk_for_te(
