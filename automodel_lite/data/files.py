@@ -1,38 +1,46 @@
-"""Anybody's files, or a dataset of the hub, as normalized documents: prepared first, or streamed.
+"""Anybody's files, or a dataset of the hub, as normalized documents.
 
-Streams (of the hub, generators, files too large to be prepared first) are read while they are trained on. A stream is
-distributed to a fixed number of shards; each shard is read, tokenized and packed on its own, wherever it lives. Which
-process reads a shard is another matter: the packs do not depend on the number of ranks or workers.
-
-    documents   0 1 2 3 4 5 6 7 8 …        num_shards 4
-    shard 1       1       5       9 …      on rank 0 of one, on rank 1 of two, in worker 1 of two …
+From what a user calls their data (a file, a folder, a glob, a hub name) to raw rows, and from these to documents.
 """
 
 from __future__ import annotations
 
-import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import bz2
+import glob
+import gzip
+import lzma
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pyarrow
 
-from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
-from automodel_lite.data.documents import Document, DocumentList, DocumentSet, Question, question_of
+from automodel_lite.data.cache import build_once, cache_root
+from automodel_lite.data.documents import DocumentSet, Question, question_of
 from automodel_lite.data.formats import Alignment, NormalizedRows, detect, find_alignment
-from automodel_lite.data.readers import OpenedRows, RawRow, RawRows, is_file_name, open_rows, without_nulls
+from automodel_lite.data.readers import (
+    DELIMITERS,
+    ArrowRows,
+    ConcatenatedRows,
+    RawRow,
+    RawRows,
+    find_delimiter,
+    open_arrow,
+    open_csv,
+    open_json,
+    open_json_lines,
+)
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 NUM_SNIFFED_ROWS = 20
 Delimiter = Annotated[str, OneOf(("comma", "semicolon", "tab", "pipe", ",", ";", "|", "\\t"))]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
-NumShards = Annotated[int, Range(1, 100_000)]
 
 
 @dataclass
@@ -176,165 +184,150 @@ def split_rows(rows: DocumentSet, val_frac: float, seed: int) -> tuple[SelectedR
     return SelectedRows(rows, np.sort(drawn[num_val:])), SelectedRows(rows, np.sort(drawn[:num_val]))
 
 
-NUM_HEAD_DOCUMENTS = 2000  # that a tokenizer is trained on, or that are looked at beforehand
-Placed = tuple[str, RawRow | DataError]
+MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
 
 
 @dataclass(frozen=True)
-class RawStream(ABC):
-    """A stream of raw rows that can be read from any place on, again and again with the same result."""
-
-    name: str
-    identity: str
-
-    @abstractmethod
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        """(place, row) of every row of a shard but the first `start`; a broken row is the error that says so."""
-
-
-@dataclass(frozen=True)
-class FileStream(RawStream):
-    """Local files; any row is found at once."""
+class OpenedRows:
+    """Opened files."""
 
     rows: RawRows
+    description: str
+    identity: str
 
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        for index in range(shard + start * num_shards, len(self.rows), num_shards):
+
+def open_rows(
+    path: str | Sequence[str], name: str | None, split: str, key: str, delimiter: str | None = None
+) -> OpenedRows:
+    """Opens files, or a hub dataset when nothing local has that name."""
+    paths = [path] if isinstance(path, str) else list(path)
+    if address := next((one for one in paths if "://" in one), None):
+        raise ConfigError(f"{key}={address} is a URL: download the file, or use the name of a hub dataset.")
+    found = {one: _local_files(one, key) for one in paths}
+    files = [file for one in paths for file in found[one]]
+    if files and (missing := [one for one in paths if not found[one]]):
+        raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
+    if files:
+        rows = []
+        for file in files:
             try:
-                yield self.rows.where(index), self.rows[index]
-            except DataError as error:
-                yield self.rows.where(index), error
+                rows.append(_open_file(file, split, delimiter))
+            except OSError as error:
+                raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
+        shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
+        identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
+        return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
+    if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
+        raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
+    return _open_hub(paths[0], name, split, key)
 
 
-@dataclass(frozen=True)
-class HubStream(RawStream):
-    """A dataset of the hub, streamed; files are distributed to shards where there are enough of them, else rows are."""
-
-    path: str
-    config: str | None
-    split: str
-
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        import datasets
-
-        try:
-            stream = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
-        except Exception as error:
-            raise ConfigError(f"dataset.path={self.path} cannot be streamed: {one_line(error)}") from error
-        by_file = stream.num_shards >= num_shards
-        rows: Iterable[RawRow] = (
-            stream.shard(num_shards, shard).skip(start)
-            if by_file
-            else islice(stream, shard + start * num_shards, None, num_shards)
-        )
-        step, first = (1, start) if by_file else (num_shards, shard + start * num_shards)
-        place = f"{self.name}, shard {shard}, row " if by_file else f"{self.name}, row "
-        for number, row in enumerate(rows):
-            yield f"{place}{first + number * step + 1}", {name: without_nulls(value) for name, value in row.items()}
-
-
-class GeneratorStream(RawStream):
-    """Rows that a function of the user yields, called `name`: once for every shard, and the same rows each time."""
-
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        first = shard + start * num_shards
-        for number, row in enumerate(islice(_locate(self.name)(), first, None, num_shards)):
-            place = f"{self.name}[{first + number * num_shards}]"
-            yield place, row if isinstance(row, dict) else DataError(f"{place}: a row must be a dict, not {row!r:.40}.")
-
-
-@dataclass
-class StreamingDataset:
-    """Documents of a stream.
-
-    A configuration may name a generator when the command line allows its package, `security.allow_targets`. A run may
-    continue on another number of ranks as long as num_shards stays. Streams that cannot be entered in the middle
-    (generators, hub datasets of few files) are read from the start by each shard.
-    """
-
-    path: PathStr | Sequence[PathStr] | None = None  # files or a hub name; or use generator
-    generator: CodePath | None = None  # package.module:function that yields the same rows on every call
-    name: str | None = None  # configuration of the hub dataset
-    split: str = "train"  # of a hub dataset
-    format: str | None = None  # null = detected from the columns
-    columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
-    val_path: ValPath | None = None  # validation files, or several sets by name
-    num_shards: NumShards = 8  # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
-    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
-
-    stream: RawStream = field(init=False)
-    val: dict[str, DocumentSet] = field(init=False)
-    kind: str = field(init=False)
-    questions: list[Question] = field(init=False, default_factory=list)
-    description: str = field(init=False)
-    identity: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stream = self._open()
-        first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
-        columns = {column: None for _, row in first if not isinstance(row, DataError) for column in row}
-        if not columns:
-            empty = DataError(f"{self.stream.name}: the stream is empty: it holds no row.")
-            raise next((row for _, row in first if isinstance(row, DataError)), empty)
-        self._detected = detect(list(columns), self.format, self.columns)
-        self.kind = self._detected.format.kind
-        if self.kind == "tokens":
-            raise ConfigError(
-                f"{self.stream.name} contains token ids, but streams are tokenized during training: use dataset=files."
-            )
-        self.val = dict(self._val())
-        self.description = f"{self.stream.name}: a stream in {self.num_shards} shards, {self._detected.description}"
-        self.identity = f"stream({self.stream.identity}; {self._detected.format.name}; "
-        self.identity += f"{dict(self._detected.renames)}; num_shards={self.num_shards})"
-
-    def read(self, shard: int, start: int) -> Iterator[tuple[str, Document | DataError]]:
-        """(place, document) of every document of a shard but the first `start`."""
-        return map(self._document, self.stream.read(shard, self.num_shards, start))
-
-    @cached_property
-    def train(self) -> DocumentList:
-        """The first documents, for whoever wants to look at some (training a tokenizer on them)."""
-        head = map(self._document, islice(self.stream.read(0, 1, 0), NUM_HEAD_DOCUMENTS))
-        return DocumentList([d for _, d in head if not isinstance(d, DataError)], self.name or "")
-
-    def _document(self, placed: Placed) -> tuple[str, Document | DataError]:
-        place, row = placed
-        if isinstance(row, DataError):
-            return placed
-        try:
-            return place, self._detected.document(row, place)
-        except DataError as error:
-            return place, error
-
-    def _open(self) -> RawStream:
-        if (self.path is None) == (self.generator is None):
-            raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
-        if self.generator is not None:
-            _locate(self.generator)
-            return GeneratorStream(self.generator, self.generator)
-        assert self.path is not None
-        if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
-            shown = f"{self.path}/{self.name}" if self.name else self.path
-            return HubStream(shown, f"{shown} {self.split}", self.path, self.name, self.split)
-        source = open_rows(self.path, self.name, self.split, "dataset.path", self.delimiter)
-        return FileStream(source.description, source.identity, source.rows)
-
-    def _val(self) -> Iterator[tuple[str, DocumentSet]]:
-        if self.val_path is not None:
-            named = self.val_path if isinstance(self.val_path, Mapping) else {"val": self.val_path}
-            for name, path in named.items():
-                held_out = FilesDataset(path, None, self.split, self.format, self.columns, delimiter=self.delimiter)
-                yield name, held_out.train
-
-
-def _locate(function: str) -> Callable[[], Iterable[Any]]:
-    module, _, name = function.partition(":")
+def _local_files(path: str, key: str) -> list[Path]:
+    if not path.strip():
+        raise ConfigError(f"{key}={path} is empty: was a shell variable not set?")
+    expanded = Path(path).expanduser()
     try:
-        found = vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError, ValueError) as error:
+        if expanded.is_dir():
+            is_saved_dataset = (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists()
+            return [expanded] if is_saved_dataset else _files_below(expanded.rglob("*"), path, key)
+        if expanded.is_file():
+            return [expanded]
+        if expanded.exists():
+            raise ConfigError(f"{key}={path} is neither a file nor a folder, and rows need random access to a file.")
+        return _files_below(map(Path, glob.iglob(str(expanded), recursive=True)), path, key, is_glob=True)
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
+
+
+def _files_below(found: Iterator[Path], path: str, key: str, is_glob: bool = False) -> list[Path]:
+    """The files among them that hold data, in order; of a glob all files."""
+    files: list[Path] = []
+    for number, one in enumerate(found):
+        if number >= MAX_ENTRIES:
+            raise ConfigError(f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the data.")
+        if one.is_file() and (is_glob or (not one.name.startswith(".") and _kind(one) in KINDS)):
+            files.append(one)
+    if not files and not is_glob:
+        raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it.")
+    return sorted(files)
+
+
+def _kind(path: Path) -> str:
+    """The ending that says what is in the file: `.jsonl` of `a.jsonl.gz`."""
+    compressed = path.suffix in COMPRESSIONS and len(path.suffixes) > 1
+    return (path.suffixes[-2] if compressed else path.suffix).lower()
+
+
+def is_file_name(path: str) -> bool:
+    """Does it end as a file of data does? Then it is not the name of a hub dataset."""
+    return _kind(Path(path)) in KINDS
+
+
+def _stamp(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return ",".join(f"{file.stat().st_size} B at {file.stat().st_mtime_ns}" for file in files)
+
+
+def _open_file(path: Path, split: str, delimiter: str | None) -> RawRows:
+    if path.is_dir():
+        return open_arrow(path, path.name, "", split)
+    if split != "train":
+        raise ConfigError(f"dataset.split={split}: {path} has no splits: name its files in path or val_path.")
+    kind = _kind(path)
+    if kind not in KINDS:
+        raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
+    plain = _decompressed(path) if path.suffix in COMPRESSIONS else path
+    if kind in (".jsonl", ".ndjson"):
+        return open_json_lines(plain, path.name)
+    if kind == ".json":
+        return open_json(plain, path.name)
+    if kind in (".csv", ".tsv"):
+        usual = "\t" if kind == ".tsv" else ","
+        return open_csv(plain, path.name, DELIMITERS[delimiter] if delimiter else find_delimiter(plain, usual))
+    return open_arrow(plain, path.name, KINDS[kind], split)
+
+
+def _decompressed(path: Path) -> Path:
+    """The file unpacked in the cache, once; rows are then read from any place of it."""
+
+    def unpack(folder: Path) -> None:
+        try:
+            with COMPRESSIONS[path.suffix](path) as packed, (folder / "data").open("wb") as plain:
+                shutil.copyfileobj(packed, plain, 2**20)
+        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+            raise DataError(f"{path.name}: cannot be decompressed: {error}.") from error
+
+    key = {"file": str(path.resolve()), "stamp": _stamp(path)}
+    return build_once(cache_root(), "decompressed", path.name, key, unpack).folder / "data"
+
+
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda path: pyarrow.CompressedInputStream(str(path), "zstd"),
+}
+KINDS = {  # file ending -> builder of `datasets` ("": read here)
+    ".jsonl": "",
+    ".ndjson": "",
+    ".json": "",
+    ".csv": "",
+    ".tsv": "",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(path, name, split=split)
+    except Exception as error:
         raise ConfigError(
-            f"dataset.generator={function} cannot be found ({error}): write package.module:function."
+            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: "
+            f"{one_line(error)}"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"dataset.generator={function} is not a function.")
-    return found
+    shown = f"{path}/{name}" if name else path
+    return OpenedRows(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")

@@ -12,8 +12,8 @@ import numpy as np
 from automodel_lite.config.rules import Seed
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.documents import Documents, DocumentSet, Question, TokenizedData
-from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.readers import ConcatenatedRows
+from automodel_lite.data.streams import StreamingDataset
 from automodel_lite.data.token_rows import Rows
 from automodel_lite.errors import ConfigError
 

@@ -19,7 +19,6 @@ from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.documents import Documents, TokenizedData
-from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import (
     BatchShape,
     Cursor,
@@ -36,7 +35,6 @@ from automodel_lite.data.loader import (
 )
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.streams import StreamedPacks
 from automodel_lite.data.tokenize import job_of, tokenize_documents, tokenize_shard
 from automodel_lite.data.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
@@ -207,13 +205,8 @@ class PlannedPacks(PackSource):
 
 @singledispatch
 def source_of(documents: Documents) -> type[PackSource]:
-    """What makes packs of a dataset."""
+    """What makes packs of a dataset; modules of datasets register others."""
     return PlannedPacks
-
-
-@source_of.register
-def _source_of_stream(documents: StreamingDataset) -> type[PackSource]:
-    return StreamedPacks
 
 
 def prepare_data(config: Config, batches: BatchShape) -> PackSource:

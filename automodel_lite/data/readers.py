@@ -3,23 +3,15 @@
 JSON and CSV are read here and not through `datasets`: it reports a bad line without its file, turns `"007"` into 7
 and `"NA"` into nothing, and pads tool schemas of different shapes with nulls. Lines are indexed by their byte offsets
 and parsed when they are asked for, so a file of any size costs 8 bytes per row.
-
-From what a user calls their data (a file, a folder, a glob, a hub name) to raw rows.
 """
 
 from __future__ import annotations
 
-import bz2
 import csv
-import glob
-import gzip
 import json
-import lzma
 import os
-import shutil
-import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -28,15 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow
 
-from automodel_lite.config.rules import looks_local
-from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 RawRow = dict[str, Any]
 INDEX_BLOCK_BYTES = 64 * 2**20
-MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
 
 
 class RawRows(Protocol):
@@ -339,138 +327,6 @@ class ConcatenatedRows:
         return self.parts[position], index - self._starts[position]
 
 
-@dataclass(frozen=True)
-class OpenedRows:
-    """Opened files."""
-
-    rows: RawRows
-    description: str
-    identity: str
-
-
-def open_rows(
-    path: str | Sequence[str], name: str | None, split: str, key: str, delimiter: str | None = None
-) -> OpenedRows:
-    """Opens files, or a hub dataset when nothing local has that name."""
-    paths = [path] if isinstance(path, str) else list(path)
-    if address := next((one for one in paths if "://" in one), None):
-        raise ConfigError(f"{key}={address} is a URL: download the file, or use the name of a hub dataset.")
-    found = {one: _local_files(one, key) for one in paths}
-    files = [file for one in paths for file in found[one]]
-    if files and (missing := [one for one in paths if not found[one]]):
-        raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
-    if files:
-        rows = []
-        for file in files:
-            try:
-                rows.append(_open_file(file, split, delimiter))
-            except OSError as error:
-                raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
-        shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
-        identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
-        return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
-    if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
-        raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
-    return _open_hub(paths[0], name, split, key)
-
-
-def _local_files(path: str, key: str) -> list[Path]:
-    if not path.strip():
-        raise ConfigError(f"{key}={path} is empty: was a shell variable not set?")
-    expanded = Path(path).expanduser()
-    try:
-        if expanded.is_dir():
-            is_saved_dataset = (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists()
-            return [expanded] if is_saved_dataset else _files_below(expanded.rglob("*"), path, key)
-        if expanded.is_file():
-            return [expanded]
-        if expanded.exists():
-            raise ConfigError(f"{key}={path} is neither a file nor a folder, and rows need random access to a file.")
-        return _files_below(map(Path, glob.iglob(str(expanded), recursive=True)), path, key, is_glob=True)
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
-
-
-def _files_below(found: Iterator[Path], path: str, key: str, is_glob: bool = False) -> list[Path]:
-    """The files among them that hold data, in order; of a glob all files."""
-    files: list[Path] = []
-    for number, one in enumerate(found):
-        if number >= MAX_ENTRIES:
-            raise ConfigError(f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the data.")
-        if one.is_file() and (is_glob or (not one.name.startswith(".") and _kind(one) in KINDS)):
-            files.append(one)
-    if not files and not is_glob:
-        raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it.")
-    return sorted(files)
-
-
-def _kind(path: Path) -> str:
-    """The ending that says what is in the file: `.jsonl` of `a.jsonl.gz`."""
-    compressed = path.suffix in COMPRESSIONS and len(path.suffixes) > 1
-    return (path.suffixes[-2] if compressed else path.suffix).lower()
-
-
-def is_file_name(path: str) -> bool:
-    """Does it end as a file of data does? Then it is not the name of a hub dataset."""
-    return _kind(Path(path)) in KINDS
-
-
-def _stamp(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return ",".join(f"{file.stat().st_size} B at {file.stat().st_mtime_ns}" for file in files)
-
-
-def _open_file(path: Path, split: str, delimiter: str | None) -> RawRows:
-    if path.is_dir():
-        return open_arrow(path, path.name, "", split)
-    if split != "train":
-        raise ConfigError(f"dataset.split={split}: {path} has no splits: name its files in path or val_path.")
-    kind = _kind(path)
-    if kind not in KINDS:
-        raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
-    plain = _decompressed(path) if path.suffix in COMPRESSIONS else path
-    if kind in (".jsonl", ".ndjson"):
-        return open_json_lines(plain, path.name)
-    if kind == ".json":
-        return open_json(plain, path.name)
-    if kind in (".csv", ".tsv"):
-        usual = "\t" if kind == ".tsv" else ","
-        return open_csv(plain, path.name, DELIMITERS[delimiter] if delimiter else find_delimiter(plain, usual))
-    return open_arrow(plain, path.name, KINDS[kind], split)
-
-
-def _decompressed(path: Path) -> Path:
-    """The file unpacked in the cache, once; rows are then read from any place of it."""
-
-    def unpack(folder: Path) -> None:
-        try:
-            with COMPRESSIONS[path.suffix](path) as packed, (folder / "data").open("wb") as plain:
-                shutil.copyfileobj(packed, plain, 2**20)
-        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
-            raise DataError(f"{path.name}: cannot be decompressed: {error}.") from error
-
-    key = {"file": str(path.resolve()), "stamp": _stamp(path)}
-    return build_once(cache_root(), "decompressed", path.name, key, unpack).folder / "data"
-
-
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": lambda path: pyarrow.CompressedInputStream(str(path), "zstd"),
-}
-KINDS = {  # file ending -> builder of `datasets` ("": read here)
-    ".jsonl": "",
-    ".ndjson": "",
-    ".json": "",
-    ".csv": "",
-    ".tsv": "",
-    ".txt": "text",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-
-
 def open_arrow(path: Path, name: str, builder: str, split: str) -> RawRows:
     """What `datasets` reads: Parquet, Arrow, text, and folders that it saved."""
     import datasets
@@ -492,20 +348,6 @@ def open_arrow(path: Path, name: str, builder: str, split: str) -> RawRows:
             raise ConfigError(f"dataset.split={split} is not in {path}, which has {', '.join(loaded)}.")
         loaded = loaded[split]
     return ArrowRows(loaded, name)
-
-
-def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
-    import datasets
-
-    try:
-        loaded = datasets.load_dataset(path, name, split=split)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}={path} is not a local file (looked in {Path.cwd()}), and the hub dataset cannot be loaded: "
-            f"{one_line(error)}"
-        ) from error
-    shown = f"{path}/{name}" if name else path
-    return OpenedRows(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")
 
 
 class ArrowRows(NumberedRows):

@@ -5,151 +5,223 @@ Rank r of W reads the shards r, r + W, …, so its packs are every W-th pack of 
 neither on the number of ranks nor on workers. The position is the state of every shard, taken behind the last pack
 that was trained on; what workers have read ahead is not in it.
 
-The documents of a shard become packs in one pass: no lengths known ahead, a bounded number of documents in memory.
+Streams are the hub's, generators, and files too large to be prepared first. A stream is distributed to a fixed number
+of shards; each shard is read, tokenized and packed on its own, wherever it lives. Which process reads a shard is
+another matter: the packs do not depend on the number of ranks or workers.
 
-    packs = PackStream(lambda start: islice(documents(), start, None), Packer(packed_sequence_size=4096))
-    for pack in packs:              as PackedDataset gives them
-        state = packs.state_dict()  {"cursor": 5310, "piece": 0, "waiting": [[5297, 0], [5301, 0], [5308, 0]], ...}
+    documents   0 1 2 3 4 5 6 7 8 …        num_shards 4
+    shard 1       1       5       9 …      on rank 0 of one, on rank 1 of two, in worker 1 of two …
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from automodel_lite.config.components import CodePath
+from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.documents import Document, Documents
+from automodel_lite.data.documents import Document, DocumentList, Documents, DocumentSet, Question
 from automodel_lite.data.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.files import StreamingDataset
+from automodel_lite.data.files import NUM_SNIFFED_ROWS, Delimiter, FilesDataset, ValPath, is_file_name, open_rows
+from automodel_lite.data.formats import detect
 from automodel_lite.data.loader import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, worker_options
-from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
-from automodel_lite.data.packing.packs import PackedDataset, Packer, lay_out, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import (
+    PackedDataset,
+    Packer,
+    PackStream,
+    Row,
+    lay_out,
+    packed_sequence_thd_collater,
+)
+from automodel_lite.data.prepare import source_of
+from automodel_lite.data.readers import RawRow, RawRows, without_nulls
 from automodel_lite.data.token_rows import flatten
 from automodel_lite.data.tokenize import Job, job_of, tokenize_validation
 from automodel_lite.data.tokenizer import padding_id
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX
+from automodel_lite.thd import IGNORE_INDEX
 
 AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
-Row = dict[str, np.ndarray]
+NumShards = Annotated[int, Range(1, 100_000)]
+NUM_HEAD_DOCUMENTS = 2000  # that a tokenizer is trained on, or that are looked at beforehand
+Placed = tuple[str, RawRow | DataError]
 
 
-Place = tuple[int, int]  # number of a document in the stream, and of a row of it
+@dataclass(frozen=True)
+class RawStream(ABC):
+    """A stream of raw rows that can be read from any place on, again and again with the same result."""
+
+    name: str
+    identity: str
+
+    @abstractmethod
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+        """(place, row) of every row of a shard but the first `start`; a broken row is the error that says so."""
 
 
-class PackStream(torch.utils.data.IterableDataset):
-    """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
+@dataclass(frozen=True)
+class FileStream(RawStream):
+    """Local files; any row is found at once."""
 
-    read(start): the documents from number `start` on, the same ones at every call; each is a list of the rows
-    {"input_ids", "labels"} that were made of it (none, where nothing of it is trained on). At most `lookahead` rows
-    wait for a fitting pack. `state_dict` after a pack holds how many documents were read and the places of the rows
-    that wait; `load_state_dict` reads these again and goes on with the next pack. `num_dropped` counts over-long rows,
-    `num_empty` documents without a row. Raises ConfigError for settings that cannot work, DataError for a document
-    that cannot.
+    rows: RawRows
+
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+        for index in range(shard + start * num_shards, len(self.rows), num_shards):
+            try:
+                yield self.rows.where(index), self.rows[index]
+            except DataError as error:
+                yield self.rows.where(index), error
+
+
+@dataclass(frozen=True)
+class HubStream(RawStream):
+    """A dataset of the hub, streamed; files are distributed to shards where there are enough of them, else rows are."""
+
+    path: str
+    config: str | None
+    split: str
+
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+        import datasets
+
+        try:
+            stream = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+        except Exception as error:
+            raise ConfigError(f"dataset.path={self.path} cannot be streamed: {one_line(error)}") from error
+        by_file = stream.num_shards >= num_shards
+        rows: Iterable[RawRow] = (
+            stream.shard(num_shards, shard).skip(start)
+            if by_file
+            else islice(stream, shard + start * num_shards, None, num_shards)
+        )
+        step, first = (1, start) if by_file else (num_shards, shard + start * num_shards)
+        place = f"{self.name}, shard {shard}, row " if by_file else f"{self.name}, row "
+        for number, row in enumerate(rows):
+            yield f"{place}{first + number * step + 1}", {name: without_nulls(value) for name, value in row.items()}
+
+
+class GeneratorStream(RawStream):
+    """Rows that a function of the user yields, called `name`: once for every shard, and the same rows each time."""
+
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+        first = shard + start * num_shards
+        for number, row in enumerate(islice(_locate(self.name)(), first, None, num_shards)):
+            place = f"{self.name}[{first + number * num_shards}]"
+            yield place, row if isinstance(row, dict) else DataError(f"{place}: a row must be a dict, not {row!r:.40}.")
+
+
+@dataclass
+class StreamingDataset:
+    """Documents of a stream.
+
+    A configuration may name a generator when the command line allows its package, `security.allow_targets`. A run may
+    continue on another number of ranks as long as num_shards stays. Streams that cannot be entered in the middle
+    (generators, hub datasets of few files) are read from the start by each shard.
     """
 
-    def __init__(self, read: Callable[[int], Iterable[list[Row]]], packer: Packer, lookahead: int = LOOKAHEAD):
-        if packer.overlong == "split":
+    path: PathStr | Sequence[PathStr] | None = None  # files or a hub name; or use generator
+    generator: CodePath | None = None  # package.module:function that yields the same rows on every call
+    name: str | None = None  # configuration of the hub dataset
+    split: str = "train"  # of a hub dataset
+    format: str | None = None  # null = detected from the columns
+    columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
+    val_path: ValPath | None = None  # validation files, or several sets by name
+    num_shards: NumShards = 8  # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
+    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
+
+    stream: RawStream = field(init=False)
+    val: dict[str, DocumentSet] = field(init=False)
+    kind: str = field(init=False)
+    questions: list[Question] = field(init=False, default_factory=list)
+    description: str = field(init=False)
+    identity: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream = self._open()
+        first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
+        columns = {column: None for _, row in first if not isinstance(row, DataError) for column in row}
+        if not columns:
+            empty = DataError(f"{self.stream.name}: the stream is empty: it holds no row.")
+            raise next((row for _, row in first if isinstance(row, DataError)), empty)
+        self._detected = detect(list(columns), self.format, self.columns)
+        self.kind = self._detected.format.kind
+        if self.kind == "tokens":
             raise ConfigError(
-                "packed_sequence.overlong='split' does not work on a stream: use one of drop, truncate, error."
+                f"{self.stream.name} contains token ids, but streams are tokenized during training: use dataset=files."
             )
-        self.read = read
-        self.packer = packer
-        self.lookahead = lookahead
-        self.num_dropped = self.num_empty = 0
-        self.load_state_dict({"cursor": 0, "piece": 0, "waiting": [], "num_dropped": 0, "num_empty": 0})
+        self.val = dict(self._val())
+        self.description = f"{self.stream.name}: a stream in {self.num_shards} shards, {self._detected.description}"
+        self.identity = f"stream({self.stream.identity}; {self._detected.format.name}; "
+        self.identity += f"{dict(self._detected.renames)}; num_shards={self.num_shards})"
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
+    def read(self, shard: int, start: int) -> Iterator[tuple[str, Document | DataError]]:
+        """(place, document) of every document of a shard but the first `start`."""
+        return map(self._document, self.stream.read(shard, self.num_shards, start))
 
-    def __next__(self) -> dict[str, Any]:
-        rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
-        starts, lengths = rows.offsets[:-1], np.diff(rows.offsets)
-        return lay_out(rows, starts, lengths, *self.packer.layout)
+    @cached_property
+    def train(self) -> DocumentList:
+        """The first documents, for whoever wants to look at some (training a tokenizer on them)."""
+        head = map(self._document, islice(self.stream.read(0, 1, 0), NUM_HEAD_DOCUMENTS))
+        return DocumentList([d for _, d in head if not isinstance(d, DataError)], self.name or "")
 
-    def state_dict(self) -> dict[str, Any]:
-        """{"cursor": documents read, "piece": rows read of the one behind, "waiting": [document, row] of those that are
-        in no pack yet, "num_dropped", "num_empty"}.
-        """
-        waiting = [list(self._held[number][0]) for number, _ in self._packs.waiting]
-        cursor, piece = self._cursor
-        counts = {"num_dropped": self.num_dropped, "num_empty": self.num_empty}
-        return {"cursor": cursor, "piece": piece, "waiting": waiting, **counts}
+    def _document(self, placed: Placed) -> tuple[str, Document | DataError]:
+        place, row = placed
+        if isinstance(row, DataError):
+            return placed
+        try:
+            return place, self._detected.document(row, place)
+        except DataError as error:
+            return place, error
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._cursor = (state["cursor"], state["piece"])
-        self._held: dict[int, tuple[Place, Row]] = {}  # by arrival: document and row in the stream, tokens
-        self._arrived = 0
-        wanted = {(number, piece) for number, piece in state["waiting"]}
-        if wanted:
-            first, last = min(wanted)[0], max(wanted)[0]
-            for number, rows in enumerate(self.read(first), start=first):
-                for piece, row in enumerate(rows):
-                    if (number, piece) in wanted:
-                        self._hold((number, piece), row)
-                if number >= last:
-                    break
-        self.num_empty = state["num_empty"]
-        self.num_dropped = state["num_dropped"]
-        slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
-        self._packs = ExactFiller(
-            self._arriving(*self._cursor),
-            self.packer.packed_sequence_size // self.packer.slot_multiple,
-            lookahead=self.lookahead,
-            first_id=self._arrived,
-            waiting=slots,
-        )
+    def _open(self) -> RawStream:
+        if (self.path is None) == (self.generator is None):
+            raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
+        if self.generator is not None:
+            _locate(self.generator)
+            return GeneratorStream(self.generator, self.generator)
+        assert self.path is not None
+        if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
+            shown = f"{self.path}/{self.name}" if self.name else self.path
+            return HubStream(shown, f"{shown} {self.split}", self.path, self.name, self.split)
+        source = open_rows(self.path, self.name, self.split, "dataset.path", self.delimiter)
+        return FileStream(source.description, source.identity, source.rows)
 
-    def _arriving(self, start: int, num_seen: int) -> Iterator[int]:
-        """The slots of the rows from document `start` on, of which `num_seen` rows were read before."""
-        for number, rows in enumerate(self.read(start), start=start):
-            self.num_empty += not rows
-            for piece, row in enumerate(rows[num_seen:], start=num_seen):
-                self._cursor = (number, piece + 1) if piece + 1 < len(rows) else (number + 1, 0)
-                if self._hold((number, piece), row):
-                    yield self._slots(self._held[self._arrived - 1][1])
-            self._cursor, num_seen = (number + 1, 0), 0
+    def _val(self) -> Iterator[tuple[str, DocumentSet]]:
+        if self.val_path is not None:
+            named = self.val_path if isinstance(self.val_path, Mapping) else {"val": self.val_path}
+            for name, path in named.items():
+                held_out = FilesDataset(path, None, self.split, self.format, self.columns, delimiter=self.delimiter)
+                yield name, held_out.train
 
-    def _hold(self, place: Place, row: dict[str, Any]) -> bool:
-        """Keeps the row for a pack; False when it is dropped."""
-        number, size, overlong = place[0], self.packer.packed_sequence_size, self.packer.overlong
-        columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
-        input_ids, labels = columns["input_ids"], columns["labels"]
-        if len(input_ids) != len(labels) or not len(input_ids):
-            raise DataError(
-                f"document {number} has {len(input_ids)} input_ids and {len(labels)} labels: both must be equal, of "
-                "at least 1 token."
-            )
-        if len(input_ids) > size:
-            if overlong == "error":
-                raise DataError(
-                    f"document {number} has {len(input_ids)} tokens, over packed_sequence.packed_sequence_size={size}: "
-                    "raise it, or set packed_sequence.overlong to drop or truncate."
-                )
-            if overlong == "drop":
-                self.num_dropped += 1
-                return False
-            columns = {name: values[:size] for name, values in columns.items()}
-        self._held[self._arrived] = (place, columns)
-        self._arrived += 1
-        return True
 
-    def _slots(self, document: Row) -> int:
-        return -(-len(document["input_ids"]) // self.packer.slot_multiple)
+def _locate(function: str) -> Callable[[], Iterable[Any]]:
+    module, _, name = function.partition(":")
+    try:
+        found = vars(importlib.import_module(module))[name]
+    except (ImportError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"dataset.generator={function} cannot be found ({error}): write package.module:function."
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"dataset.generator={function} is not a function.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -365,3 +437,8 @@ class ShardTurns(IterableDataset):
         if shard in self.states:
             packs.load_state_dict(self.states[shard])
         return packs
+
+
+@source_of.register
+def _source_of_stream(documents: StreamingDataset) -> type[PackSource]:
+    return StreamedPacks

@@ -35,7 +35,6 @@ from automodel_lite.data.cache import (
 )
 from automodel_lite.data.documents import Document, Documents, DocumentSet, MadeOfRows, TokenizedData
 from automodel_lite.data.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.token_rows import (
     CONTENT_HASH,
     Chunk,
@@ -287,7 +286,7 @@ def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
 
 
 def tokenize_validation(
-    stream: StreamingDataset, job: Job, cache_dir: str | Path | None = None
+    stream: Documents, job: Job, cache_dir: str | Path | None = None
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     """The validation sets of a stream, which are tokenized beforehand as any others, and notes to print."""
     root = cache_root(cache_dir)

@@ -12,10 +12,9 @@ import datasets
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
-from automodel_lite.data.files import StreamingDataset
 from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.streams import StreamedPacks, TokenStream
+from automodel_lite.data.streams import StreamedPacks, StreamingDataset, TokenStream
 from automodel_lite.data.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel

@@ -2,6 +2,6 @@
 
 plan.py       plan_packs(lengths, ...) -> PackPlan: settings, over-long documents, counts; the strategies
 histogram.py  best-fit on the histogram of lengths; ExactFiller, which fills the tail of each pack by subset-sum
-packs.py      Packer, the options of the config node `packed_sequence`; PackedDataset, which reads packs lazily; batches
+packs.py      Packer, the options of the config node `packed_sequence`; packs, read lazily or of a stream; batches
 report.py     what a plan costs and gains, as text and as data
 """

@@ -6,6 +6,12 @@
     seq_lens         3         5                 0           a segment without tokens: the tail of the pack
     seq_lens_padded  4         8                 4
 
+The documents of a stream become packs in one pass: no lengths known ahead, a bounded number of documents in memory.
+
+    packs = PackStream(lambda start: islice(documents(), start, None), Packer(packed_sequence_size=4096))
+    for pack in packs:              as PackedDataset gives them
+        state = packs.state_dict()  {"cursor": 5310, "piece": 0, "waiting": [[5297, 0], [5301, 0], [5308, 0]], ...}
+
 Packing never shifts labels: labels[i] already is the target of position i. Neither packing nor the collater changes the
 rows it is given: datasets may cache them.
 
@@ -14,7 +20,7 @@ Legend: B rows, S row length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +32,7 @@ from torch import Tensor
 
 from automodel_lite.config.rules import Count, Positive, Range, Seed
 from automodel_lite.config.schema import slot_multiple_of
+from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.plan import (
     PackPlan,
     Strategy,
@@ -34,7 +41,7 @@ from automodel_lite.data.packing.plan import (
     plan_packs,
     strategy_of,
 )
-from automodel_lite.data.token_rows import Rows, TokenRows
+from automodel_lite.data.token_rows import Rows, TokenRows, flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
 
@@ -364,3 +371,108 @@ def as_list(values: Any) -> list[Any]:
 
 
 Batch = dict[str, Any]
+
+
+Row = dict[str, np.ndarray]
+Place = tuple[int, int]  # number of a document in the stream, and of a row of it
+
+
+class PackStream(torch.utils.data.IterableDataset):
+    """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
+
+    read(start): the documents from number `start` on, the same ones at every call; each is a list of the rows
+    {"input_ids", "labels"} that were made of it (none, where nothing of it is trained on). At most `lookahead` rows
+    wait for a fitting pack. `state_dict` after a pack holds how many documents were read and the places of the rows
+    that wait; `load_state_dict` reads these again and goes on with the next pack. `num_dropped` counts over-long rows,
+    `num_empty` documents without a row. Raises ConfigError for settings that cannot work, DataError for a document
+    that cannot.
+    """
+
+    def __init__(self, read: Callable[[int], Iterable[list[Row]]], packer: Packer, lookahead: int = LOOKAHEAD):
+        if packer.overlong == "split":
+            raise ConfigError(
+                "packed_sequence.overlong='split' does not work on a stream: use one of drop, truncate, error."
+            )
+        self.read = read
+        self.packer = packer
+        self.lookahead = lookahead
+        self.num_dropped = self.num_empty = 0
+        self.load_state_dict({"cursor": 0, "piece": 0, "waiting": [], "num_dropped": 0, "num_empty": 0})
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
+        starts, lengths = rows.offsets[:-1], np.diff(rows.offsets)
+        return lay_out(rows, starts, lengths, *self.packer.layout)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"cursor": documents read, "piece": rows read of the one behind, "waiting": [document, row] of those that are
+        in no pack yet, "num_dropped", "num_empty"}.
+        """
+        waiting = [list(self._held[number][0]) for number, _ in self._packs.waiting]
+        cursor, piece = self._cursor
+        counts = {"num_dropped": self.num_dropped, "num_empty": self.num_empty}
+        return {"cursor": cursor, "piece": piece, "waiting": waiting, **counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._cursor = (state["cursor"], state["piece"])
+        self._held: dict[int, tuple[Place, Row]] = {}  # by arrival: document and row in the stream, tokens
+        self._arrived = 0
+        wanted = {(number, piece) for number, piece in state["waiting"]}
+        if wanted:
+            first, last = min(wanted)[0], max(wanted)[0]
+            for number, rows in enumerate(self.read(first), start=first):
+                for piece, row in enumerate(rows):
+                    if (number, piece) in wanted:
+                        self._hold((number, piece), row)
+                if number >= last:
+                    break
+        self.num_empty = state["num_empty"]
+        self.num_dropped = state["num_dropped"]
+        slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
+        self._packs = ExactFiller(
+            self._arriving(*self._cursor),
+            self.packer.packed_sequence_size // self.packer.slot_multiple,
+            lookahead=self.lookahead,
+            first_id=self._arrived,
+            waiting=slots,
+        )
+
+    def _arriving(self, start: int, num_seen: int) -> Iterator[int]:
+        """The slots of the rows from document `start` on, of which `num_seen` rows were read before."""
+        for number, rows in enumerate(self.read(start), start=start):
+            self.num_empty += not rows
+            for piece, row in enumerate(rows[num_seen:], start=num_seen):
+                self._cursor = (number, piece + 1) if piece + 1 < len(rows) else (number + 1, 0)
+                if self._hold((number, piece), row):
+                    yield self._slots(self._held[self._arrived - 1][1])
+            self._cursor, num_seen = (number + 1, 0), 0
+
+    def _hold(self, place: Place, row: dict[str, Any]) -> bool:
+        """Keeps the row for a pack; False when it is dropped."""
+        number, size, overlong = place[0], self.packer.packed_sequence_size, self.packer.overlong
+        columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
+        input_ids, labels = columns["input_ids"], columns["labels"]
+        if len(input_ids) != len(labels) or not len(input_ids):
+            raise DataError(
+                f"document {number} has {len(input_ids)} input_ids and {len(labels)} labels: both must be equal, of "
+                "at least 1 token."
+            )
+        if len(input_ids) > size:
+            if overlong == "error":
+                raise DataError(
+                    f"document {number} has {len(input_ids)} tokens, over packed_sequence.packed_sequence_size={size}: "
+                    "raise it, or set packed_sequence.overlong to drop or truncate."
+                )
+            if overlong == "drop":
+                self.num_dropped += 1
+                return False
+            columns = {name: values[:size] for name, values in columns.items()}
+        self._held[self._arrived] = (place, columns)
+        self._arrived += 1
+        return True
+
+    def _slots(self, document: Row) -> int:
+        return -(-len(document["input_ids"]) // self.packer.slot_multiple)
