@@ -50,6 +50,7 @@ from automodel_lite.data.packing.packs import (
     packed_sequence_thd_collater,
 )
 from automodel_lite.data.packing.plan import PackPlan, pack_blocks, padding_segments
+from automodel_lite.data.tokenize import Job
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.seed import derive_seed, seeded_order
@@ -132,7 +133,7 @@ class PackSource(ABC):
     """
 
     documents: Documents
-    tokenizer: PreTrainedTokenizerFast
+    job: Job
     packer: Packer
     val_packs: Mapping[str, PackedDataset]
     notes: tuple[str, ...]  # what tokenizing did, a line per set
@@ -148,6 +149,10 @@ class PackSource(ABC):
     @abstractmethod
     def tokenize_shard(cls, config: Config, documents: Any) -> tuple[tuple[str, ...], list[int]]:
         """Tokenizes one shard of the documents, for `prepared` to join: notes, and the shards still missing."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.job.tokenizer
 
     @property
     @abstractmethod

@@ -116,8 +116,8 @@ class PlannedPacks(PackSource):
             return packer.packs(rows, packer.plan(rows.lengths, epoch))
 
         val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in tokens.val.items()}
-        facts = (documents, job.tokenizer, packer, val_packs, tokens.notes, batches, config.dataloader)
-        return cls(*facts, tokens, packs_of, config.seed)
+        notes, dataloader = tokens.notes, config.dataloader
+        return cls(documents, job, packer, val_packs, notes, batches, dataloader, tokens, packs_of, config.seed)
 
     @classmethod
     def tokenize_shard(cls, config: Config, documents: Documents) -> tuple[tuple[str, ...], list[int]]:

@@ -291,7 +291,7 @@ class StreamedPacks(PackSource):
     Raises ConfigError when the shards cannot be shared out evenly to the processes that read them.
     """
 
-    tokens: TokenStream
+    documents: StreamingDataset
 
     @classmethod
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
@@ -299,8 +299,7 @@ class StreamedPacks(PackSource):
         packer = packer.padded_with(padding_id(job.tokenizer))
         val, notes = tokenize_validation(documents, job, config.cache_dir)
         val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
-        facts = (documents, job.tokenizer, packer, val_packs, notes, batches, config.dataloader)
-        return cls(*facts, TokenStream(documents, job))
+        return cls(documents, job, packer, val_packs, notes, batches, config.dataloader)
 
     @classmethod
     def tokenize_shard(cls, config: Config, documents: Documents) -> NoReturn:
@@ -308,11 +307,12 @@ class StreamedPacks(PackSource):
 
     def __post_init__(self) -> None:
         readers = self.shape.dp_size * max(1, self.dataloader.num_workers)
-        if self._num_shards % readers:
+        num_shards = self.documents.num_shards
+        if num_shards % readers:
             raise ConfigError(
-                f"dataset.num_shards={self._num_shards} must be a multiple of {readers} ({self.shape.dp_size} "
-                f"data-parallel ranks x dataloader.num_workers={self.dataloader.num_workers}): use "
-                f"{-(-self._num_shards // readers) * readers}."
+                f"dataset.num_shards={num_shards} must be a multiple of {readers} ({self.shape.dp_size} data-parallel "
+                f"ranks x dataloader.num_workers={self.dataloader.num_workers}): use "
+                f"{-(-num_shards // readers) * readers}."
             )
 
     @property
@@ -320,10 +320,6 @@ class StreamedPacks(PackSource):
         if not self.val_packs:
             raise ConfigError("a stream has no end to evaluate: set dataset.val_path, or dataset=files.")
         return self.val_packs
-
-    @property
-    def _num_shards(self) -> int:
-        return self.tokens.dataset.num_shards
 
     @property
     def longest(self) -> int:
@@ -355,9 +351,7 @@ class StreamedPacks(PackSource):
                 num_steps += 1
                 yield batches
             if not num_steps and not cursor.packs:
-                raise DataError(
-                    f"{self.tokens.dataset.stream.name}: the stream ends without a document that fits a pack."
-                )
+                raise DataError(f"{self.documents.stream.name}: the stream ends without a document that fits a pack.")
             cursor = Cursor(cursor.epoch + 1)
 
     def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
@@ -386,11 +380,11 @@ class StreamedPacks(PackSource):
 
     def _turns(self, cursor: Cursor, dp_rank: int) -> Iterator[Turn | None]:
         """This rank's turns from `cursor` on; None for a shard that has ended."""
-        own = range(dp_rank, self._num_shards, self.shape.dp_size)
+        own = range(dp_rank, self.documents.num_shards, self.shape.dp_size)
         first = cursor.packs // self.shape.dp_size % len(own)
         shards = [*own[first:], *own[:first]]
         states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
-        turns = ShardTurns(self.tokens, self.packer, shards, states)
+        turns = ShardTurns(TokenStream(self.documents, self.job), self.packer, shards, states)
         options = worker_options(self.dataloader)
         read = iter(StatefulDataLoader(turns, batch_size=None, collate_fn=lambda turn: turn, **options))
         ahead = next(read, None)

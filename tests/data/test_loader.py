@@ -34,7 +34,7 @@ def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> 
     packs = packer.packs(tokens.train, packer.plan(tokens.train.lengths))
     return PlannedPacks(
         ToyChat(num_chats=60),
-        byte_tokenizer(MARKED),
+        Job(byte_tokenizer(MARKED)),
         packer,
         {},
         (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,7 @@ def loader_of(path: str | None, global_batch_size: int = 4, num_workers: int = 0
     mesh = init_mesh(MeshConfig())
     dataset = StreamingDataset(**({"path": path, "num_shards": 4} | options))
     shape, dataloader = BatchShape(global_batch_size, 1, mesh.shape.dp), DataloaderConfig(num_workers=num_workers)
-    return packs_of(TokenStream(dataset, Job(byte_tokenizer(MARKED))), Packer(40), shape, dataloader)
-
-
-def packs_of(tokens: TokenStream, packer: Packer, *layout: Any) -> StreamedPacks:
-    return StreamedPacks(tokens.dataset, tokens.job.tokenizer, packer, {}, (), *layout, tokens)
+    return StreamedPacks(dataset, Job(byte_tokenizer(MARKED)), Packer(40), {}, (), shape, dataloader)
 
 
 def documents_of(batches: StepBatches) -> list[list[str]]:
@@ -168,8 +165,7 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path) -> None:
         epoch_of(loader_of(str(path)), Cursor())
     loader = loader_of(str(path))
     job = Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
-    skipping = packs_of(TokenStream(loader.tokens.dataset, job), Packer(40), loader.shape, loader.dataloader)
-    steps = epoch_of(skipping, Cursor())
+    steps = epoch_of(replace(loader, job=job), Cursor())
     seen = {number for packs, _ in steps for pack in packs for number in pack}
     assert seen == {str(i) for i in range(NUM_ROWS) if i != 5}
     assert sum(state["num_empty"] for state in (steps[-1][1].shards or {}).values()) == 1
@@ -194,8 +190,8 @@ def two_turns() -> Iterator[dict[str, Any]]:
 def test_chats_that_become_several_rows_resume_between_them(family: Family) -> None:
     def loader() -> StreamedPacks:
         dataset = StreamingDataset(generator=f"{__name__}:two_turns", num_shards=1)
-        tokens = TokenStream(dataset, Job(byte_tokenizer(family)))
-        return packs_of(tokens, Packer(120), BatchShape(1, 1, 1), DataloaderConfig())
+        job = Job(byte_tokenizer(family))
+        return StreamedPacks(dataset, job, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig())
 
     def packs_from(cursor: Cursor) -> list[tuple[list[int], Cursor]]:
         steps = takewhile(lambda batches: not batches.epoch, loader().steps(cursor, init_mesh(MeshConfig()), COSTS))
