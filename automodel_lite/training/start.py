@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import transformers
@@ -151,8 +149,10 @@ def try_model(source: CausalLM) -> None:
     if source.pretrained and not source.overrides:
         return  # its makers have run it
     config = source.described({"vocab_size": 64})
-    lm = _or_config_error(source, lambda: describe(config))
-    _or_config_error(source, lambda: _run_on_meta(lm))
+    try:
+        _run_on_meta(describe(config))
+    except Exception as error:  # a model's code may raise anything
+        raise cannot_work(error, source.overrides) from error
 
 
 def _run_on_meta(lm: transformers.PreTrainedModel) -> None:
@@ -161,16 +161,9 @@ def _run_on_meta(lm: transformers.PreTrainedModel) -> None:
     try:
         with torch.no_grad():
             lm.eval()(input_ids=ids, attention_mask=mask, use_cache=False)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # NotImplementedError too
         if _SHAPES.search(str(error)):
             raise
-
-
-def _or_config_error(source: CausalLM, attempt: Callable[[], Any]) -> Any:
-    try:
-        return attempt()
-    except Exception as error:  # a model's code may raise anything
-        raise cannot_work(error, source.overrides) from error
 
 
 def check_master_weights(parts: Parts) -> None:
@@ -236,6 +229,9 @@ def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config)
 
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     """What is trained, how, and what it takes."""
+    max_norm, decay = config.training.max_grad_norm, config.training.ema_decay
+    clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
+    average = f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
     return [
         ("device", _device(mesh, built.plan)),
         ("model", _model(built)),
@@ -243,22 +239,10 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         ("attention", built.plan.attention),
         *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),
         *([("compile", built.compiled)] if built.compiled != "off" else []),
-        ("optimizer", optimizer_text(config)),
-        *([("average", average_text(config))] if config.training.ema_decay else []),
+        ("optimizer", f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"),
+        *([("average", average)] if decay else []),
         ("memory", f"{built.memory}\n{built.reduction}".strip()),
     ]
-
-
-def optimizer_text(config: Config) -> str:
-    """`adamw (lr 1e-05, weight_decay 0.01), cosine (warmup_steps 20), gradients clipped to 1.0`, with all options."""
-    max_norm = config.training.max_grad_norm
-    clipping = f"gradients clipped to {max_norm}" if max_norm else "no clipping"
-    return f"{text_of(config.optimizer)}, {text_of(config.lr_scheduler)}, {clipping}"
-
-
-def average_text(config: Config) -> str:
-    decay = config.training.ema_decay
-    return f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
 
 
 def data_lines(data: PackSource) -> list[Line]:
