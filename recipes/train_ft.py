@@ -28,7 +28,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.loader import Cursor, DeviceFeed, ReadyStep
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
-from automodel_lite.errors import MISTAKE_EXIT, ConfigError, PeerError, RunStoppedError, one_line
+from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError, one_line
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.generate import load_generator
@@ -57,7 +57,7 @@ from automodel_lite.telemetry.callbacks import open_metrics
 from automodel_lite.telemetry.metrics import Console, Meter, StepProfiler, StepResult, quiet_libraries, sum_counts
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
-from automodel_lite.tools.trained import push, write_card
+from automodel_lite.tools.trained import publish
 from automodel_lite.training.build import build_model, build_parts
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import questions_of, sample_answers, validation_loss
@@ -383,7 +383,7 @@ class TrainFinetuneRecipe:
                 self.console.print(answers.text())
                 self.metrics.log({"step": self.num_steps, **answers.as_row()})
             if self.mesh.rank == 0:
-                self.publish(exported)
+                publish(self.folder.path, exported, self.config.hub, self.console.say)
             self.metrics.exported(exported)
         self.check_saved()
         if self.mesh.rank == 0:
@@ -394,16 +394,6 @@ class TrainFinetuneRecipe:
         self.console.commands("next", self.folder.next_commands("finished"))
         self.close()
         return 0
-
-    def publish(self, exported: Path) -> None:
-        """Writes the model card, and uploads the model if configured; a failed upload is a warning."""
-        hub = self.config.hub
-        write_card(self.folder.path, exported, hub.push)
-        if hub.push:
-            try:
-                self.console.say("uploaded", push(self.folder.path, exported, hub.push, hub.private))
-            except ConfigError as error:
-                self.console.say("uploaded", f"WARNING: {error}")
 
     def check_numbers(self) -> None:
         """Raises RunStoppedError when the last steps were skipped, or the weights are not finite."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from automodel_lite.attention.interface import Logits
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.rules import looks_local
-from automodel_lite.config.schema import Config, MeshConfig
+from automodel_lite.config.schema import Config, HubConfig, MeshConfig
 from automodel_lite.data.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import local
@@ -289,6 +289,16 @@ def _base_text(pretrained: str | None) -> str:
 
 def _is_hub_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not looks_local(name)
+
+
+def publish(run: Path, folder: Path, hub: HubConfig, say: Callable[[str, str], None]) -> None:
+    """Writes the model card, and uploads the export if that is configured; an upload that fails is a warning."""
+    write_card(run, folder, hub.push)
+    if hub.push:
+        try:
+            say("uploaded", push(run, folder, hub.push, hub.private))
+        except ConfigError as error:
+            say("uploaded", f"WARNING: {error}")
 
 
 def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:

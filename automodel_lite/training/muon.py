@@ -15,7 +15,6 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zeropower_via_newtonschulz
 
 from automodel_lite.config.rules import Range
@@ -81,10 +80,6 @@ class Muon(SmallAdamW):
         updated = buffer.lerp(gradient, 1 - group["momentum"])
         buffer.copy_(torch.where(skipped, buffer, updated))
         return (gradient.lerp(updated, group["momentum"]) if group["nesterov"] else updated).bfloat16()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """fp32 throughout, which torch keeps."""
-        Optimizer.load_state_dict(self, state_dict)
 
 
 def _alike(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

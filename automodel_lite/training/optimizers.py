@@ -249,7 +249,8 @@ class SmallAdamW(Optimizer):
         for parameter, state in self.state.items():
             block = block_of(tuple(parameter.shape), self.block_size)
             for name, made in self._new_state(parameter, block).items():
-                state[name] = state[name].to(made.dtype)
+                if name in state:  # Muon's matrices have no moments
+                    state[name] = state[name].to(made.dtype)
 
 
 _OURS = frozenset({"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "rest"})
