@@ -69,12 +69,6 @@ def test_a_path_needs_no_quotes(path: str) -> None:
     assert compose_config("finetune", [f"dataset.path={path}"]).dataset.path == path
 
 
-def test_all_problems_come_in_one_message() -> None:
-    with pytest.raises(ConfigError) as error:
-        check_config(compose_config("smoke", ["training.max_stepz=3", "checkpoint.keep_last=x", "optimizr.lr=1"]))
-    assert len(str(error.value).splitlines()) == 3
-
-
 def test_a_part_that_is_refused_hides_no_mistake_of_another() -> None:
     raw = compose_config("smoke", ["packed_sequence.slot_multiple=''", "optimizer.lr=-1"])
     raw.attention = None

@@ -163,7 +163,10 @@ def test_every_number_has_a_range() -> None:
 
 LAUNCHED = [
     ("RANK=abc", "the environment has RANK=abc, which must be a whole number: torchrun"),
+    ("RANK=-1", "the environment has RANK=-1, which must be a whole number: torchrun"),
+    ("RANK=", "the environment has RANK=, which must be a whole number: torchrun"),
     ("WORLD_SIZE=x", "the environment has WORLD_SIZE=x, which must be a whole number over 0"),
+    ("WORLD_SIZE=0", "the environment has WORLD_SIZE=0, which must be a whole number over 0"),
     ("LOCAL_RANK=99", "the environment has LOCAL_RANK=99 of WORLD_SIZE=1 processes, which count from 0"),
     ("RANK=3 WORLD_SIZE=2", "the environment has RANK=3 of WORLD_SIZE=2 processes"),
     ("WORLD_SIZE=2", "the environment has WORLD_SIZE=2 and no RANK and no MASTER_ADDR and no MASTER_PORT: start with"),

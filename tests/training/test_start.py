@@ -21,7 +21,6 @@ from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.report import packing_report
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parallel import mesh
 from automodel_lite.training.build import build_parts
 from automodel_lite.training.start import steps_text, try_model, try_settings
 from tests.attention.families import FAMILIES
@@ -226,16 +225,6 @@ def test_weights_that_are_not_finite_are_named_as_such(tmp_path: Path, value: fl
         ConfigError, match=r"1 weights hold values that are not finite \(inf or NaN\), model.norm.weight first"
     ):
         load()
-
-
-# -------------------------------------------------------------------------------------------------------------- launcher
-@pytest.mark.parametrize(
-    ("name", "text"), [("RANK", "abc"), ("RANK", "-1"), ("RANK", ""), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two")]
-)
-def test_an_environment_that_no_launcher_sets(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
-    monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=f"the environment has {name}={text}, which must be a whole number"):
-        mesh.rank() if name == "RANK" else mesh.world_size()
 
 
 def test_trying_the_settings_is_quick() -> None:
