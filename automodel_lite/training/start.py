@@ -303,25 +303,12 @@ def count(number: float) -> str:
 def packing_text(report: PackingReport | None) -> str:
     if report is None:
         return "while it is read: exact_fill over the next 256 documents"
-    lines = [
+    head = (
         f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
         f"{report.documents_per_pack_mean:.1f} documents per pack, fill {report.fill_frac:.1%} "
         f"(padded batches: {report.padded_fill_frac:.1%})"
-    ]
-    if report.dropped_documents:
-        lines.append(f"dropped {report.dropped_documents:,} over-long documents, {report.dropped_tokens:,} tokens")
-    if report.truncated_documents:
-        lines.append(f"truncated {report.truncated_documents:,} documents by {report.cut_tokens:,} tokens")
-    if report.split_documents:
-        lines.append(f"split {report.split_documents:,} documents")
-    if report.left_out_documents:
-        lines.append(f"max_packs left out {report.left_out_documents:,} documents, {report.left_out_tokens:,} tokens")
-    if report.imbalance_before and report.imbalance_after:
-        lines.append(
-            f"slowest rank {report.imbalance_before:.3f} x the mean, {report.imbalance_after:.3f} x balanced by "
-            f"{report.balance}"
-        )
-    return "\n".join([*lines, *([report.note] if report.note else [])])
+    )
+    return "\n".join([head, *(f"{topic} {text}" for topic, text in report.remarks())])
 
 
 def warmup_steps(config: Config) -> int:

@@ -75,13 +75,18 @@ class PackingReport(PlanCounts):
             ("fill", f"{_percent(self.fill_frac)}; padded batches {_percent(self.padded_fill_frac)}"),
             ("speed-up", f"about {self.speedup_over_padding:.2f} x fewer positions than padded batches"),
         ]
-        if self.packs != self.packs_before_max_packs:
-            left_out = f"{self.left_out_documents:,} documents, {self.left_out_tokens:,} tokens"
-            lines.append(("max_packs", f"a random sample of {self.packs:,} packs; left out {left_out}"))
         if self.slot_padding_tokens:
             frac = self.slot_padding_tokens / self.packed_tokens
             rounding = f"slots of {self.slot_multiple} cost {self.slot_padding_tokens:,} tokens ({_percent(frac)})"
             lines.append(("rounding", rounding))
+        return [*lines, *self.remarks()]
+
+    def remarks(self) -> list[tuple[str, str]]:
+        """What became of documents that did not fit or were left out, and how packs are shared: topic and text."""
+        lines = []
+        if self.packs != self.packs_before_max_packs:
+            left_out = f"{self.left_out_documents:,} documents, {self.left_out_tokens:,} tokens"
+            lines.append(("max_packs", f"keeps a random sample of {self.packs:,} packs; left out {left_out}"))
         if self.dropped_documents:
             lines.append(("dropped", f"{self.dropped_documents:,} over-long documents, {self.dropped_tokens:,} tokens"))
         if self.truncated_documents:
