@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.loss import FusedLinearCrossEntropy, linear_cross_entropy
@@ -21,6 +23,16 @@ def test_auto_compiles_on_a_gpu() -> None:
     assert not compiles(TrainingConfig(activation_checkpointing="selective"), is_gpu=True)
     assert not compiles(TrainingConfig(compile=False), is_gpu=True)
     assert compiles(TrainingConfig(compile=True), is_gpu=False)
+
+
+@pytest.mark.parametrize(("size", "cp", "lengths"), [(63, 1, [63]), (2049, 1, [683] * 3), (2080, 2, [520] * 4)])
+def test_the_batch_that_is_tried_has_whole_documents(size: int, cp: int, lengths: list[int]) -> None:
+    """Of at most 1,024 tokens, in multiples of 2 x cp where ranks share them; a pack may have an odd number of tokens."""
+    overrides = [f"packed_sequence.packed_sequence_size={size}", f"mesh.cp={cp}"]
+    batch = build.full_batch(build.build_parts(check_config(compose_config("smoke", overrides))), num_ids=7)
+    assert batch.cu_seqlens.diff().tolist() == lengths
+    assert batch.num_label_tokens == size
+    assert int(batch.input_ids.max()) == 6
 
 
 @pytest.fixture
