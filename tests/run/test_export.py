@@ -251,6 +251,27 @@ def export_untrained(rank: int, world: int, config: Config, folder: Path) -> Non
     export.export_hf(folder, model.loss_model, tokenizer(), parts.model.dtype, model.logits, 0, model.sharded_over)
 
 
+class FullDisk:
+    """An adapter that cannot be written."""
+
+    def save(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        folder.mkdir()
+        _no_space()
+
+
+def export_to_a_full_disk(rank: int, world: int, folder: Path) -> str:
+    with pytest.raises((OSError, RuntimeError)) as failed:
+        export.export_adapter(folder, torch.nn.Linear(2, 2), FullDisk(), tokenizer(), step=1)  # type: ignore[arg-type]
+    return str(failed.value)
+
+
+def test_an_adapter_that_cannot_be_written_is_an_error_of_all_ranks(tmp_path: Path):
+    """Rank 0 alone writes it; the others once waited for it in a barrier."""
+    told = run_ranks(export_to_a_full_disk, 2, tmp_path / "adapter")
+    assert told == ["[Errno 28] No space left on device"] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_is_merged_shard_by_shard(base: Path, tmp_path: Path, kind: str):
     adapter = ["model=pretrained", f"model.pretrained={base}/hf", f"peft={kind}", "peft.r=4"]
