@@ -76,6 +76,11 @@ class DocumentRows(Tensors):
     seq_idx: Tensor
     cu_host: Tensor = field(metadata=_ON_HOST)
 
+    @cached_property
+    def document(self) -> Tensor:
+        """int32 [T], of each token; one object, by which mixers find what they have made for it."""
+        return self.seq_idx[0]
+
     def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
         """`mix` on the rows of each of `streams`, [T, ...] each -> [n, L, ...]; its results [n, L, ...] -> [T, ...]."""
         outs = []

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from automodel_lite.attention import packed_mixers
+from automodel_lite.attention.packed_mixers import causal_conv1d, gated_delta_rule, mamba2_chunk_scan, selective_scan
 from automodel_lite.thd import DocumentRows, MixerPlan
 
 
@@ -33,32 +33,50 @@ class Layout:
     tokens    argument -> (dim of time, dim of heads); heads None: shared by all heads
     weights   argument -> dim of heads
     boundary  the argument by which the package's kernel takes the documents; None without
+    packed    ours in place of transformers' PyTorch, of the same arguments behind the documents; None without
+    has_states  it returns a state, or None, beside its output
     """
 
     tokens: dict[str, tuple[int, int | None]]
     weights: dict[str, int] = field(default_factory=dict)
     boundary: str | None = None
+    packed: Callable[..., Tensor] | None = None
+    has_states: bool = False
 
 
 _CHANNELS, _HEADS = (2, 1), (1, 2)
-_DELTA_RULE = Layout({name: _HEADS for name in ("value", "query", "key", "g", "beta")}, boundary="cu_seqlens")
+_DELTA_RULE = Layout(
+    {name: _HEADS for name in ("value", "query", "key", "g", "beta")},
+    boundary="cu_seqlens",
+    packed=gated_delta_rule,
+    has_states=True,
+)
 
 FUNCTIONS: dict[str, Layout] = {
-    "causal_conv1d_fn": Layout({"hidden_states": _CHANNELS}, {"weight": 0, "bias": 0}, "seq_idx"),
+    "causal_conv1d_fn": Layout({"hidden_states": _CHANNELS}, {"weight": 0, "bias": 0}, "seq_idx", causal_conv1d),
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
     "mamba2_chunk_scan": Layout(
-        {name: _HEADS for name in ("hidden_states", "dt", "B", "C", "z")}, {"A": 0, "D": 0, "dt_bias": 0}, "seq_idx"
+        {name: _HEADS for name in ("hidden_states", "dt", "B", "C", "z")},
+        {"A": 0, "D": 0, "dt_bias": 0},
+        "seq_idx",
+        mamba2_chunk_scan,
     ),
     "mamba_selective_scan": Layout(
         {"hidden_states": _CHANNELS, "dt": _CHANNELS, "z": _CHANNELS, "B": (2, None), "C": (2, None)},
         {"A": 0, "D": 0, "delta_bias": 0},
+        packed=selective_scan,
     ),
 }
 FUSED = {"mamba2_split_conv1d_scan_combined": "seq_idx", "mamba_inner_fn": None}
 """Convolution and scan in one, where the package has it; else these return None, and the functions above are called."""
 
-_BOUNDARIES = frozenset({"seq_idx", "cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q", "cu_seq_lens_k"})
+_NOT_ON_A_STREAM = frozenset(
+    {"kwargs", "chunk_size", "initial_state", "initial_states", "output_final_state", "return_final_states"}
+    | {"return_last_state", "use_mambapy", "use_associative_scan"}
+)
+"""Arguments of transformers' functions that ours need not have: states, the length of chunks, other ways to compute."""
+_BOUNDARIES = frozenset({"seq_idx", "cu_seqlens", "cu_seqlens_cpu"})
 
 
 @dataclass(frozen=True)
@@ -155,10 +173,10 @@ def packed_function(function: Callable[..., Any], name: str) -> Callable[..., An
     """Ours in place of transformers' PyTorch; None with a package's kernel, or if `function` has an argument that ours
     does not know.
     """
-    ours = packed_mixers.FUNCTIONS.get(name)
+    ours = FUNCTIONS[name].packed
     if ours is None or _chosen(function).get("is_new_implementation"):
         return None
-    known = _parameters(ours) | packed_mixers.NOT_ON_A_STREAM
+    known = _parameters(ours) | _NOT_ON_A_STREAM
     return ours if _parameters(function) <= known else None
 
 
@@ -214,8 +232,8 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
         out = mix([x[None] for x in streams], **_boundaries(layout, plan.stream))[0]
     elif ours is not None:
         known = {name: value for name, value in arguments.items() if name in _parameters(ours)}
-        out = ours(plan.stream.seq_idx[0], **known | dict(zip(given, streams)) | weights)
-        returns_states = call.name in packed_mixers.RETURN_STATES
+        out = ours(plan.stream.document, **known | dict(zip(given, streams)) | weights)
+        returns_states = layout.has_states
     else:
         out = plan.stream.each(mix, streams)
     if exchange is not None:

@@ -16,14 +16,16 @@ K taps, N dim of a channel's state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 CHUNK = 64
 """The work inside a chunk grows with its length, the number of dependent steps falls with it."""
@@ -112,8 +114,13 @@ class Chunks:
 
     @classmethod
     def of(cls, seq_idx: Tensor, length: int) -> Chunks:
-        padding = -len(seq_idx) % length
-        return cls(F.pad(seq_idx, (0, padding), value=-1).unflatten(0, (-1, length)), len(seq_idx))
+        """Made, with its masks, by the first layer that asks; others find it by the identity of `seq_idx`."""
+        known = _CHUNKS.setdefault(seq_idx, {})
+        if length not in known:
+            padding = -len(seq_idx) % length
+            document = F.pad(seq_idx, (0, padding), value=-1).unflatten(0, (-1, length))
+            known[length] = cls(document, len(seq_idx))
+        return known[length]
 
     def cut(self, x_TH: Tensor) -> Tensor:
         """[T, H, ...] -> [M, H, L, ...]."""
@@ -126,13 +133,24 @@ class Chunks:
         """[M, H, L, ...] -> [T, H, ...]."""
         return x_MHL.transpose(1, 2).flatten(0, 1)[: self.num_tokens]
 
+    @cached_property
     def before(self) -> Tensor:
         """int [M, 1], the document of the token before each chunk."""
         return F.pad(self.document[:-1, -1:], (0, 0, 1, 0), value=-1)
 
+    @cached_property
+    def same(self) -> Tensor:
+        """bool [M, L, L]: is the second token at or before the first, in the same document?"""
+        return (self.document[:, :, None] == self.document[:, None, :]).tril()
+
+    @cached_property
+    def first(self) -> Tensor:
+        """int64 [M, L]: place in the chunk of the first token of each token's document."""
+        return self.same.byte().argmax(-1)
+
     def new_documents(self, dtype: torch.dtype) -> Tensor:
         """[L, M], -inf where a document begins, else 0."""
-        before = torch.cat([self.before(), self.document[:, :-1]], 1)
+        before = torch.cat([self.before, self.document[:, :-1]], 1)
         return torch.zeros_like(before, dtype=dtype).masked_fill_(self.document != before, -torch.inf).t()
 
     def steps(self, x_TC: Tensor) -> Tensor:
@@ -148,17 +166,18 @@ class Chunks:
 
         The sum runs in fp64 and then starts over with each document, so that a short one loses nothing to those before.
         """
-        same = (self.document[:, :, None] == self.document[:, None, :]).tril()
-        first = same.byte().argmax(-1)[:, None, :, None].expand_as(log_decay)
         total = log_decay.double().cumsum(2)
-        so_far = total - F.pad(total, (0, 0, 1, 0)).gather(2, first)
-        continues = (self.document == self.before())[:, None, :, None]
+        so_far = total - F.pad(total, (0, 0, 1, 0)).gather(2, self.first[:, None, :, None].expand_as(log_decay))
+        continues = (self.document == self.before)[:, None, :, None]
         stays = (self.document == self.document[:, -1:])[:, None, :, None]
         return Decays(
-            between=_Between.apply(so_far, same, log_decay.dtype),
+            between=_Between.apply(so_far, self.same, log_decay.dtype),
             from_before=_exp(so_far.to(log_decay.dtype), continues),
             to_end=_exp((so_far[:, :, -1:] - so_far).to(log_decay.dtype), stays),
         )
+
+
+_CHUNKS: MutableMapping[Tensor, dict[int, Chunks]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -448,22 +467,3 @@ class _Scan:
         for decay, of_state in zip(decays.unbind()[::-1], of_states.unbind()[::-1]):
             later = of_state.add_(later) * decay
         return of_states, later
-
-
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "causal_conv1d_fn": causal_conv1d,
-    "torch_chunk_gated_delta_rule": gated_delta_rule,
-    "chunk_kimi_delta_attention": gated_delta_rule,
-    "mamba2_chunk_scan": mamba2_chunk_scan,
-    "mamba_selective_scan": selective_scan,
-}
-"""By the names of transformers' functions, whose arguments they take."""
-
-RETURN_STATES = frozenset({"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"})
-"""transformers' functions that return a state, or None, beside their output."""
-
-NOT_ON_A_STREAM = frozenset(
-    {"kwargs", "chunk_size", "initial_state", "initial_states", "output_final_state", "return_final_states"}
-    | {"return_last_state", "use_mambapy", "use_associative_scan"}
-)
-"""Arguments of transformers' functions that ours need not have: states, the length of chunks, other ways to compute."""

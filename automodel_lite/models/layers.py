@@ -1,4 +1,4 @@
-"""Finds the decoder layers of a model, and applies recomputation, compilation and tiles to them.
+"""Finds the decoder layers of a model, and applies recomputation, compilation, fp8 and tiles to them.
 
 A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints and exports, and
 FSDP's hooks stay outside. The order is checkpoint(compile(layer)): in the reverse order dynamo meets the graph break
@@ -20,6 +20,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,8 +94,37 @@ def check_layers(compiles: bool | str, how: str) -> None:
         )
 
 
+_FP8_MULTIPLE = 16  # of both dims of a weight, for the fp8 matrix product
+
+
+def use_fp8(layers: list[nn.Module], recipe: str, emulate: bool = False) -> None:
+    """Replaces the linear layers inside `layers` by torchao's, in place; adapters and the output head stay as they are.
+
+    emulate  rounds to fp8 and multiplies in fp32, on any device: for tests
+    Raises ConfigError on GPUs whose tensor cores do not have it.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # only where training.fp8 is set
+
+    if not emulate and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
+        raise ConfigError(
+            f"training.fp8={recipe} needs a GPU of compute capability 8.9 or later: set training.fp8=none."
+        )
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    for layer in layers:
+        convert_to_float8_training(layer, config=config, module_filter_fn=_fits_fp8)
+
+
+def _fits_fp8(module: nn.Module, name: str) -> bool:
+    return (
+        isinstance(module, nn.Linear)
+        and "lora_" not in name  # an adapter's matrices are too thin to win, and stay in fp32
+        and module.in_features % _FP8_MULTIPLE == 0
+        and module.out_features % _FP8_MULTIPLE == 0
+    )
+
+
 def has_fp8(model: nn.Module) -> bool:
-    """Are linear layers torchao's, whose products round to fp8? torchao is imported only where training.fp8 is set."""
+    """Are linear layers torchao's, whose products round to fp8?"""
     torchao = sys.modules.get("torchao.float8.float8_linear")
     return torchao is not None and any(isinstance(module, torchao.Float8Linear) for module in model.modules())
 

@@ -389,7 +389,7 @@ class Balance:
 def _documents(batch: ThdBatch) -> tuple[Tensor, Tensor]:
     """Of this rank's tokens: their documents, int64 [T], and 1.0, or 0.0 for padding."""
     assert batch.mixers is not None
-    document = batch.mixers.stream.seq_idx[0].long()
+    document = batch.mixers.stream.document.long()
     within = torch.arange(len(document), device=document.device) - batch.cu_seqlens_padded[document]
     is_real = (within < batch.cu_seqlens.diff()[document]).float()
     exchange = batch.mixers.exchange

@@ -55,18 +55,15 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     if exchange not in EXCHANGES:
         raise ConfigError(f"mesh.cp_exchange={exchange} is unknown: use one of {', '.join(EXCHANGES)}.")
     group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
-    of_ranks = [shard_indices(batch.cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)]
-    mine, to_ranks = of_ranks[cp_rank], torch.cat(of_ranks)
+    cu = batch.cu_seqlens_padded
+    mine = shard_indices(cu, cp_size, cp_rank)
     own = {name: vars(batch)[name][mine] for name in per_token()}
-    mixers = batch.mixers and replace(
-        batch.mixers, exchange=deal_mixers(batch.cu_seqlens_padded, group, to_ranks, cp_size, cp_rank)
-    )
     return replace(
         batch,
         **own,
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
-        mixers=mixers,
+        mixers=batch.mixers and replace(batch.mixers, exchange=deal_mixers(cu, group, cp_size, cp_rank)),
     )
 
 
@@ -77,7 +74,7 @@ def attention_plan(
     cu = batch.cu_seqlens_padded
     if exchange == "te":
         return replace(batch.attention, exchange=TransformerEngine(group))
-    to_ranks = torch.cat([shard_indices(cu, cp_size, rank) for rank in range(cp_size)])
+    to_ranks = rank_order(cu, cp_size)
     to_stream = inverse_permutation(to_ranks)
     if exchange == "all_to_all":
         return replace(batch.attention, exchange=Ulysses(group, to_stream, to_ranks))
@@ -112,11 +109,9 @@ def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
     )
 
 
-def deal_mixers(
-    cu_seqlens: Tensor, group: dist.ProcessGroup, to_ranks: Tensor, cp_size: int, cp_rank: int
-) -> DealtMixers:
-    """The exchange of rank `cp_rank`; to_ranks int64 [T]: positions in the stream, rank after rank."""
-    lens = cu_seqlens.diff().long()
+def deal_mixers(cu_seqlens: Tensor, group: dist.ProcessGroup, cp_size: int, cp_rank: int) -> DealtMixers:
+    """The exchange of rank `cp_rank`."""
+    to_ranks, lens = rank_order(cu_seqlens, cp_size), cu_seqlens.diff().long()
     owners = document_owners(lens.tolist(), cp_size)
     owner = torch.tensor(owners).repeat_interleave(lens)[to_ranks].view(cp_size, -1)  # of each rank's local tokens
     send = owner[cp_rank].argsort(stable=True)
@@ -196,6 +191,11 @@ def shard_indices(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Tens
     """
     segments = owned_segments(cu_seqlens_padded, cp_size, cp_rank)
     return concatenated_ranges(segments.start, segments.end)
+
+
+def rank_order(cu_seqlens_padded: Tensor, cp_size: int) -> Tensor:
+    """Positions in the stream, rank after rank, int64 [T]."""
+    return torch.cat([shard_indices(cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)])
 
 
 def concatenated_ranges(starts: Tensor, ends: Tensor) -> Tensor:

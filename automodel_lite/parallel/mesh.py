@@ -48,10 +48,6 @@ class Mesh:
     def tp(self) -> DeviceMesh | None:
         return self.root["tp"] if self.root and self.shape.tp > 1 else None
 
-    @property
-    def local_rank(self) -> int:
-        return launched("LOCAL_RANK", 0)
-
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, of those of tp the first; value is left as it is."""
         total = value.detach().clone()

@@ -39,6 +39,7 @@ from automodel_lite.models.layers import (
     decoder_layers,
     recompute_layers,
     tile_layers,
+    use_fp8,
 )
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
 from automodel_lite.models.source import CausalLM, describe, embedding_rows
@@ -255,8 +256,6 @@ def assemble(
         if adapter:  # frozen towers of a model that is trained keep the dtype in which they are written back
             cast_frozen(lm, dtype)
         if parts.training.fp8 != "none":
-            from automodel_lite.models.fp8 import use_fp8  # brings torchao
-
             use_fp8(decoder_layers(lm), parts.training.fp8)
         loss_model = LossModel(lm, parts.loss, balance_of(lm, source.router_aux_loss))
         made.append((parallelize(loss_model, mesh, strategy, dtype, parts.mesh.cpu_offload), adapter))

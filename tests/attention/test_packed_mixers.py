@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from automodel_lite.attention import packed_mixers
 from automodel_lite.attention.mixer_functions import FUNCTIONS, packed_function
+from automodel_lite.thd import document_rows
 from tests.attention.hybrids import HYBRIDS, InFloat64
 
 G, H, D, P, C = 2, 4, 8, 16, 12
@@ -152,3 +154,18 @@ def test_all_families_have_functions_that_ours_replace() -> None:
         "mamba2_chunk_scan": 6,
         "mamba_selective_scan": 3,
     }
+
+
+@pytest.mark.parametrize("num_tokens", [100, 128])
+def test_masks_of_chunks_are_made_once_per_pack(num_tokens: int) -> None:
+    """And forgotten with it."""
+    gc.collect()
+    others = len(packed_mixers._CHUNKS)
+    rows = document_rows(torch.tensor([0, 37, num_tokens]))
+    masks = [packed_mixers.Chunks.of(rows.document, 64).same for _ in range(2)]
+    assert masks[0] is masks[1]
+    assert packed_mixers.Chunks.of(rows.document.clone(), 64).same is not masks[0]
+    assert len(packed_mixers._CHUNKS) == others + 1
+    del rows, masks
+    gc.collect()
+    assert len(packed_mixers._CHUNKS) == others

@@ -14,8 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import cast_frozen, compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.layers import (
+    _fits_fp8,
+    cast_frozen,
+    compile_layers,
+    decoder_layers,
+    recompute_layers,
+    use_fp8,
+)
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.training import build
 from automodel_lite.training.optimizers import adamw_8bit, codebook, param_groups
 from tests.models.test_layers import pack_of
 from tests.runs import losses_by_step, train_quick
@@ -65,8 +73,8 @@ def test_8_bit_steps_are_torchaos() -> None:
 # --------------------------------------------------------------------------------------------------------------- fp8
 @pytest.fixture
 def emulated_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8 = pytest.importorskip("automodel_lite.models.fp8")
-    monkeypatch.setattr(fp8, "use_fp8", partial(fp8.use_fp8, emulate=True))
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(build, "use_fp8", partial(use_fp8, emulate=True))
 
 
 @pytest.mark.usefixtures("emulated_fp8")
@@ -92,10 +100,8 @@ def test_adapters_stay_out_of_fp8(tmp_path: Path) -> None:
     loaded = [f"tokenizer.path={base}/hf", "~model.config", f"model.pretrained={base}/hf"]
     code, screen = train_quick(tmp_path / "lora", *options, *loaded)
     assert code == 0, screen
-    from automodel_lite.models.fp8 import _fits
-
-    assert not _fits(nn.Linear(64, 16), "self_attn.q_proj.lora_A.default")
-    assert _fits(nn.Linear(64, 64), "self_attn.q_proj.base_layer")
+    assert not _fits_fp8(nn.Linear(64, 16), "self_attn.q_proj.lora_A.default")
+    assert _fits_fp8(nn.Linear(64, 64), "self_attn.q_proj.base_layer")
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled
@@ -106,7 +112,6 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: 
     """As training.compile=auto makes them on a GPU, recomputed; packs of other documents need no graph of their own."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
-    from automodel_lite.models.fp8 import use_fp8
     from automodel_lite.models.lora import Lora, QLora
     from tests.models.test_lora import give_the_adapter_weight
 
