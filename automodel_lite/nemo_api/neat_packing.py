@@ -14,9 +14,10 @@ import datasets
 import numpy as np
 import torch
 
+from automodel_lite.data.packing.packs import fill_slots
+from automodel_lite.data.token_rows import flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.nemo_api.packed_sequence import flat_samples, split_of
-from automodel_lite.thd import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
@@ -79,21 +80,15 @@ def _build_packed_sample(
     samples: Sequence[dict[str, Any]], pack_size: int, padding_idx: int
 ) -> dict[str, torch.Tensor]:
     """One row of int64 tensors [pack_size] from samples {"input_ids", "labels"} that together fit it."""
-    row = {
-        "input_ids": torch.full((pack_size,), padding_idx, dtype=torch.int64),
-        "labels": torch.full((pack_size,), IGNORE_INDEX, dtype=torch.int64),
-        "attention_mask": torch.zeros(pack_size, dtype=torch.int64),
-        "position_ids": torch.zeros(pack_size, dtype=torch.int64),
-    }
-    at = 0
-    for index, sample in enumerate(samples, start=1):
-        input_ids = torch.as_tensor(sample["input_ids"], dtype=torch.int64)
-        end = at + len(input_ids)
-        if end > pack_size:
-            raise DataError(f"samples of {end} tokens or more do not fit pack_size={pack_size}: pass fewer.")
-        row["input_ids"][at:end] = input_ids
-        row["labels"][at:end] = torch.as_tensor(sample["labels"], dtype=torch.int64)
-        row["attention_mask"][at:end] = index
-        row["position_ids"][at:end] = torch.arange(len(input_ids))
-        at = end
-    return row
+    rows = flatten(samples)
+    num_padding = pack_size - rows.num_tokens
+    if num_padding < 0:
+        raise DataError(f"samples of {rows.num_tokens} tokens do not fit pack_size={pack_size}: pass fewer.")
+    slots = np.append(rows.lengths, num_padding)  # the padding is a segment of its own, without a token
+    columns = {name: rows.columns[name] for name in ("input_ids", "labels")}
+    filled = fill_slots(columns, np.append(rows.lengths, 0), slots, padding_idx)
+    is_real = np.arange(pack_size) < rows.num_tokens
+    filled["position_ids"] *= is_real
+    filled["attention_mask"] = np.arange(1, len(slots) + 1).repeat(slots) * is_real
+    names = ("input_ids", "labels", "attention_mask", "position_ids")
+    return {name: torch.from_numpy(filled[name].astype(np.int64)) for name in names}
