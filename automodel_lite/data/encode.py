@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -107,19 +107,20 @@ class ChatRenderer:
         self._check_tool_calls(messages)
         turns = self._trained_turns(messages)
         template = self._with_tools if tools else self._without_tools
-        if self._train_on == "all":
-            text = self._whole(messages, tools, template.plain)
-            return [Rendering(text, ((0, len(text)),))]
-        if template.marked is not None:
-            marked = self._marked(messages, tools, template.marked, turns)
+        if self._train_on != "all" and template.marked is not None:
+            marked = self._marked(self._render(tools, template.marked, messages), messages, turns)
             if marked is not None:
                 _check_whole(messages, marked.text)
                 return [marked]
-        text = self._whole(messages, tools, template.plain)
-        spans = [self._span(messages, tools, template.plain, text, turn) for turn in turns]
+        render = partial(self._render, tools, template.plain)
+        text = render(messages)
+        _check_whole(messages, text)
+        if self._train_on == "all":
+            return [Rendering(text, ((0, len(text)),))]
+        spans = [self._span(render, messages, text, turn) for turn in turns]
         if all(span is not None for span in spans):
             return [Rendering(text, tuple(span for span in spans if span is not None))]
-        return [self._rendering_of_last_turn(messages[: turn + 1], tools, template.plain) for turn in turns]
+        return [self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns]
 
     def _trained_turns(self, messages: list[Message]) -> list[int]:
         """Indices of the assistant messages that are trained on."""
@@ -133,11 +134,6 @@ class ChatRenderer:
             answered = [index for index in users if index < turns[-1]]
             turns = [turn for turn in turns if not answered or turn > answered[-1]]
         return [turn for turn in turns if messages[turn].get("weight", 1) != 0]
-
-    def _whole(self, messages: list[Message], tools: list[Any] | None, template: str) -> str:
-        text = self._render(messages, tools, template)
-        _check_whole(messages, text)
-        return text
 
     def _check_tool_calls(self, messages: list[Message]) -> None:
         place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
@@ -153,11 +149,11 @@ class ChatRenderer:
         question = {"role": "user", "content": "Hi"}
         call = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
         try:
-            return _PROBE in self._render([question, call], None, self._without_tools.plain)
+            return _PROBE in self._render(None, self._without_tools.plain, [question, call])
         except DataError:
             return True  # of a template that asks for more than a name: it knows calls
 
-    def _render(self, messages: list[Message], tools: list[Any] | None, template: str, prompt: bool = False) -> str:
+    def _render(self, tools: list[Any] | None, template: str, messages: list[Message], prompt: bool = False) -> str:
         try:
             with self._deadline:
                 texts, _ = render_jinja_template(  # type: ignore[str-unpack]
@@ -175,11 +171,9 @@ class ChatRenderer:
             raise DataError(f"is refused by the chat template: {error}") from error
         return texts[0]
 
-    def _marked(
-        self, messages: list[Message], tools: list[Any] | None, template: str, turns: list[int]
-    ) -> Rendering | None:
+    def _marked(self, marked: str, messages: list[Message], turns: list[int]) -> Rendering | None:
         """The rendering by the template's own markers; None when they do not mark each assistant turn once."""
-        parts = _MARKS.split(self._render(messages, tools, template))
+        parts = _MARKS.split(marked)
         assistants = _assistant_turns(messages)
         if len(parts) != 2 * len(assistants) + 1:
             return None
@@ -198,37 +192,23 @@ class ChatRenderer:
                 return len(text) - len(rest) + len(token)
         return end
 
-    def _span(
-        self, messages: list[Message], tools: list[Any] | None, template: str, text: str, turn: int
-    ) -> Span | None:
+    def _span(self, render: Callable[..., str], messages: list[Message], text: str, turn: int) -> Span | None:
         """Where turn `turn` lies in `text`; None where the template writes the history otherwise."""
         is_last = turn == len(messages) - 1
-        after = text if is_last else self._render(messages[: turn + 1], tools, template)
+        after = text if is_last else render(messages[: turn + 1])
         if not is_last and not text.startswith(after.rstrip()):
             return None
-        start = self._start(messages[:turn], tools, template, text)
+        start = _start(render, messages[:turn], text)
         if start is None:
             return None
         stops = [after.rfind(token, start) + len(token) for token in self.stop_tokens if token in after[start:]]
         return start, min(len(text), max(stops, default=len(after)))
 
-    def _start(self, before: list[Message], tools: list[Any] | None, template: str, text: str) -> int | None:
-        """Where the assistant begins to write after the messages `before`: where their generation prompt ends."""
-        if not before:
-            return 0
-        prompt = self._render(before, tools, template, prompt=True)
-        if text.startswith(prompt):
-            return len(prompt)
-        history = self._render(before, tools, template)
-        if not text.startswith(history):
-            return None
-        return _common_prefix(prompt, text)  # a prompt that opens with `<think>` where the turn has none
-
-    def _rendering_of_last_turn(self, messages: list[Message], tools: list[Any] | None, template: str) -> Rendering:
-        text = self._render(messages, tools, template)
-        span = self._span(messages, tools, template, text, len(messages) - 1)
+    def _rendering_of_last_turn(self, render: Callable[..., str], messages: list[Message]) -> Rendering:
+        text = render(messages)
+        span = self._span(render, messages, text, len(messages) - 1)
         if span is None:
-            prompt = self._render(messages[:-1], tools, template, prompt=True)
+            prompt = render(messages[:-1], prompt=True)
             place = _common_prefix(prompt, text)
             raise DataError(
                 f"message {len(messages) - 1}: the chat template changes the prompt once the answer follows (from "
@@ -240,7 +220,7 @@ class ChatRenderer:
     def _probe_stop_tokens(self, specials: set[str]) -> tuple[str, ...]:
         """The special token that follows the content of a last answer, then the other end tokens that there are."""
         question = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-        text = self._render(question, None, self._without_tools.plain)
+        text = self._render(None, self._without_tools.plain, question)
         tail = text[text.rfind(_PROBE) + len(_PROBE) :]
         found = sorted((tail.find(token), -len(token), token) for token in specials if token in tail)
         if not found:
@@ -249,6 +229,18 @@ class ChatRenderer:
                 "never learn to stop: put {{ eos_token }} there, or set tokenizer.chat_template."
             )
         return tuple(dict.fromkeys([found[0][2], *(token for token in OTHER_END_TOKENS if token in specials)]))
+
+
+def _start(render: Callable[..., str], before: list[Message], text: str) -> int | None:
+    """Where the assistant begins to write after the messages `before`: where their generation prompt ends."""
+    if not before:
+        return 0
+    prompt = render(before, prompt=True)
+    if text.startswith(prompt):
+        return len(prompt)
+    if not text.startswith(render(before)):
+        return None
+    return _common_prefix(prompt, text)  # a prompt that opens with `<think>` where the turn has none
 
 
 def _template(source: str) -> _Template:
