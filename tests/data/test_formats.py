@@ -14,7 +14,7 @@ import datasets
 import pyarrow
 import pytest
 
-from automodel_lite.data import readers
+from automodel_lite.data import files
 from automodel_lite.data.files import FilesDataset
 from automodel_lite.data.formats import FORMATS, detect
 from automodel_lite.errors import ConfigError, DataError
@@ -441,7 +441,7 @@ def test_what_is_not_a_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.Mo
         documents(str(tmp_path))
     with pytest.raises(ConfigError, match=r"dataset.path= is empty"):
         documents("")
-    monkeypatch.setattr(readers, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(files, "MAX_ENTRIES", 3)
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"holds over 3 files and folders: name the one with the data"):
