@@ -38,7 +38,6 @@ class CacheEntry:
     """A complete folder of the cache, and one sentence on how it came about (`hit`, or `miss (changed: …)`)."""
 
     folder: Path
-    hit: bool
     note: str
 
 
@@ -74,7 +73,7 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
     folder = entry_folder(cache_dir, kind, name, key)
     name, key = scrub(name), {part: scrub(value) for part, value in key.items()}
     if folder.is_dir() and damage_once(folder) is None:
-        return CacheEntry(folder, True, "hit")
+        return CacheEntry(folder, "hit")
     has_folder = False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
     if folder.is_dir():
         damage = find_damage(folder)
         if damage is None:
-            return CacheEntry(folder, True, "hit (built by another process)")
+            return CacheEntry(folder, "hit (built by another process)")
         _remove(folder, damage)
         note = f"rebuilt, it was damaged: {damage}"
         print(f"WARNING: {folder} was damaged ({damage}): it is rebuilt", file=sys.stderr, flush=True)
@@ -124,7 +123,7 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
         raise
     os.replace(temporary, folder)
     failure.unlink(missing_ok=True)
-    return CacheEntry(folder, False, note)
+    return CacheEntry(folder, note)
 
 
 def content_sum(path: Path) -> str:
