@@ -32,6 +32,7 @@ from automodel_lite.redact import secret_in
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
+SEVERAL = ("logger", "callbacks")  # groups of parts, each under a name
 PUBLISHED = ("model.config.", "tokenizer.chat_template")
 LISTS = (list, tuple, Sequence)
 GROUPS = (dict, Mapping)
@@ -177,11 +178,16 @@ def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
 
 
 def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
-    """Groups that a run cannot be without and that name no code: `~optimizer`."""
-    for group in NEEDED:
+    """Groups that name no code: those that a run cannot be without, `~optimizer`, and options of none, `peft.r=8`."""
+    for group in [key for key, hint in typing.get_type_hints(Config).items() if hint == Part]:
         part = plain.get(group)
-        if not isinstance(part, dict) or "_target_" not in part:
+        is_part = isinstance(part, dict) and "_target_" in part
+        if group in NEEDED and not is_part:
             yield f"{group} has no _target_: choose an option of the group, {group}=... ."
+        elif isinstance(part, dict) and (group in SEVERAL or not is_part):
+            for name, value in part.items():
+                if group not in SEVERAL or not isinstance(value, dict) or "_target_" not in value:
+                    yield _stray(group, name, value, [])
 
 
 def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
@@ -238,7 +244,7 @@ def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
         f"{key}={option}"
         for option, text in texts.items()
         if re.search(rf"^{re.escape(name)}:", text, re.MULTILINE)
-        or any(name in options_of(target) for target in re.findall(r"^_target_:\s*([\w.]+)", text, re.MULTILINE))
+        or any(name in options_of(target) for target in re.findall(r"^\s*_target_:\s*([\w.]+)", text, re.MULTILINE))
     ]
     if takers:
         return f"{path}={shown(value)} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
@@ -303,7 +309,7 @@ def known_keys() -> list[str]:
 
 
 def matches(value: Any, hint: Any) -> bool:
-    """Does a YAML value fit a type annotation? An int serves as a float; annotations of objects take anything."""
+    """Does a YAML value fit a type annotation? An int serves as a float; objects are blocks with a `_target_`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(matches(value, arg) for arg in args)
@@ -327,7 +333,8 @@ def matches(value: Any, hint: Any) -> bool:
     if (origin or hint) in GROUPS:
         item = args[1] if args else Any
         return isinstance(value, dict) and all(matches(v, item) for v in value.values())
-    return True
+    is_object = inspect.isclass(hint) and hint is not object and not typing.is_typeddict(hint)
+    return not (is_object and isinstance(value, dict)) or "_target_" in value
 
 
 def describe(hint: Any) -> str:
@@ -344,7 +351,9 @@ def describe(hint: Any) -> str:
     if (origin or hint) in LISTS and args:
         item = args[0]
         return items.get(typing.get_args(item)[0] if typing.get_origin(item) is Annotated else item, "a list")
-    return names.get(hint, "a list" if (origin or hint) in LISTS else "a group of keys")
+    if hint in names or (origin or hint) in (*LISTS, *GROUPS):
+        return names.get(hint, "a list" if (origin or hint) in LISTS else "a group of keys")
+    return "a block with a _target_"
 
 
 def rules_of(hint: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from automodel_lite.data.documents import Documents, DocumentSet, Question, Toke
 from automodel_lite.data.readers import ConcatenatedRows
 from automodel_lite.data.streams import StreamingDataset
 from automodel_lite.data.token_rows import Rows
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, shown
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MANY_REPEATS = 4  # times that a document may be seen an epoch before the table warns
@@ -206,6 +206,11 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
         what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"
         raise ConfigError(f"dataset.sources.{name}: {what}; a source has dataset, weight or repeat, max_documents.")
     source = Source(**settings)
+    if isinstance(source.dataset, Mapping | str | None):
+        raise ConfigError(
+            f"dataset.sources.{name}.dataset={shown(source.dataset)} must be a block with a _target_, such as "
+            "{_target_: automodel_lite.data.files.FilesDataset, path: chat.jsonl}."
+        )
     if isinstance(source.dataset, StreamingDataset):
         raise ConfigError(f"dataset.sources.{name} is a stream, whose tokens are not known: use dataset=files for it.")
     if source.weight is not None and "repeat" in settings:

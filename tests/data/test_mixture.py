@@ -170,6 +170,12 @@ def test_settings_that_cannot_be(tmp_path: Path, source: dict, message: str) -> 
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("dataset", [{"path": "a.jsonl"}, "a.jsonl", None])
+def test_a_source_needs_a_class(dataset: object) -> None:
+    with pytest.raises(ConfigError, match=r"dataset.sources.a.dataset=.* must be a block with a _target_, such as"):
+        Mixture({"a": {"dataset": dataset}})
+
+
 def test_a_stream_is_no_source(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl", "a", 2, 3)
     with pytest.raises(ConfigError, match=r"dataset.sources.a is a stream, whose tokens are not known"):
