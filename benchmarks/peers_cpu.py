@@ -44,6 +44,7 @@ CONTESTANTS = {
     "compiled": Contestant("recipe", "training.compile=true"),
     "bare": Contestant("bare"),
     "sorted": Contestant("loops", "sorted"),
+    "sorted_compiled": Contestant("loops", "sorted_compiled"),
     "mask": Contestant("loops", "mask"),
     "random": Contestant("loops", "random"),
     "trl_packed": Contestant("trainers", "trl_packed", "trl"),

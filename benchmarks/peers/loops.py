@@ -1,8 +1,9 @@
 """Three bare loops over the Hugging Face model, for rivals that are ideas and no packages.
 
-    python -m benchmarks.peers.loops JOB sorted | mask | random
+    python -m benchmarks.peers.loops JOB sorted | sorted_compiled | mask | random
 
 sorted  padded batches of documents of nearly one length (the honest rival of packing: almost no padding)
+        (sorted_compiled: with torch.compile on every layer, for any shape)
 random  padded batches in random order
 mask    packed, with a [T, T] mask that keeps documents apart
 """
@@ -65,8 +66,11 @@ def main(job: Job, variant: str) -> None:
     use_one_thread()
     model = llama(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    if variant == "sorted_compiled":
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
     rows = job.rows()
-    batches = masked(rows) if variant == "mask" else padded(rows, job.documents_a_step(), variant == "sorted")
+    batches = masked(rows) if variant == "mask" else padded(rows, job.documents_a_step(), variant.startswith("sorted"))
     clock, tokens = Clock(), []
     for _ in range(job.all_steps):
         inputs, labels, num_tokens = next(batches)

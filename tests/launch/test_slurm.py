@@ -139,12 +139,28 @@ def test_an_array_tokenizes_what_one_process_does(cluster: Cluster, tmp_path: Pa
     run("0,2")
     assert "still missing: shard 1" in (tmp_path / "job.log").read_text()
     run("1")
-    whole = [sys.executable, "recipes/prepare_data.py", "--config-name", "smoke", f"cache_dir={tmp_path}/one"]
+    assert_is_what_one_process_writes(tmp_path / "parts", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_hydras_launcher_tokenizes_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
+    """The same array through submitit."""
+    command = [sys.executable, "recipes/prepare_data.py", "--config-name", "smoke", f"cache_dir={tmp_path}/parts"]
+    command += [f"output_dir={tmp_path}/run", "tokenize.num_shards=3", "--multirun", "tokenize.shard=range(3)"]
+    command += ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=10"]
+    settings = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=cluster.environment | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_is_what_one_process_writes(tmp_path / "parts", tmp_path / "one")
+
+
+def assert_is_what_one_process_writes(cache: Path, its_own: Path) -> None:
+    whole = [sys.executable, "recipes/prepare_data.py", "--config-name", "smoke", f"cache_dir={its_own}"]
     assert subprocess.run(whole, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
-    for name in ("parts", "one"):
-        assert len(list((tmp_path / name / "tokens").glob("*/key.json"))) == 2  # training and validation
-    for path in (tmp_path / "one" / "tokens").glob("*/*"):
-        assert (tmp_path / "parts" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes()
+    for folder in (cache, its_own):
+        assert len(list((folder / "tokens").glob("*/key.json"))) == 2  # training and validation
+    for path in (its_own / "tokens").glob("*/*"):
+        assert (cache / path.relative_to(its_own)).read_bytes() == path.read_bytes()
 
 
 def test_dry_run_prints_the_command_and_keeps_arguments_as_they_are() -> None:
