@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 
 import automodel_lite
 from automodel_lite import hf_collater, install_attention
@@ -74,6 +75,16 @@ def test_hf_trainer_gives_our_loss(example, use_trl: bool, monkeypatch: pytest.M
     losses = script.main(use_trl, num_steps=2)
     assert losses[0] == pytest.approx(first_step_by_hand(plain, seen), rel=1e-4)
     assert losses[1] < losses[0]
+
+
+def test_trainers_move_the_documents_with_the_tokens() -> None:
+    """Trainer's loader moves tensors, and whatever has a method `to`."""
+    row = {name: torch.arange(6) for name in ("input_ids", "labels", "position_ids")}
+    lens = {name: torch.tensor([4, 2]) for name in ("seq_lens", "seq_lens_padded")}
+    packed = send_to_device(hf_collater([row | lens]), torch.device("meta"))["packed"]
+    segments, stream = packed.attention.segments, packed.mixers.stream
+    assert segments.cu_q is segments.cu_k
+    assert [x.device.type for x in (segments.cu_q, stream.to_stream, stream.cu_host)] == ["meta", "meta", "cpu"]
 
 
 def test_parts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
