@@ -171,14 +171,10 @@ def _blocks(segments: Segments, causal: bool, device: torch.device) -> Iterator[
     """Rows of at most QUERY_BLOCK queries, the rows of their keys, and which of those each may see (None = all)."""
     q_starts, k_starts = segments.cu_q.tolist(), segments.cu_k.tolist()
     for q_start, q_stop, k_start, k_stop in zip(q_starts, q_starts[1:], k_starts, k_starts[1:]):
-        for start in range(q_start, q_stop, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, q_stop)
-            if not causal:
-                yield slice(start, stop), slice(k_start, k_stop), None
-                continue
-            rows, keys = slice(start - q_start, stop - q_start), slice(0, stop - q_start)
-            mask = _visible(rows, keys, 0, None, device)
-            yield slice(start, stop), slice(k_start, k_start + keys.stop), mask
+        for rows, keys in _query_blocks(q_stop - q_start, k_stop - k_start, None):
+            mask = _visible(rows, keys, 0, None, device) if causal else None
+            seen = slice(k_start, k_start + keys.stop if causal else k_stop)
+            yield slice(q_start + rows.start, q_start + rows.stop), seen, mask
 
 
 def _by_group(x_THD: Tensor, num_kv_heads: int) -> Tensor:
