@@ -50,10 +50,10 @@ def check_config(raw: DictConfig) -> Config:
         raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = sorted(_schema_problems(plain, Config, ""), key=lambda line: ": unknown key" not in line)  # typos first
-    problems += _target_problems(plain)
+    allowed = _lookup(plain, "security.allow_targets") or []
+    problems += _target_problems(plain, allowed)
     problems += [*_unsound_values(plain), *_name_problems(plain), *_missing_parts(plain)]
     is_refused = any("_target_" in problem for problem in problems)  # then nothing but our own code is imported
-    allowed = _lookup(plain, "security.allow_targets") or []
     for key, part in _parts(plain):
         if not is_refused or part["_target_"] in list(own_targets()):
             problems += _part_problems(key, part, allowed)
@@ -190,22 +190,17 @@ def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
                     yield _stray(group, name, value, [])
 
 
-def _target_problems(plain: dict[str, Any]) -> Iterator[str]:
+def _target_problems(plain: dict[str, Any], allowed: Sequence[str]) -> list[str]:
     """Targets that are not allowed; nothing is imported before this is known."""
-    allowed = _lookup(plain, "security.allow_targets") or []
-    refused = False
-    for key, part in _parts(plain):
-        if problem := target_problem(part["_target_"], allowed):
-            refused = True
-            yield f"{key}.{problem}"
-    if refused:
-        return
-    for key, part in _parts(plain):
-        if part["_target_"] not in own_targets():
+    targets = [(key, part["_target_"]) for key, part in _parts(plain)]
+    problems = [f"{key}.{text}" for key, path in targets if (text := target_problem(path, allowed))]
+    for key, path in targets if not problems else ():
+        if path not in own_targets():
             try:
-                check_origin(part["_target_"], locate(part["_target_"]), allowed)
+                check_origin(path, locate(path), allowed)
             except ConfigError as error:
-                yield f"{key}.{error}"
+                problems.append(f"{key}.{error}")
+    return problems
 
 
 def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> Iterator[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -116,5 +115,4 @@ def llama(job: Job) -> Any:
 
 def say_first_step() -> None:
     """The CPU seconds of this process until now, with those of the children that have ended."""
-    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(f"first step after {sum(usage.ru_utime + usage.ru_stime for usage in usages):.2f} CPU-s", flush=True)
+    print(f"first step after {cpu_seconds():.2f} CPU-s", flush=True)
