@@ -328,7 +328,7 @@ def matches(value: Any, hint: Any) -> bool:
     if (origin or hint) in GROUPS:
         item = args[1] if args else Any
         return isinstance(value, dict) and all(matches(v, item) for v in value.values())
-    is_object = inspect.isclass(hint) and hint is not object and not typing.is_typeddict(hint)
+    is_object = inspect.isclass(hint) and hint not in (object, Any) and not typing.is_typeddict(hint)
     return not (is_object and isinstance(value, dict)) or "_target_" in value
 
 
