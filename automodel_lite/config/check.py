@@ -27,7 +27,7 @@ from automodel_lite.config.components import (
 )
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
 from automodel_lite.config.schema import Config, Part, global_batch_size_of, mesh_shape, slot_multiple_of, world_size
-from automodel_lite.errors import ConfigError, did_you_mean, shown
+from automodel_lite.errors import FORMER_KEYS, ConfigError, did_you_mean, shown
 from automodel_lite.redact import secret_in
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
@@ -47,7 +47,8 @@ def check_config(raw: DictConfig) -> Config:
     raw = OmegaConf.create(with_options(OmegaConf.to_container(raw, resolve=False)))
     problems = list(_unresolved(raw))
     if problems:
-        raise ConfigError("\n".join(problems))
+        former = [key for key in FORMER_KEYS if OmegaConf.select(raw, key, throw_on_missing=False) is not None]
+        raise ConfigError("\n".join([*(f"{key}: unknown key{did_you_mean(key, ())}" for key in former), *problems]))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
     problems = sorted(_schema_problems(plain, Config, ""), key=lambda line: ": unknown key" not in line)  # typos first
     allowed = _lookup(plain, "security.allow_targets") or []
