@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.parallel.mesh import rank
     from automodel_lite.run.checkpoint_folder import survey
     from automodel_lite.run.folder import RunFolder
-    from automodel_lite.telemetry.metrics import quiet_libraries  # --help needs no torch
+    from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
     from automodel_lite.tools.trained import find_checkpoint, load_trained, write_card
 
     quiet_libraries()

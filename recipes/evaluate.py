@@ -27,7 +27,7 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, use_threads, world_size
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
-from automodel_lite.telemetry.metrics import Console, quiet_libraries
+from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import Parts, build_model, build_parts
 from automodel_lite.training.evaluation import questions_of, validation_loss
 from automodel_lite.training.start import data_lines, try_settings

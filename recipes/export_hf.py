@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"--to {args.to} exists already: choose another folder.")
     with activity("loading the checkpoint"):
         from automodel_lite.parallel.mesh import rank
-        from automodel_lite.telemetry.metrics import Console, quiet_libraries  # --help needs no torch
+        from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
         from automodel_lite.tools.trained import load_trained, push, write_card
 
         quiet_libraries()

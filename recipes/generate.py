@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         from transformers import set_seed  # --help needs no torch
 
         from automodel_lite.models.generate import load_generator
-        from automodel_lite.telemetry.metrics import quiet_libraries
+        from automodel_lite.telemetry.console import quiet_libraries
 
         quiet_libraries()
         generator = load_generator(folder, args.trust_remote_code)

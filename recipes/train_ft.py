@@ -54,7 +54,8 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.seed import seed_all, use_deterministic
 from automodel_lite.telemetry.callbacks import open_metrics
-from automodel_lite.telemetry.metrics import Console, Meter, StepProfiler, StepResult, quiet_libraries, sum_counts
+from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, sum_counts
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.tools.trained import publish

@@ -33,7 +33,7 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.seed import seed_all
-from automodel_lite.telemetry.metrics import Console, quiet_libraries
+from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import IGNORE_INDEX, AttentionPlan, Segments, ThdBatch, labeled_rows, to_thd
 from automodel_lite.tools.verify import (
     Check,

@@ -15,7 +15,7 @@ import pytest
 
 from automodel_lite import progress
 from automodel_lite.progress import Progress
-from automodel_lite.telemetry.metrics import Console
+from automodel_lite.telemetry.console import Console
 
 WORK = """
 import sys, time
@@ -87,7 +87,7 @@ def test_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_lines_of_the_start_block_wrap_at_words() -> None:
-    code = "from automodel_lite.telemetry.metrics import Console; Console(False).say('memory', 'weights 3.4 MiB, ' * 8)"
+    code = "from automodel_lite.telemetry.console import Console; Console(False).say('memory', 'weights 3.4 MiB, ' * 8)"
     lines = [line.rstrip("\r") for line in on_a_terminal(code, columns=60).strip().splitlines()]
     assert len(lines) == 3
     assert max(map(len, lines)) <= 60

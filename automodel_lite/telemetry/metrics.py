@@ -1,5 +1,4 @@
-"""The numbers of a step: its rates since the last logged step, utilization, and where the time of the run goes; and the
-screen, where the user sees them: a block at the start, then a row per logged step.
+"""The numbers of a step: its rates since the last logged step, utilization, and where the time of the run goes.
 
 `training.profile_steps=[10,12]` writes where the time and the memory of a few steps go, in torch's own formats:
 
@@ -10,10 +9,8 @@ profile/rank_00000.memory.pickle     on a GPU: every allocation, for https://pyt
 
 from __future__ import annotations
 
-import os
 import resource
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.progress import duration, print_above_bars, wrapped
-from automodel_lite.redact import scrub
 from automodel_lite.run.failures import StepNumbers
 from automodel_lite.thd import ThdBatch
 
@@ -273,56 +267,6 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-
-
-_HEADER = "   step      loss        lr  grad norm  tokens/s   fill   memory      ETA"
-
-
-def quiet_libraries() -> None:
-    """No progress bars and deprecation notes of libraries between the rows of the run."""
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, if it ever is
-    disable_transformers_bar()
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft 0.21
-    # Under tensor parallelism the embedding answers with a view. torch warns of `x += y` on it; no family with such a
-    # plan does that, and the gradients of all layouts are compared with those of one process.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor")
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch 2.13; 2.11 knows no other
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone, as meant
-
-
-class Console:
-    """Prints on rank 0, is silent elsewhere."""
-
-    def __init__(self, is_silent: bool) -> None:
-        self.is_silent = is_silent
-        self._rows = 0
-
-    def say(self, topic: str, text: str) -> None:
-        """A line of the start block: `packing    exact_fill: 61 packs ...`, wrapped at words on a terminal."""
-        for number, line in enumerate(scrub(text).splitlines() or [""]):
-            self.print(wrapped(f"{topic if number == 0 else '':<10} {line}", indent=11))
-
-    def commands(self, topic: str, commands: Sequence[str]) -> None:
-        """Lines to copy: a terminal breaks those that are too long, and copies them whole."""
-        for number, command in enumerate(commands):
-            self._print(f"{topic if number == 0 else '':<10} {scrub(command)}")
-
-    def print(self, text: str) -> None:
-        self._print("\n".join(wrapped(line, indent=11) for line in text.splitlines()))
-
-    def _print(self, text: str) -> None:
-        if not self.is_silent:
-            print_above_bars(text)
-
-    def step(self, m: StepMetrics) -> None:
-        if self._rows % 25 == 0:
-            self.print(_HEADER if m.mfu_frac is None else f"{_HEADER}    MFU")
-        self._rows += 1
-        self.print(
-            f"{m.step:7d}  {m.loss:8.4f}  {m.lr:8.2e}  {m.grad_norm:9.3f}  {m.tokens_per_s:8,.0f}  {m.fill_frac:5.1%}"
-            f"  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}" + ("" if m.mfu_frac is None else f"  {m.mfu_frac:5.1%}")
-        )
 
 
 _NUM_ROWS = 30

@@ -32,7 +32,7 @@ from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, world_size
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
-from automodel_lite.telemetry.metrics import Console
+from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel, ModelPlan, Parts, build_parts, plan_model
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
