@@ -30,6 +30,9 @@ Written by `python docs/write_config.py` from `automodel_lite/config/schema.py` 
 A preset (`--config-name`) chooses one option of each group and sets a few values. Everything can be overridden on the
 command line without a `+`: `group=option` chooses, `group.key=value` sets. `--cfg job` prints the whole configuration.
 Presets and options of your own live in any folder named by `--config-dir`, laid out like `conf/`.
+
+*Free* settings do not shape the numbers: a run may continue with other values. Other changes have to be accepted
+(`checkpoint.accept_changes=true`). The groups `attention`, `evaluation` and `logger` are free as well.
 """
 
 
@@ -62,14 +65,16 @@ def _sections() -> Iterator[str]:
 
 def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
     comments, hints = comments_of(kind), get_type_hints(kind, include_extras=True)
-    by_name = {item.name: item for item in fields(kind)}
+    by_name, free = {item.name: item for item in fields(kind)}, set(schema.free_settings())
     rows = []
     for name in names:
         item = by_name[name]
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
         text = "must be set" if default == REQUIRED else f"`{shown(default)}`"
-        rows.append((f"`{prefix}{name}`", _type(hints[name]), text, comments.get(name, "")))
-    return _table(("key", "type", "default", "meaning"), rows)
+        is_free = not free.isdisjoint({prefix.rstrip("."), f"{prefix}{name}"})
+        row = (f"`{prefix}{name}`", _type(hints[name]), text, "yes" if is_free else "", comments.get(name, ""))
+        rows.append(row)
+    return _table(("key", "type", "default", "free", "meaning"), rows)
 
 
 def _option(group: str, option: str) -> str:

@@ -1,8 +1,8 @@
 """The schema of the configuration, and the sizes that have to divide one another.
 
-YAML holds constants. Scalars live here (type, default, unit); a part (dataset, model, optimizer ...) is a block with a
-`_target_`, whose other keys are the arguments of that function or class. What a value may be stands in its type
-(rules.py), here and in the signatures of the parts.
+YAML holds constants. Scalars live here (type, default, unit, and whether they shape the numbers); a part (dataset,
+model, optimizer ...) is a block with a `_target_`, whose other keys are the arguments of that function or class. What a
+value may be stands in its type (rules.py), here and in the signatures of the parts.
 
 Sizes are arithmetic alone, so they are checked together with the keys: the mesh divides the processes, micro-batches
 the global batch, and slots of documents the pack.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 from omegaconf import MISSING
@@ -34,6 +35,15 @@ from automodel_lite.errors import ConfigError
 
 Part = dict[str, Any]
 BoolOrAuto = Annotated[bool | str, OneOf(("auto", "true", "false"))]
+
+
+def free(default: Any) -> Any:
+    """The default of a setting that does not shape the numbers: a run may continue with another value. That of a group
+    is its class.
+    """
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={"is_free": True})
+    return field(default=default, metadata={"is_free": True})
 
 
 @dataclass
@@ -65,9 +75,9 @@ class TokenizeConfig:
     train_on: TrainOn = "assistant"
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
     max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
-    num_proc: Annotated[int, Range(1), UpToTheCores()] | None = None  # processes; null = all cores for large datasets
-    num_shards: Positive = 1  # tasks that tokenize a shard of the documents each, by recipes/prepare_data.py
-    shard: Count | None = None  # the task's number, from 0; null = takes what the tasks made
+    num_proc: Annotated[int, Range(1), UpToTheCores()] | None = free(None)  # processes; null = all cores for large data
+    num_shards: Positive = free(1)  # tasks that tokenize a shard of the documents each, by recipes/prepare_data.py
+    shard: Count | None = free(None)  # the task's number, from 0; null = takes what the tasks made
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables for the chat template
 
 
@@ -75,9 +85,9 @@ class TokenizeConfig:
 class DataloaderConfig:
     """How packs are read."""
 
-    num_workers: Annotated[int, Range(0), UpToTheCores()] = 0  # processes per rank that prefetch packs
-    prefetch_factor: Annotated[int, Range(1, 1000)] = 4  # batches that each worker prefetches
-    pin_memory: bool = True  # page-locked batches (GPU only)
+    num_workers: Annotated[int, Range(0), UpToTheCores()] = free(0)  # processes per rank that prefetch packs
+    prefetch_factor: Annotated[int, Range(1, 1000)] = free(4)  # batches that each worker prefetches
+    pin_memory: bool = free(True)  # page-locked batches (GPU only)
     shuffle: bool = True  # shuffle the packs in each epoch, from (seed, epoch)
 
 
@@ -87,15 +97,15 @@ class TrainingConfig:
 
     max_steps: Positive | None = None  # optimizer steps; null = given by num_epochs
     num_epochs: Annotated[int, Range(1, 10_000)] | None = None  # passes over the packs; null = given by max_steps
-    micro_batch_size: Positive = 1  # packs per forward pass of a data-parallel rank
+    micro_batch_size: Positive = free(1)  # packs per forward pass of a data-parallel rank
     global_batch_size: Positive | None = None  # packs per optimizer step; null = micro_batch_size x ranks
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
     ema_decay: Annotated[float, Range(0, below=1)] = 0.0  # of averaged weights, validated and exported; 0 = none
-    log_every_steps: Positive = 10
-    val_every_steps: Count = 0  # steps between validations; 0 = only at the end
+    log_every_steps: Positive = free(10)
+    val_every_steps: Count = free(0)  # steps between validations; 0 = only at the end
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on GPUs
     master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"  # and gradients; bf16: adamw_bf16, adamw_8bit
-    activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective", "offload"))] = (
+    activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective", "offload"))] = free(
         "none"  # selective = recompute cheap ops; offload = full, with layer inputs in host memory
     )
     tile_tokens: Count | None = None  # tile of MLPs and norms; 0 = none, null = 8192 for long recomputed packs
@@ -103,12 +113,12 @@ class TrainingConfig:
     compile: BoolOrAuto = "auto"  # auto = on GPUs
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
     deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
-    profile_steps: Annotated[list[int], FirstAndLast()] | None = None  # [10, 12]: profile these steps into profile/
-    num_threads: Annotated[int, Range(0), UpToTheCores()] = 0  # per process; 0 = cores / processes of this host
-    max_bad_steps: Count = 3  # consecutive steps with a non-finite loss or gradient to skip before the run ends
-    max_time: Annotated[str | int, Duration()] | None = None  # "1:30:00": save and exit before; null = SLURM's
-    stop_margin_s: Annotated[float, Range(0)] = 60.0  # reserved for the last save, plus measured save and step times
-    stuck_after_s: Annotated[float, Range(0)] = 120.0  # write stacks to logs/ if a step takes longer; 0 = never
+    profile_steps: Annotated[list[int], FirstAndLast()] | None = free(None)  # [10, 12]: profile these steps
+    num_threads: Annotated[int, Range(0), UpToTheCores()] = free(0)  # per process; 0 = cores / processes of this host
+    max_bad_steps: Count = free(3)  # consecutive steps with a non-finite loss or gradient to skip before the run ends
+    max_time: Annotated[str | int, Duration()] | None = free(None)  # "1:30:00": save and exit before; null = SLURM's
+    stop_margin_s: Annotated[float, Range(0)] = free(60.0)  # for the last save, plus measured save and step times
+    stuck_after_s: Annotated[float, Range(0)] = free(120.0)  # write stacks to logs/ if a step takes longer; 0 = never
 
 
 @dataclass
@@ -159,33 +169,43 @@ class SweepConfig:
 class Config:
     """Everything a run is made of, in the order the data meets it."""
 
-    name: str = MISSING  # of the run; its folder is output_dir
+    name: str = free(MISSING)  # of the run; its folder is output_dir
     seed: Seed = 0
-    output_dir: PathStr = "runs/${name}"
-    dry_run: bool = False  # check the run, compute its steps and memory, and exit
-    cache_dir: PathStr | None = None  # for tokens and trained tokenizers; null = ~/.cache/automodel_lite
+    output_dir: PathStr = free("runs/${name}")
+    dry_run: bool = free(False)  # check the run, compute its steps and memory, and exit
+    cache_dir: PathStr | None = free(None)  # for tokens and trained tokenizers; null = ~/.cache/automodel_lite
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     packed_sequence: Part = field(default_factory=dict)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: MeshConfig = free(MeshConfig)
     model: Part = field(default_factory=dict)
-    attention: Part = field(default_factory=dict)
+    attention: Part = free(dict)
     peft: Part = field(default_factory=dict)
     loss: Part = field(default_factory=dict)
     optimizer: Part = field(default_factory=dict)
     lr_scheduler: Part = field(default_factory=dict)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    samples: SamplesConfig = field(default_factory=SamplesConfig)
-    evaluation: Part = field(default_factory=dict)
-    report: bool = True  # write report.html, a page that refreshes during the run
-    logger: Part = field(default_factory=dict)
+    checkpoint: CheckpointConfig = free(CheckpointConfig)
+    samples: SamplesConfig = free(SamplesConfig)
+    evaluation: Part = free(dict)
+    report: bool = free(True)  # write report.html, a page that refreshes during the run
+    logger: Part = free(dict)
     callbacks: Part = field(default_factory=dict)
-    sweep: SweepConfig = field(default_factory=SweepConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
-    security: SecurityConfig = field(default_factory=SecurityConfig)
+    sweep: SweepConfig = free(SweepConfig)
+    hub: HubConfig = free(HubConfig)
+    security: SecurityConfig = free(SecurityConfig)
+
+
+def free_settings(group: type = Config, prefix: str = "") -> Iterator[str]:
+    """Keys, and groups of keys, that do not shape the numbers."""
+    for setting in fields(group):
+        path = f"{prefix}{setting.name}"
+        if setting.metadata.get("is_free"):
+            yield path
+        elif is_dataclass(setting.default_factory):
+            yield from free_settings(setting.default_factory, f"{path}.")
 
 
 @dataclass(frozen=True)

@@ -33,42 +33,11 @@ from yaml import YAMLError
 from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import moved_target
 from automodel_lite.config.rules import OneOf
-from automodel_lite.config.schema import Config
+from automodel_lite.config.schema import Config, free_settings
 from automodel_lite.errors import FORMER_KEYS, ConfigError, one_line, shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
-
-# settings that do not shape the numbers: free to change between the restarts of a run
-FREE_SETTINGS = (
-    "name",
-    "output_dir",
-    "cache_dir",
-    "dry_run",
-    "dataloader.num_workers",
-    "dataloader.prefetch_factor",
-    "dataloader.pin_memory",
-    "mesh",
-    "attention",
-    "training.log_every_steps",
-    "training.val_every_steps",
-    "training.micro_batch_size",
-    "training.activation_checkpointing",
-    "training.num_threads",
-    "training.profile_steps",
-    "training.max_bad_steps",
-    "training.max_time",
-    "training.stop_margin_s",
-    "training.stuck_after_s",
-    "checkpoint",
-    "samples",
-    "evaluation",
-    "report",
-    "logger",
-    "hub",
-    "security",
-)
-
 
 _BEFORE_THE_RUN = re.compile(r"logs|run\.lock.*|STATUS\.json|\..*")
 """What may be in the folder of a run that was killed, or failed, in its first second: before config.yaml is there."""
@@ -352,11 +321,14 @@ def _with_moved_targets(node: Any) -> Any:
     return found | ({"_target_": moved_target(found["_target_"])} if isinstance(found.get("_target_"), str) else {})
 
 
+_FREE = frozenset(free_settings())
+
+
 def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, old value, new value) of every setting that shapes the numbers and differs."""
     for key in dict.fromkeys([*old, *new]):
         path = f"{prefix}{key}"
-        if path in FREE_SETTINGS:
+        if path in _FREE:
             continue
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):

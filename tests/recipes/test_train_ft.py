@@ -154,8 +154,9 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     train("smoke", folder)
     assert main(config_of("smoke", folder)) == 0
     assert f"{folder} is finished (step 6): nothing to do." in capsys.readouterr().out
+    free = ["dataloader.num_workers=1", "tokenize.num_proc=2", "sweep.metric=loss", "checkpoint.keep_last=9"]
     with pytest.raises(ConfigError) as refused:
-        main(config_of("smoke", folder, "optimizer.lr=0.5", "training.max_steps=8", "dataloader.num_workers=1"))
+        main(config_of("smoke", folder, "optimizer.lr=0.5", "training.max_steps=8", *free))
     assert str(refused.value) == (
         f"{folder} was started with different settings:\n  optimizer.lr: was 0.003, now 0.5\n"
         "  training.max_steps: was 6, now 8\n"
