@@ -39,6 +39,7 @@ class WithinDocuments:
 
     def __init__(self, module: nn.Module) -> None:
         self.forward: Callable[..., Any] = module.forward
+        # the modules that transformers gives a function for recomputation, by its own rule
         self.recomputing: list[Any] = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
         functools.update_wrapper(self, module.forward)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,16 @@ def test_an_exported_folder_is_fine_tuned_further(tmp_path: Path) -> None:
     curve = losses(rows)
     assert curve[-1][0] < curve[0][0]
     assert any(key.startswith("val_loss/") for row in rows for key in row)
+
+
+@pytest.mark.parametrize("option", ["packed_sequence=best_fit", "packed_sequence=next_fit", "logger=jsonl"])
+def test_options_that_no_preset_chooses_train(option: str, tmp_path: Path) -> None:
+    size = ["packed_sequence.packed_sequence_size=128"] if option.startswith("packed") else []
+    rows = train("smoke", tmp_path / "run", option, *size, "training.max_steps=1", "checkpoint.export_hf=false")
+    assert rows[-1]["step"] == 1
+    if size:
+        packing = json.loads((tmp_path / "run" / "packing.json").read_text())
+        assert option.partition("=")[2] in json.dumps(packing)
 
 
 def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
