@@ -3,9 +3,9 @@
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --peers /path/to/environments
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe bare sorted
 
-Each contestant is a process of its own; a round runs all of them once, so that a busy machine is busy for all. Steps
-are timed by process CPU time, from the end of the warm-up to the end of the last step: data loading and logging
-included. `--peers` holds one virtual environment a peer (torch first and alone, so that no package chooses its build):
+Each contestant is a process of its own, and they take turns: one step each, so that a slow minute of the machine is slow
+for all of them. A step is timed by the CPU time of its process, from the end of the one before it: data loading and
+logging included. `--peers` holds one virtual environment a peer (torch first and alone, so that no package chooses its build):
 
     python -m venv P/trl     P/trl/bin/pip install torch==2.13.0;     P/trl/bin/pip install trl accelerate
     python -m venv P/litgpt  P/litgpt/bin/pip install torch==2.13.0;  P/litgpt/bin/pip install litgpt
@@ -22,10 +22,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
-from benchmarks.peers.job import SHAPES, Job
+import numpy as np
+
+from benchmarks.peers.job import RESULT, SHAPES, STEP_DONE, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,60 +60,103 @@ CONTESTANTS = {
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
-    """Prints a row a round and the table; returns the rates of each contestant, a value a round."""
+    """Prints the table; returns the rates of each contestant, a value a step."""
     args = parser().parse_args(argv)
+    if hasattr(os, "sched_setaffinity"):  # all on one core: others have other neighbours
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(args.work or folder, args.shape, args.precision, args.steps, args.warmup_steps, args.data, folder)
+        data = str(Path(args.data).resolve())  # contestants run in folders of their own
+        job = Job(args.work or folder, args.shape, args.precision, args.steps, args.warmup_steps, data, folder)
+        subprocess.run([sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()], env=environment(), check=True)
         names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or args.peers]
-        run(Contestant("prepare"), job, args)
-        rates: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(args.rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                result = run(CONTESTANTS[name], job, args)
-                if result is not None:
-                    rates[name].append(result["tokens_per_cpu_s"])
-                    print(f"round {number + 1}  {name:14s} {result['tokens_per_cpu_s']:8,.0f}", flush=True)
+        running = {name: start(name, job, args.peers) for name in names}
+        for _ in range(job.all_steps - 1):  # the first is part of the start
+            names = names[1:] + names[:1]
+            for name in names:
+                running[name].take_turn()
+        rates = {name: contestant.rates() for name, contestant in running.items()}
     print_table(rates)
     return rates
 
 
-def run(contestant: Contestant, job: Job, args: argparse.Namespace) -> dict[str, float] | None:
-    """One process; None when it failed, which is said."""
+@dataclass(frozen=True)
+class Running:
+    """A contestant's process, which waits for its turn."""
+
+    name: str
+    process: subprocess.Popen[str]
+    errors: IO[str]
+
+    def take_turn(self) -> None:
+        """One step; returns when it is done, or the process has failed."""
+        self._say("go")
+        self.read_until(STEP_DONE)
+
+    def rates(self) -> list[float]:
+        """Real tokens per CPU second of each timed step, after the last turn; none when it failed, which is said."""
+        self._say("go")
+        result = self.read_until(RESULT)
+        if self.process.wait() or result is None:
+            self.errors.seek(0)
+            print(f"{self.name} failed:\n{self.errors.read()[-2000:]}", file=sys.stderr)
+            return []
+        values: list[float] = json.loads(result.removeprefix(RESULT))["tokens_per_cpu_s"]
+        return values
+
+    def _say(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # it has failed; rates() says so
+            print(line, file=self.process.stdin, flush=True)
+
+    def read_until(self, start: str) -> str | None:
+        assert self.process.stdout is not None
+        return next((line for line in self.process.stdout if line.startswith(start)), None)
+
+
+def start(name: str, job: Job, peers: str | None) -> Running:
+    """Its process, after its first step."""
+    contestant = CONTESTANTS[name]
     python = sys.executable
     if contestant.environment is not None:
-        python = str(Path(args.peers) / contestant.environment / "bin" / "python")
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [python, "-m", f"benchmarks.peers.{contestant.module}", replace(job, scratch=scratch).to_argv()]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(
-            [*command, *([contestant.variant] if contestant.variant else [])],
-            env=environment,
-            cwd=scratch,
-            capture_output=True,
-            text=True,
-        )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result: dict[str, float] = json.loads(line.removeprefix("RESULT "))
-            return result
-    if done.returncode or contestant.module != "prepare":
-        print(f"{contestant.module} {contestant.variant or ''} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
-        return None
-    print(done.stdout, end="")
-    return None
+        python = str(Path(peers or "") / contestant.environment / "bin" / "python")
+    scratch = Path(job.scratch) / name
+    scratch.mkdir()
+    command = [python, "-m", f"benchmarks.peers.{contestant.module}", replace(job, scratch=str(scratch)).to_argv()]
+    errors = (scratch / "stderr").open("w+")
+    process = subprocess.Popen(
+        [*command, *([contestant.variant] if contestant.variant else [])],
+        env=environment(),
+        cwd=scratch,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+    running = Running(name, process, errors)
+    running.read_until(STEP_DONE)
+    return running
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def print_table(rates: dict[str, list[float]]) -> None:
-    """Median rate, its spread, and our recipe's ratio to it: the median of the ratios of each round."""
-    print("\n| contestant | real tokens per CPU-second | lowest to highest | recipe is |\n| --- | --- | --- | --- |")
+    """Median rate, its quartiles, and our recipe's ratio to it: the median of the ratios of each turn, its quartiles."""
+    print(
+        "\n| contestant | real tokens per CPU-second | quartiles | recipe is | quartiles |\n| --- | --- | --- | --- | --- |"
+    )
     ours = rates.get("recipe", [])
     for name, values in sorted(rates.items(), key=lambda item: -statistics.median(item[1] or [0])):
         if not values:
-            print(f"| {name} | failed | | |")
+            print(f"| {name} | failed | | | |")
             continue
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, values)) if ours else float("nan")
-        span = f"{min(values):,.0f} to {max(values):,.0f}"
-        print(f"| {name} | {statistics.median(values):,.0f} | {span} | {ratio:.2f} x |")
+        low, middle, high = np.percentile(values, [25, 50, 75])
+        ratios = [mine / theirs for mine, theirs in zip(ours, values)] or [float("nan")]
+        low_ratio, ratio, high_ratio = np.percentile(ratios, [25, 50, 75])
+        print(
+            f"| {name} | {middle:,.0f} | {low:,.0f} to {high:,.0f} "
+            f"| {ratio:.2f} x | {low_ratio:.2f} to {high_ratio:.2f} |"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -120,9 +167,8 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--shape", default="small", choices=list(SHAPES))
     found.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
-    found.add_argument("--steps", type=int, default=12)
+    found.add_argument("--steps", type=int, default=12, help="turns that are timed")
     found.add_argument("--warmup-steps", type=int, default=3)
-    found.add_argument("--rounds", type=int, default=3)
     found.add_argument("--only", nargs="*", choices=list(CONTESTANTS))
     found.add_argument("--work", help="keep the tokenized rows in this folder")
     return found

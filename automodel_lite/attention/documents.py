@@ -261,7 +261,7 @@ class _Arguments:
     @property
     def streams(self) -> list[Tensor]:
         """[T, ...] each."""
-        return [self.leaves[place][0] for place in self.places]
+        return [self.leaves[place].squeeze(0) for place in self.places]
 
     def with_streams(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         leaves = list(self.leaves)

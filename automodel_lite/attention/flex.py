@@ -98,7 +98,7 @@ class FlexAttention:
             enable_gqa=q_THD.shape[1] != k_THD.shape[1],
             return_aux=AuxRequest(lse=True),  # type: ignore[arg-type]
         )
-        return out[0].transpose(0, 1), aux.lse[0].t()
+        return out.squeeze(0).transpose(0, 1), aux.lse.squeeze(0).t()
 
     def _block_mask(self, segments: Segments, num_q: int, num_k: int, window: int | None, causal: bool) -> BlockMask:
         """Made by the first layer of each kind, found by the identity of its boundaries."""

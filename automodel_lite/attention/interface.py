@@ -158,7 +158,7 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         window = _window(module, sliding_window)
         chunk = layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
-        q, k, v = (_in_compute_dtype(x)[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (_in_compute_dtype(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
         inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))

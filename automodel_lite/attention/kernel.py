@@ -127,7 +127,7 @@ class ReferenceAttention:
         for parts in zip(q_THD.split(q_lens), k_THD.split(k_lens), v_THD.split(k_lens)):
             q, k, v = (x.transpose(0, 1)[None] for x in parts)
             if q.shape[2]:
-                outs.append(_segment(q, k, v, options)[0].transpose(0, 1))
+                outs.append(_segment(q, k, v, options).squeeze(0).transpose(0, 1))
         return torch.cat(outs)
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:

@@ -229,7 +229,7 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
 
     ours = packed_function(call.function, call.name)
     if takes_boundaries(call.function, layout.boundary):
-        out = mix([x[None] for x in streams], **_boundaries(layout, plan.stream))[0]
+        out = mix([x[None] for x in streams], **_boundaries(layout, plan.stream)).squeeze(0)
     elif ours is not None:
         known = {name: value for name, value in arguments.items() if name in _parameters(ours)}
         out = ours(plan.stream.document, **known | dict(zip(given, streams)) | weights)
@@ -259,8 +259,8 @@ def _with_heads(layout: Layout, arguments: dict[str, Any]) -> Iterator[tuple[Ten
 def _heads_second(x: Tensor, time: int, heads: int | None) -> Tensor:
     """[1, ...] -> [T, H, ...]; [T, 1, ...] where all heads share it."""
     if heads is None:
-        return x[0].movedim(time - 1, 0)[:, None]
-    return x[0].movedim((time - 1, heads - 1), (0, 1))
+        return x.squeeze(0).movedim(time - 1, 0)[:, None]
+    return x.squeeze(0).movedim((time - 1, heads - 1), (0, 1))
 
 
 def _heads_third(x: Tensor, time: int, heads: int | None) -> Tensor:

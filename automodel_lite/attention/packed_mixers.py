@@ -131,7 +131,8 @@ class Chunks:
 
     def join(self, x_MHL: Tensor) -> Tensor:
         """[M, H, L, ...] -> [T, H, ...]."""
-        return x_MHL.transpose(1, 2).flatten(0, 1)[: self.num_tokens]
+        x_TH = x_MHL.transpose(1, 2).flatten(0, 1)
+        return x_TH if len(x_TH) == self.num_tokens else x_TH[: self.num_tokens]
 
     @cached_property
     def before(self) -> Tensor:
@@ -357,7 +358,7 @@ def selective_scan(
         hidden_states = _wide(hidden_states)
         # A CPU is fastest token by token, in its cache; elsewhere chunks go side by side.
         chunks = Chunks.of(seq_idx, len(seq_idx) if _has_cache(seq_idx) else CHUNK)
-        streams = (dt, dt * hidden_states, _wide(B[:, 0]), _wide(C[:, 0]))
+        streams = (dt, dt * hidden_states, _wide(B.squeeze(1)), _wide(C.squeeze(1)))
         out: Tensor = _SelectiveScan.apply(chunks, A.to(dt.dtype), *streams)
         if D is not None:
             out = out + D * hidden_states

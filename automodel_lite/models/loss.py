@@ -290,16 +290,16 @@ class LossModel(nn.Module):
     def _cross_entropy(self, batch: ThdBatch, inputs: dict[str, Any]) -> Tensor:
         labels_R = batch.labels.index_select(0, batch.label_rows)
         if self.loss.includes_head:
-            hidden_TC = text_decoder(self.lm)(**inputs).last_hidden_state[0]
+            hidden_TC = text_decoder(self.lm)(**inputs).last_hidden_state.squeeze(0)
             hidden_RC = hidden_TC.index_select(0, batch.label_rows)
             loss = self.loss
             return self.in_head(hidden_RC, lambda hidden, weight: loss(hidden, weight, labels_R, self.softcap))
-        logits_RV = self.lm(**inputs, logits_to_keep=batch.label_rows).logits[0]
+        logits_RV = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
         return self.loss(logits_RV, labels_R)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """[num_last, V] of the stream's last tokens; 0 = of all."""
-        logits_TV: Tensor = self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits[0]
+        logits_TV: Tensor = self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits.squeeze(0)
         return logits_TV
 
     @torch.no_grad()

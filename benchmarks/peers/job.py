@@ -22,6 +22,7 @@ SHAPES = {
 }
 PACK_TOKENS = 2048
 LR = 1e-4
+STEP_DONE, RESULT = "STEP DONE", "RESULT "  # lines that a contestant prints for benchmarks.peers_cpu
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,25 @@ class Job:
 
 
 class Clock:
-    """CPU seconds of this process (children included) at the end of every step."""
+    """CPU seconds of every step (children included), each begun when benchmarks.peers_cpu says that it is its turn."""
 
     def __init__(self) -> None:
-        self.edges: list[float] = []
+        self.seconds: list[float] = []
+        self._began = cpu_seconds()
 
     def step_done(self) -> None:
-        self.edges.append(cpu_seconds())
+        """Says so, and waits for a line on stdin; by hand, `yes | python -m ...` never waits."""
+        self.seconds.append(cpu_seconds() - self._began)
+        print(f"\n{STEP_DONE}", flush=True)
+        sys.stdin.readline()
+        self._began = cpu_seconds()
 
     def report(self, job: Job, tokens_of_step: list[int], **more: object) -> None:
-        """Prints the rate over the timed steps as one JSON line."""
-        assert len(self.edges) >= job.all_steps, f"{len(self.edges)} steps were timed, not {job.all_steps}"
-        cpu_s = self.edges[job.all_steps - 1] - self.edges[job.warmup_steps - 1]
-        tokens = sum(tokens_of_step[job.warmup_steps : job.all_steps])
-        print("RESULT " + json.dumps({"tokens": tokens, "cpu_s": cpu_s, "tokens_per_cpu_s": tokens / cpu_s, **more}))
-        sys.stdout.flush()
+        """Prints the rates of the timed steps as one JSON line."""
+        assert len(self.seconds) >= job.all_steps, f"{len(self.seconds)} steps were timed, not {job.all_steps}"
+        timed = slice(job.warmup_steps, job.all_steps)
+        rates = [tokens / seconds for tokens, seconds in zip(tokens_of_step[timed], self.seconds[timed], strict=True)]
+        print(RESULT + json.dumps({"tokens_per_cpu_s": rates, **more}), flush=True)
 
 
 def cpu_seconds() -> float:

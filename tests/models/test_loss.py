@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, linear_cross_entropy
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, linear_cross_entropy
 from tests.attention.families import build, documents, stream
+from tests.attention.hybrids import build_hybrid
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -135,3 +138,36 @@ def test_a_head_is_plain_though_two_products_round_apart(scale: float, is_plain:
         one_sum_TV = F.linear(lm.model(**batch.model_inputs()).last_hidden_state[0], weight)
     assert found == is_plain
     assert not torch.equal(logits_TV, one_sum_TV)
+
+
+class Selections(TorchDispatchMode):
+    """Notes gradients of `x[0]`: a tensor of zeros as large as x, and a copy into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.select_backward.default:
+            self.noted.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", [FusedLinearCrossEntropy(), CrossEntropy()], ids=["fused", "plain"])
+@pytest.mark.parametrize("make", [lambda: build("llama"), lambda: build_hybrid("lfm2")], ids=["attention", "mixers"])
+def test_the_gradient_of_the_stream_is_not_copied(make: Callable[[], PreTrainedModel], loss: Loss) -> None:
+    """The stream is the only row of what transformers calls a batch."""
+    lm = make()
+    install(lm, ReferenceAttention())
+    batch = stream(documents([9, 4, 17]))
+    total = LossModel(lm, loss)(batch)
+    with Selections() as copied:
+        total.backward()
+    assert copied.noted == []
+
+
+def test_a_copied_gradient_is_noticed() -> None:
+    x = torch.randn(1, 3, requires_grad=True)
+    with Selections() as copied:
+        x[0].sum().backward()
+    assert copied.noted == [torch.Size([3])]
