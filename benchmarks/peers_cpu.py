@@ -3,9 +3,10 @@
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --peers /path/to/environments
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe bare sorted
 
-Each contestant is a process of its own, and they take turns: one step each, so that a slow minute of the machine is slow
-for all of them. A step is timed by the CPU time of its process, from the end of the one before it: data loading and
-logging included. `--peers` holds one virtual environment a peer (torch first and alone, so that no package chooses its build):
+Each contestant is a process of its own. They share a core and take turns, one step each, so that a slow minute of the
+machine is slow for all of them. A step is timed by the CPU time of its process, from the end of the one before it: data
+loading and logging included. `--peers` holds one virtual environment a peer (torch first and alone, so that no package
+chooses its build):
 
     python -m venv P/trl     P/trl/bin/pip install torch==2.13.0;     P/trl/bin/pip install trl accelerate
     python -m venv P/litgpt  P/litgpt/bin/pip install torch==2.13.0;  P/litgpt/bin/pip install litgpt
@@ -62,8 +63,6 @@ CONTESTANTS = {
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     """Prints the table; returns the rates of each contestant, a value a step."""
     args = parser().parse_args(argv)
-    if hasattr(os, "sched_setaffinity"):  # all on one core: others have other neighbours
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
         data = str(Path(args.data).resolve())  # contestants run in folders of their own
         job = Job(args.work or folder, args.shape, args.precision, args.steps, args.warmup_steps, data, folder)
@@ -131,6 +130,7 @@ def start(name: str, job: Job, peers: str | None) -> Running:
         stderr=errors,
         text=True,
     )
+    os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})  # that of all: cores have other neighbours
     running = Running(name, process, errors)
     running.read_until(STEP_DONE)
     return running

@@ -32,13 +32,15 @@ command line without a `+`: `group=option` chooses, `group.key=value` sets. `--c
 Presets and options of your own live in any folder named by `--config-dir`, laid out like `conf/`.
 
 *Free* settings do not shape the numbers: a run may continue with other values. Other changes have to be accepted
-(`checkpoint.accept_changes=true`). The groups `attention`, `evaluation` and `logger` are free as well.
+(`checkpoint.accept_changes=true`). Free as well are the groups {free_groups}.
 """
 
 
 def page() -> str:
     """The whole of docs/config.md."""
-    parts = [INTRODUCTION, "## Presets\n", _table(("preset", "what it is"), _presets())]
+    groups = [name for name, hint in get_type_hints(schema.Config).items() if hint == schema.Part]
+    free_groups = ", ".join(f"`{name}`" for name in schema.free_settings() if name in groups)
+    parts = [INTRODUCTION.format(free_groups=free_groups), "## Presets\n", _table(("preset", "what it is"), _presets())]
     parts += ["\n## Settings of the schema\n", *_sections()]
     parts.append("\n## Groups\n")
     for group, options in groups_of(Sources()).items():

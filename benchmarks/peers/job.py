@@ -83,10 +83,11 @@ class Clock:
         self._began = cpu_seconds()
 
     def step_done(self) -> None:
-        """Says so, and waits for a line on stdin; by hand, `yes | python -m ...` never waits."""
+        """Says so, and waits for a line on stdin, without which the contest is over; `yes | python -m ...` never waits."""
         self.seconds.append(cpu_seconds() - self._began)
         print(f"\n{STEP_DONE}", flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            raise SystemExit("nobody gives turns")
         self._began = cpu_seconds()
 
     def report(self, job: Job, tokens_of_step: list[int], **more: object) -> None:
