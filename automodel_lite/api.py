@@ -15,10 +15,10 @@ from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import compose_config, imported
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TokenizeConfig, TrainOn
-from automodel_lite.data.documents import DocumentList
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
-from automodel_lite.data.token_rows import TokenRows
-from automodel_lite.data.tokenize import Job, tokenize_in_memory
+from automodel_lite.data.reading.documents import DocumentList
+from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.tokenize import Job, tokenize_in_memory
 from automodel_lite.errors import RunStoppedError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import to_thd

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from automodel_lite.config.schema import DataloaderConfig
-from automodel_lite.data.loader import (
+from automodel_lite.data.feeding.loader import (
     BatchShape,
     deal,
     deal_to_ranks,
@@ -43,7 +43,7 @@ from automodel_lite.data.loader import (
 from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit, lower_bound
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.token_rows import TokenRows
+from automodel_lite.data.tokens.token_rows import TokenRows
 from automodel_lite.models.flops import CostModel
 from automodel_lite.nemo_api.packed_sequence import pack_dataset
 from automodel_lite.seed import seeded_order

@@ -79,9 +79,9 @@ def data_seconds(job: Job) -> tuple[float, float]:
     import time
 
     from automodel_lite.config.components import build
-    from automodel_lite.data import tokenize
     from automodel_lite.data.packing.plan import plan_packs
-    from automodel_lite.data.tokenizer import load_tokenizer
+    from automodel_lite.data.tokens import tokenize
+    from automodel_lite.data.tokens.tokenizer import load_tokenizer
     from benchmarks.peers.recipe import recipe_config
 
     config = recipe_config(job)

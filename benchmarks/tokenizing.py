@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.data.encode import Renderer
-from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.tokenize import Job, num_cores, tokenize_documents
-from automodel_lite.data.tokenizer import train_bpe_tokenizer
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.encode import Renderer
+from automodel_lite.data.tokens.tokenize import Job, num_cores, tokenize_documents
+from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 
 
 def main() -> None:

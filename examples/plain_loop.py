@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from automodel_lite import Packer, install_attention, packed_sequence_thd_collater, to_thd, tokenize_chats
-from automodel_lite.data.documents import ToyChat
-from automodel_lite.data.token_rows import TokenRows
-from automodel_lite.data.tokenizer import train_bpe_tokenizer
+from automodel_lite.data.reading.documents import ToyChat
+from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 
 
 def make_model(vocab_size: int) -> LlamaForCausalLM:

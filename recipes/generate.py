@@ -24,7 +24,7 @@ from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 
 if TYPE_CHECKING:
-    from automodel_lite.data.documents import Question
+    from automodel_lite.data.reading.documents import Question
     from automodel_lite.models.generate import Generator
 
 _SORTED_BATCHES = 16  # prompts of so many batches are sorted by length, so that a batch has little padding
@@ -91,7 +91,7 @@ def chat(generator: Generator, args: argparse.Namespace) -> None:
 
 def answer_file(generator: Generator, args: argparse.Namespace) -> None:
     """Writes each row of --prompts with what the model says to it, in their order and as they come."""
-    from automodel_lite.data.files import read_questions
+    from automodel_lite.data.reading.files import read_questions
     from automodel_lite.training.evaluation import answers_to
 
     num_rows = sum(1 for _ in read_questions(args.prompts))  # and a bad row is named before the first answer

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import locate, own_targets
-from automodel_lite.data.tokenizer import load_tokenizer
+from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub, secrets
 from automodel_lite.run.folder import plain
@@ -46,8 +46,8 @@ def check(*overrides: str) -> None:
         "automodel_lite.run.durable.write_file",
         "automodel_lite.training.optimizers.torch.load",
         "torch.optimism",
-        "automodel_lite.data.files.FilesDataset.__init__",
-        "automodel_lite.data.files.os",
+        "automodel_lite.data.reading.files.FilesDataset.__init__",
+        "automodel_lite.data.reading.files.os",
         "notes/evil.py",
         "evil",
     ],
@@ -70,7 +70,7 @@ def test_an_allowed_module_does_not_lead_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("former", "now"),
     [
-        ("automodel_lite.datasets.files.FilesDataset", "automodel_lite.data.files.FilesDataset"),
+        ("automodel_lite.datasets.files.FilesDataset", "automodel_lite.data.reading.files.FilesDataset"),
         ("automodel_lite.training.optim.adamw", "automodel_lite.training.optimizers.adamw"),
         ("automodel_lite.packing.packer.Packer", "automodel_lite.data.packing.packs.Packer"),
     ],
@@ -100,13 +100,13 @@ def test_own_code_is_allowed_on_the_command_line(tmp_path: Path, monkeypatch: py
 STREAM = ["dataset=streaming", "~dataset.num_chats"]
 
 
-@pytest.mark.parametrize("generator", ["os:abort", "my_rows:rows", "automodel_lite.data.files:os.abort", "os.abort"])
+@pytest.mark.parametrize("generator", ["os:abort", "my_rows:rows", "automodel_lite.data.reading.files:os.abort", "os.abort"])
 def test_a_generator_is_code_and_needs_the_permission(generator: str, tmp_path: Path) -> None:
     """Wherever it stands, also deep in a mixture, and before anything of it is imported."""
     rule = r"dataset\.generator=.*(names code: allow it on the command line, security.allow_targets|must be package)"
     with pytest.raises(ConfigError, match=rule):
         check(*STREAM, f"dataset.generator={generator}")
-    nested = f"{{_target_: automodel_lite.data.streams.StreamingDataset, generator: '{generator}'}}"
+    nested = f"{{_target_: automodel_lite.data.feeding.streams.StreamingDataset, generator: '{generator}'}}"
     with pytest.raises(ConfigError, match=rule.replace("dataset", "dataset.sources.a", 1)):
         check("dataset=mixture", "~dataset.num_chats", f"dataset.sources.a={nested}")
 

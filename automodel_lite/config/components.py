@@ -171,7 +171,7 @@ def options_of(target: str) -> dict[str, Option]:
 
     Read from the source, so that neither torch nor an optional package is imported. Inherited options come first.
 
-    >>> options_of("automodel_lite.data.documents.ToyChat")["seed"]
+    >>> options_of("automodel_lite.data.reading.documents.ToyChat")["seed"]
     Option(default=0, comment='of the chats')
     """
     module, _, name = target.rpartition(".")

@@ -18,8 +18,7 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, TrainingConfig
-from automodel_lite.data.documents import Documents, TokenizedData
-from automodel_lite.data.loader import (
+from automodel_lite.data.feeding.loader import (
     BatchShape,
     Cursor,
     PackSource,
@@ -35,8 +34,9 @@ from automodel_lite.data.loader import (
 )
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.tokenize import job_of, tokenize_documents, tokenize_shard
-from automodel_lite.data.tokenizer import padding_id
+from automodel_lite.data.reading.documents import Documents, TokenizedData
+from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents, tokenize_shard
+from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh, mesh_shape

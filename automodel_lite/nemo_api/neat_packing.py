@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from automodel_lite.data.packing.packs import fill_slots
-from automodel_lite.data.token_rows import flatten
+from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.nemo_api.packed_sequence import flat_samples, split_of
 

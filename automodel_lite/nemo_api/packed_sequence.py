@@ -21,7 +21,7 @@ from datasets.fingerprint import Hasher
 
 from automodel_lite.data.packing.packs import fill_slots
 from automodel_lite.data.packing.plan import next_fit
-from automodel_lite.data.token_rows import TokenRows, flatten
+from automodel_lite.data.tokens.token_rows import TokenRows, flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import IGNORE_INDEX
 

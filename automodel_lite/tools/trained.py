@@ -25,7 +25,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with
 from automodel_lite.config.rules import looks_local
 from automodel_lite.config.schema import Config, HubConfig, MeshConfig
-from automodel_lite.data.tokenizer import load_tokenizer
+from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import CrossEntropy, LossModel

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from automodel_lite.config.components import build
-from automodel_lite.data.tokenize import job_of, tokenize_documents
+from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from benchmarks.peers.job import Job
 from benchmarks.peers.recipe import recipe_config
 

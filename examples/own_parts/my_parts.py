@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.documents import DocumentList, Question
+from automodel_lite.data.reading.documents import DocumentList, Question
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
 from automodel_lite.thd import AttentionOptions, Segments
 from automodel_lite.training.optimizers import param_groups
@@ -24,7 +24,7 @@ from automodel_lite.training.optimizers import param_groups
 
 @dataclass
 class Spelling:
-    """A dataset: the `Documents` protocol of automodel_lite/data/documents.py.
+    """A dataset: the `Documents` protocol of automodel_lite/data/reading/documents.py.
 
     `train` and `val` hold documents (here prompt and completion; a chat has `messages`, plain text has `text`).
     `kind` is messages | prompt_completion | text | tokens. `identity` keys the token cache: another identity is other

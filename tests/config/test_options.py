@@ -21,7 +21,7 @@ def test_options_are_read_from_the_source_without_an_import() -> None:
     assert [*options_of("automodel_lite.models.source.CausalLM")][:2] == ["pretrained", "revision"]
     assert options_of("automodel_lite.models.lora.QLora")["r"].default == 16
     assert options_of("automodel_lite.models.lora.QLora")["double_quant"].comment.startswith("also quantize the scales")
-    assert [*options_of("automodel_lite.data.tokenizer.train_bpe_tokenizer")] == ["vocab_size", "max_chars"]
+    assert [*options_of("automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer")] == ["vocab_size", "max_chars"]
     assert options_of("torch.optim.AdamW") == {}
 
 
@@ -60,7 +60,7 @@ def signature(target: str) -> Mapping[str, inspect.Parameter]:
 
 def test_a_checked_configuration_has_every_option() -> None:
     """So that a run's config.yaml keeps its defaults when those of the program change; nested parts too."""
-    parts = "dataset.sources={a: {dataset: {_target_: automodel_lite.data.documents.ToyChat, seed: 3}, weight: 1.0}}"
+    parts = "dataset.sources={a: {dataset: {_target_: automodel_lite.data.reading.documents.ToyChat, seed: 3}, weight: 1.0}}"
     config = check_config(compose_config("smoke", ["dataset=mixture", "~dataset.num_chats", parts]))
     assert config.dataset["sources"]["a"]["dataset"]["num_chats"] == 2000
     assert config.dataset["sources"]["a"]["dataset"]["seed"] == 3

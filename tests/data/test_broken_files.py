@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.tokenize import Job, tokenize_documents
-from automodel_lite.data.tokenizer import train_bpe_tokenizer
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 

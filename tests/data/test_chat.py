@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from automodel_lite.data import encode as chat
-from automodel_lite.data.encode import ChatRenderer, Rendering
+from automodel_lite.data.tokens import encode as chat
+from automodel_lite.data.tokens.encode import ChatRenderer, Rendering
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, MISTRAL, QWEN3, Family, byte_tokenizer
 

@@ -10,7 +10,7 @@ import torch
 
 from automodel_lite.data.packing.packs import PackedDataset, Packer, PackStream, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.token_rows import RowsWriter, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import RowsWriter, flatten, load_rows
 from automodel_lite.thd import COLUMNS, Column
 
 TWO = [

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from automodel_lite.data.loader import Cursor, DeviceFeed, StepBatches
+from automodel_lite.data.feeding.loader import Cursor, DeviceFeed, StepBatches
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.documents import ToyChat
-from automodel_lite.data.encode import ChatRenderer, Encoder, Rendering
-from automodel_lite.data.tokenizer import train_bpe_tokenizer
+from automodel_lite.data.reading.documents import ToyChat
+from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Rendering
+from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from tests.data.templates import FAMILIES, MISTRAL, byte_tokenizer
 
 WORDS = ["Hi", " ", "\n", "é", "🙂", "a b", "<|end|>", "<|user|>", "<|", "end", "", "[INST]", "</s>"]

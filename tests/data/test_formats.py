@@ -14,9 +14,9 @@ import datasets
 import pyarrow
 import pytest
 
-from automodel_lite.data import files
-from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.formats import FORMATS, detect
+from automodel_lite.data.reading import files
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.reading.formats import FORMATS, detect
 from automodel_lite.errors import ConfigError, DataError
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
-from automodel_lite.data.documents import TokenizedData, ToyChat
-from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
+from automodel_lite.data.feeding.loader import BatchShape, Cursor, StepBatches
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import PlannedPacks
-from automodel_lite.data.tokenize import Job, tokenize_documents
+from automodel_lite.data.reading.documents import TokenizedData, ToyChat
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from tests.data.templates import MARKED, byte_tokenizer

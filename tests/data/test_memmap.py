@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from automodel_lite.data.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.token_rows import Rows
-from automodel_lite.data.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
+from automodel_lite.data.tokens.token_rows import Rows
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from automodel_lite.data.loader import BatchShape, deal_to_ranks, epoch_order, steps_per_epoch
+from automodel_lite.data.feeding.loader import BatchShape, deal_to_ranks, epoch_order, steps_per_epoch
 from automodel_lite.data.packing.packs import EMPTY_PACK
 
 

@@ -13,10 +13,10 @@ import datasets
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
-from automodel_lite.data.loader import BatchShape, Cursor, StepBatches
+from automodel_lite.data.feeding.loader import BatchShape, Cursor, StepBatches
+from automodel_lite.data.feeding.streams import StreamedPacks, StreamingDataset, TokenStream
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.streams import StreamedPacks, StreamingDataset, TokenStream
-from automodel_lite.data.tokenize import Job
+from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.documents import DocumentList, TokenizedData, ToyChat
-from automodel_lite.data.files import FilesDataset
-from automodel_lite.data.token_rows import TokenRows, mark_trained, next_token_labels
-from automodel_lite.data.tokenize import Job, _process_context, tokenize_documents
-from automodel_lite.data.tokenizer import padding_id, train_bpe_tokenizer
+from automodel_lite.data.reading.documents import DocumentList, TokenizedData, ToyChat
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.token_rows import TokenRows, mark_trained, next_token_labels
+from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
+from automodel_lite.data.tokens.tokenizer import padding_id, train_bpe_tokenizer
 from automodel_lite.errors import DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
 from tests.ranks import fork_server

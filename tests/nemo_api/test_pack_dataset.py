@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.token_rows import flatten
+from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import DataError
 from automodel_lite.nemo_api.packed_sequence import pack_dataset
 from tests.data.packing.test_packs import TWO, documents, samples

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_lite.data.documents import Question, question_of
+from automodel_lite.data.reading.documents import Question, question_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import Generator, load_generator
 from automodel_lite.training.evaluation import F1, ExactMatch, answers_to

@@ -193,7 +193,7 @@ def test_tensor_parallel_ranks_continue_and_are_continued(tmp_path: Path) -> Non
 
 def test_a_mixture_continues_within_its_schedule(tmp_path: Path) -> None:
     """Weights that differ by epoch: stopped in the second epoch, it draws the documents that it would have drawn."""
-    chats = "{_target_: automodel_lite.data.documents.ToyChat, num_chats: %d, seed: %d}"
+    chats = "{_target_: automodel_lite.data.reading.documents.ToyChat, num_chats: %d, seed: %d}"
     first, second = chats % (60, 1), chats % (60, 2)
     parts = f"{{one: {{dataset: {first}, weight: [0.8, 0.2]}}, two: {{dataset: {second}, weight: [0.2, 0.8]}}}}"
     overrides = ["dataset=mixture", "~dataset.num_chats", f"dataset.sources={parts}", "training.max_steps=16"]

@@ -41,7 +41,7 @@ from automodel_lite.data.packing.plan import (
     plan_packs,
     strategy_of,
 )
-from automodel_lite.data.token_rows import Rows, TokenRows, flatten
+from automodel_lite.data.tokens.token_rows import Rows, TokenRows, flatten
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
 

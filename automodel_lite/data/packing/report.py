@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_lite.data.loader import BatchShape, deal, imbalance, pack_costs
+from automodel_lite.data.feeding.loader import BatchShape, deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
 from automodel_lite.models.flops import CostModel
 from automodel_lite.seed import BLOCK, seeded_order

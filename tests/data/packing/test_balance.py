@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.loader import BatchShape, deal, imbalance, pack_costs
+from automodel_lite.data.feeding.loader import BatchShape, deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, plan_packs
 from automodel_lite.models.flops import CostModel
 

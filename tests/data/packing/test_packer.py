@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.token_rows import flatten
+from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError
 
 

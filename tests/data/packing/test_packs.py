@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import padding_segments, plan_packs
-from automodel_lite.data.token_rows import Rows, TokenRows, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import Rows, TokenRows, flatten, load_rows
 from automodel_lite.errors import DataError
 from automodel_lite.thd import IGNORE_INDEX
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from automodel_lite.data.loader import BatchShape
+from automodel_lite.data.feeding.loader import BatchShape
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.report import packing_report
 from automodel_lite.models.flops import CostModel

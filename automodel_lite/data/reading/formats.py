@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from automodel_lite.data.documents import MEDIA, Document, Message, maybe_json, read_turn, sound_text
-from automodel_lite.data.readers import RawRow, RawRows
-from automodel_lite.data.token_rows import ID_DTYPE
+from automodel_lite.data.reading.documents import MEDIA, Document, Message, maybe_json, read_turn, sound_text
+from automodel_lite.data.reading.readers import RawRow, RawRows
+from automodel_lite.data.tokens.token_rows import ID_DTYPE
 from automodel_lite.errors import ConfigError, DataError, did_you_mean
 from automodel_lite.thd import IGNORE_INDEX
 

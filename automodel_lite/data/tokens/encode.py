@@ -33,8 +33,8 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from automodel_lite.data.documents import Document, Message, sound_text
-from automodel_lite.data.token_rows import next_token_labels
+from automodel_lite.data.reading.documents import Document, Message, sound_text
+from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.interpreter import Deadline, DeadlineExceeded
 

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.components import build_with
 from automodel_lite.config.schema import Config, TokenizeConfig
-from automodel_lite.data.cache import (
+from automodel_lite.data.reading.documents import Document, Documents, DocumentSet, MadeOfRows, TokenizedData
+from automodel_lite.data.tokens.cache import (
     CacheEntry,
     Key,
     build_once,
@@ -33,9 +34,8 @@ from automodel_lite.data.cache import (
     find_damage,
     short_hash,
 )
-from automodel_lite.data.documents import Document, Documents, DocumentSet, MadeOfRows, TokenizedData
-from automodel_lite.data.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.token_rows import (
+from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
+from automodel_lite.data.tokens.token_rows import (
     CONTENT_HASH,
     Chunk,
     Findings,

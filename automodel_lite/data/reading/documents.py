@@ -21,7 +21,7 @@ from automodel_lite.config.rules import Range, Seed
 from automodel_lite.errors import DataError
 
 if TYPE_CHECKING:
-    from automodel_lite.data.token_rows import RowCounts, Rows
+    from automodel_lite.data.tokens.token_rows import RowCounts, Rows
 
 Message = dict[str, Any]
 Document = dict[str, Any]

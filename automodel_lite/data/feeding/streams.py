@@ -33,12 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.config.schema import Config, TrainingConfig
-from automodel_lite.data.cache import short_hash
-from automodel_lite.data.documents import Document, DocumentList, Documents, DocumentSet, Question
-from automodel_lite.data.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.files import NUM_SNIFFED_ROWS, Delimiter, FilesDataset, ValPath, is_file_name, open_rows
-from automodel_lite.data.formats import detect
-from automodel_lite.data.loader import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, worker_options
+from automodel_lite.data.feeding.loader import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, worker_options
 from automodel_lite.data.packing.packs import (
     PackedDataset,
     Packer,
@@ -48,10 +43,22 @@ from automodel_lite.data.packing.packs import (
     packed_sequence_thd_collater,
 )
 from automodel_lite.data.prepare import source_of
-from automodel_lite.data.readers import RawRow, RawRows, without_nulls
-from automodel_lite.data.token_rows import flatten
-from automodel_lite.data.tokenize import Job, job_of, tokenize_validation
-from automodel_lite.data.tokenizer import padding_id
+from automodel_lite.data.reading.documents import Document, DocumentList, Documents, DocumentSet, Question
+from automodel_lite.data.reading.files import (
+    NUM_SNIFFED_ROWS,
+    Delimiter,
+    FilesDataset,
+    ValPath,
+    is_file_name,
+    open_rows,
+)
+from automodel_lite.data.reading.formats import detect
+from automodel_lite.data.reading.readers import RawRow, RawRows, without_nulls
+from automodel_lite.data.tokens.cache import short_hash
+from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
+from automodel_lite.data.tokens.token_rows import flatten
+from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_validation
+from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from automodel_lite.config.rules import Seed
-from automodel_lite.data.cache import short_hash
-from automodel_lite.data.documents import Documents, DocumentSet, Question, TokenizedData
-from automodel_lite.data.readers import ConcatenatedRows
-from automodel_lite.data.streams import StreamingDataset
-from automodel_lite.data.token_rows import Rows
+from automodel_lite.data.feeding.streams import StreamingDataset
+from automodel_lite.data.reading.documents import Documents, DocumentSet, Question, TokenizedData
+from automodel_lite.data.reading.readers import ConcatenatedRows
+from automodel_lite.data.tokens.cache import short_hash
+from automodel_lite.data.tokens.token_rows import Rows
 from automodel_lite.errors import ConfigError, shown
 
 Stop = Literal["first_exhausted", "all_exhausted"]
@@ -209,7 +209,7 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
     if isinstance(source.dataset, Mapping | str | None):
         raise ConfigError(
             f"dataset.sources.{name}.dataset={shown(source.dataset)} must be a block with a _target_, such as "
-            "{_target_: automodel_lite.data.files.FilesDataset, path: chat.jsonl}."
+            "{_target_: automodel_lite.data.reading.files.FilesDataset, path: chat.jsonl}."
         )
     if isinstance(source.dataset, StreamingDataset):
         raise ConfigError(f"dataset.sources.{name} is a stream, whose tokens are not known: use dataset=files for it.")

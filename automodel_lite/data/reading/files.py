@@ -21,10 +21,9 @@ import numpy as np
 import pyarrow
 
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
-from automodel_lite.data.cache import build_once, cache_root
-from automodel_lite.data.documents import DocumentSet, Question, question_of
-from automodel_lite.data.formats import Alignment, NormalizedRows, detect, find_alignment
-from automodel_lite.data.readers import (
+from automodel_lite.data.reading.documents import DocumentSet, Question, question_of
+from automodel_lite.data.reading.formats import Alignment, NormalizedRows, detect, find_alignment
+from automodel_lite.data.reading.readers import (
     DELIMITERS,
     ArrowRows,
     ConcatenatedRows,
@@ -36,6 +35,7 @@ from automodel_lite.data.readers import (
     open_json,
     open_json_lines,
 )
+from automodel_lite.data.tokens.cache import build_once, cache_root
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 NUM_SNIFFED_ROWS = 20

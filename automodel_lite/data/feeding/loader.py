@@ -41,7 +41,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig, global_batch_size_of
-from automodel_lite.data.documents import Documents
 from automodel_lite.data.packing.packs import (
     EMPTY_PACK,
     Batch,
@@ -50,7 +49,8 @@ from automodel_lite.data.packing.packs import (
     packed_sequence_thd_collater,
 )
 from automodel_lite.data.packing.plan import PackPlan, pack_blocks, padding_segments
-from automodel_lite.data.tokenize import Job
+from automodel_lite.data.reading.documents import Documents
+from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.seed import derive_seed, seeded_order
