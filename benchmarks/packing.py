@@ -31,14 +31,14 @@ import numpy as np
 import torch
 
 from automodel_lite.config.schema import DataloaderConfig
-from automodel_lite.data.feeding.loader import (
+from automodel_lite.data.feeding.feed import read_batches
+from automodel_lite.data.feeding.order import (
     BatchShape,
-    deal,
-    deal_to_ranks,
+    assign_packs,
+    assign_to_ranks,
     epoch_order,
     imbalance,
     pack_costs,
-    read_batches,
 )
 from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit, lower_bound
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
@@ -309,7 +309,7 @@ def each(packs: PackedDataset) -> None:
 
 def loaded(packs: PackedDataset) -> None:
     """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
-    steps = [deal_to_ranks(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
+    steps = [assign_to_ranks(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
     for _ in read_batches(packs, steps, 0, DataloaderConfig()):
         pass
 
@@ -346,7 +346,7 @@ def balance(n: int) -> None:
             print(f"{name}: {len(plan):,} packs, slowest rank over the mean (Llama-3-8B, causal)")
             for ranks, micro_steps in ((8, 8), (64, 1), (64, 8)):
                 shape = BatchShape(ranks * micro_steps, 1, ranks)
-                dealt = {b: imbalance(costs[deal(costs, b, shape)], shape) for b in ("none", "step", "window")}
+                dealt = {b: imbalance(costs[assign_packs(costs, b, shape)], shape) for b in ("none", "step", "window")}
                 print(
                     f"  {ranks:>3} ranks x {micro_steps} micro-steps  "
                     + "  ".join(f"{b} {v:.4f}" for b, v in dealt.items())

@@ -68,7 +68,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
 
     from automodel_lite.cli import compose_config
     from automodel_lite.config.check import check_config
-    from automodel_lite.data.feeding.loader import DeviceFeed
+    from automodel_lite.data.feeding.feed import DeviceFeed
     from automodel_lite.training.scaling import Hardware, estimate
     from recipes.train_ft import TrainFinetuneRecipe
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.loader import PackSource
+from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator

@@ -26,7 +26,8 @@ import torch
 from automodel_lite.cli.ending import leave_from_thread
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.loader import Cursor, DeviceFeed, ReadyStep
+from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
+from automodel_lite.data.feeding.source import Cursor
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
 from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError, one_line
 from automodel_lite.interpreter import collecting_seldom

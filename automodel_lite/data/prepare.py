@@ -18,20 +18,18 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, TrainingConfig
-from automodel_lite.data.feeding.loader import (
+from automodel_lite.data.feeding.feed import read_batches
+from automodel_lite.data.feeding.order import (
     BatchShape,
-    Cursor,
-    PackSource,
-    StepBatches,
-    TrainingPlan,
+    assign_packs,
+    assign_to_ranks,
     batch_shape,
-    deal,
-    deal_to_ranks,
     epoch_order,
     pack_costs,
-    read_batches,
+    plan_imbalance,
     steps_per_epoch,
 )
+from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.reading.documents import Documents, TokenizedData
@@ -163,7 +161,7 @@ class PlannedPacks(PackSource):
         packs, order = self.packs_of(cursor.epoch), self.order_of(cursor.epoch, costs)
         size = self.shape.global_batch_size
         starts = range(cursor.packs, len(order), size)
-        steps = [deal_to_ranks(order[start : start + size], self.shape) for start in starts]
+        steps = [assign_to_ranks(order[start : start + size], self.shape) for start in starts]
         batches = iter(read_batches(packs, steps, dp_rank, self.dataloader))
         for start, step in zip(starts, steps):
             began = time.perf_counter()
@@ -179,10 +177,12 @@ class PlannedPacks(PackSource):
         packs = self.packs_of(epoch)
         order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
         costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs)[order]
-        return order[deal(costs_of_packs, self.packer.balance, self.shape, self.seed)]
+        return order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
-        return packing_report(self.packs_of(0).plan, self.tokens.train.lengths, costs, self.packer.balance, self.shape)
+        plan, lengths, balance = self.packs_of(0).plan, self.tokens.train.lengths, self.packer.balance
+        imbalance = plan_imbalance(plan, lengths, costs, balance, self.shape)
+        return packing_report(plan, lengths, balance, imbalance, self.shape.micro_batch_size)
 
     def lengths(self) -> dict[str, list[float]]:
         lengths = self.tokens.train.lengths

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.loader import epoch_order
+from automodel_lite.data.feeding.order import epoch_order
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents

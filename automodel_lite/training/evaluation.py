@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.rules import Count, Positive
 from automodel_lite.config.schema import SamplesConfig
-from automodel_lite.data.feeding.loader import DeviceFeed, PackSource, validation_steps
+from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
+from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.reading.documents import Documents, Question, question_of
 from automodel_lite.errors import DataError

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.schema import launched
-from automodel_lite.data.feeding.loader import batch_shape
+from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.layers import chosen_tile

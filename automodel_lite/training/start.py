@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import automodel_lite
 from automodel_lite.config.components import build, text_of
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.loader import PackSource, TrainingPlan
+from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from automodel_lite.data.feeding.loader import BatchShape, Cursor
+from automodel_lite.data.feeding.order import BatchShape
+from automodel_lite.data.feeding.source import Cursor
 from automodel_lite.data.prepare import prepare_data
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.mesh import Mesh, MeshShape

@@ -11,7 +11,7 @@ from typing import ClassVar
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.loader import ReadyStep
+from automodel_lite.data.feeding.feed import ReadyStep
 from automodel_lite.telemetry.metrics import StepResult
 from benchmarks.peers.job import LR, PACK_TOKENS, Clock, Job
 from recipes import train_ft

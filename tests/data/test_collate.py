@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from automodel_lite.data.feeding import loader as collate
+from automodel_lite.data.packing import packs as collate
 from automodel_lite.nemo_api import collaters
 
 Collater = Callable[[list[dict[str, Any]]], dict[str, Any]]

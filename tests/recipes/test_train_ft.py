@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_lite.data.feeding.loader import ReadyStep
+from automodel_lite.data.feeding.feed import ReadyStep
 from automodel_lite.errors import ConfigError
 from automodel_lite.telemetry.metrics import StepResult
 from recipes.train_ft import TrainFinetuneRecipe, main

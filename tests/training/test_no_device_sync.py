@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.feeding.loader import DeviceFeed, ReadyStep
+from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
 from automodel_lite.run.failures import StepNumbers
 from automodel_lite.telemetry.metrics import StepResult
 from recipes import train_ft

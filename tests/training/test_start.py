@@ -16,7 +16,8 @@ from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.data.feeding.loader import BatchShape, TrainingPlan
+from automodel_lite.data.feeding.order import BatchShape
+from automodel_lite.data.feeding.source import TrainingPlan
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.report import packing_report
 from automodel_lite.errors import ConfigError

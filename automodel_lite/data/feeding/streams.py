@@ -33,7 +33,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.config.schema import Config, TrainingConfig
-from automodel_lite.data.feeding.loader import BatchShape, Cursor, PackSource, StepBatches, TrainingPlan, worker_options
+from automodel_lite.data.feeding.feed import worker_options
+from automodel_lite.data.feeding.order import BatchShape
+from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.packing.packs import (
     PackedDataset,
     Packer,

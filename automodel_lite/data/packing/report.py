@@ -9,12 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_lite.data.feeding.loader import BatchShape, deal, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
-from automodel_lite.models.flops import CostModel
 from automodel_lite.seed import BLOCK, seeded_order
-
-ONE_PACK = BatchShape(1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class PackingReport(PlanCounts):
     their longest. speedup_over_padding: positions of those batches over positions of the packs; attention is left
     out, so with long documents it is more. slot_padding_tokens is what rounding to slot_multiple costs, apart from the
     packing.
-    imbalance_before / after: see loader.imbalance; None without a cost model or with one rank.
+    imbalance_before / after: see `order.plan_imbalance`; None without a cost model or with one rank.
     """
 
     strategy: str
@@ -104,22 +100,17 @@ class PackingReport(PlanCounts):
 def packing_report(
     plan: PackPlan,
     lengths: Sequence[int] | np.ndarray,
-    cost_model: CostModel | None = None,
     balance: str = "none",
-    shape: BatchShape = ONE_PACK,
+    imbalance: tuple[float, float] | None = None,
+    micro_batch_size: int = 1,
 ) -> PackingReport:
-    """The report of a plan made from `lengths`; with a cost model and several ranks also its balance in one epoch."""
+    """Describes a plan made from `lengths`; `imbalance` of its packs over the ranks, before and after balancing."""
     lengths = np.asarray(lengths)
     counts = plan.counts
     slot_tokens = sum(int(plan.slots(lengths, part).sum()) for _, part, _ in pack_blocks(plan.offsets))
-    batch = shape.micro_batch_size if plan.ragged else max(1, round(counts.pieces / len(plan)))
+    batch = micro_batch_size if plan.ragged else max(1, round(counts.pieces / len(plan)))
     padded = _padded_positions(plan, lengths, batch)
     positions = padded if plan.ragged else len(plan) * plan.packed_sequence_size
-    before, after = None, None
-    if cost_model is not None and shape.dp_size > 1:
-        costs = pack_costs(plan, lengths, cost_model)[seeded_order(len(plan), plan.seed, plan.epoch)]
-        before = imbalance(costs, shape)
-        after = imbalance(costs[deal(costs, balance, shape, plan.seed)], shape)
     return PackingReport(
         **asdict(counts),
         strategy=plan.strategy,
@@ -142,8 +133,8 @@ def packing_report(
         median_tokens=int(np.median(lengths)),
         mean_tokens=counts.tokens / counts.documents,
         balance=balance,
-        imbalance_before=before,
-        imbalance_after=after,
+        imbalance_before=imbalance[0] if imbalance else None,
+        imbalance_after=imbalance[1] if imbalance else None,
         note=plan.note,
     )
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from automodel_lite.data.feeding.loader import BatchShape
+from automodel_lite.data.feeding.order import BatchShape, plan_imbalance
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.report import packing_report
 from automodel_lite.models.flops import CostModel
@@ -38,13 +38,15 @@ def test_padding_for_comparison() -> None:
 def test_balance_before_and_after() -> None:
     lengths = np.random.default_rng(0).integers(1, 1025, 4_000)
     plan = plan_packs(lengths, 1024)
-    report = packing_report(plan, lengths, CostModel(1, 0.1), "step", BatchShape(32, 1, dp_size=8))
+    found = plan_imbalance(plan, lengths, CostModel(1, 0.1), "step", BatchShape(32, 1, dp_size=8))
+    report = packing_report(plan, lengths, "step", found)
     assert 1 < report.imbalance_after < report.imbalance_before
     assert packing_report(plan, lengths).imbalance_before is None
+    assert plan_imbalance(plan, lengths, CostModel(1, 0.1), "step", BatchShape(32, 1, dp_size=1)) is None
 
 
 def test_strategy_none_is_padding() -> None:
-    report = packing_report(plan_packs([2, 10, 10, 2], 12, strategy="none"), [2, 10, 10, 2], shape=BatchShape(4, 4, 1))
+    report = packing_report(plan_packs([2, 10, 10, 2], 12, strategy="none"), [2, 10, 10, 2], micro_batch_size=4)
     assert (report.fill_frac, report.padded_fill_frac, report.speedup_over_padding) == (24 / 40, 24 / 40, 1)
 
 

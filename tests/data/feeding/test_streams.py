@@ -13,7 +13,8 @@ import datasets
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
-from automodel_lite.data.feeding.loader import BatchShape, Cursor, StepBatches
+from automodel_lite.data.feeding.order import BatchShape
+from automodel_lite.data.feeding.source import Cursor, StepBatches
 from automodel_lite.data.feeding.streams import StreamedPacks, StreamingDataset, TokenStream
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.tokenize import Job
@@ -207,8 +208,8 @@ def test_chats_that_become_several_rows_resume_between_them(family: Family) -> N
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset.path and dataset.generator: set exactly one of them"):
         StreamingDataset()
-    with pytest.raises(ConfigError, match=r"dataset.generator=tests.data.test_streaming:none cannot be found"):
-        StreamingDataset(generator="tests.data.test_streaming:none")
+    with pytest.raises(ConfigError, match=r"dataset.generator=tests.data.feeding.test_streams:none cannot be found"):
+        StreamingDataset(generator="tests.data.feeding.test_streams:none")
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(DataError, match="the stream is empty"):
         StreamingDataset(str(tmp_path / "a.jsonl"))

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from automodel_lite.data.feeding.loader import Cursor, DeviceFeed, StepBatches
+from automodel_lite.data.feeding.feed import DeviceFeed
+from automodel_lite.data.feeding.source import Cursor, StepBatches
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
-from automodel_lite.data.feeding.loader import BatchShape, Cursor, StepBatches
+from automodel_lite.data.feeding.order import BatchShape
+from automodel_lite.data.feeding.source import Cursor, StepBatches
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import PlannedPacks
 from automodel_lite.data.reading.documents import TokenizedData, ToyChat

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.feeding.loader import BatchShape, deal, imbalance, pack_costs
+from automodel_lite.data.feeding.order import BatchShape, assign_packs, imbalance, pack_costs
 from automodel_lite.data.packing.plan import PackPlan, plan_packs
 from automodel_lite.models.flops import CostModel
 
@@ -34,7 +34,7 @@ def test_the_cost_of_packs() -> None:
 def test_one_step_dealt() -> None:
     costs = np.array([9.0, 1, 8, 2])
     shape = BatchShape(4, 1, dp_size=2)
-    order = deal(costs, "step", shape)
+    order = assign_packs(costs, "step", shape)
     assert costs[order].tolist() == [1, 2, 9, 8]
     assert imbalance(costs, shape) == 17 / 10
     assert imbalance(costs[order], shape) == 11 / 10
@@ -42,7 +42,7 @@ def test_one_step_dealt() -> None:
 
 def test_micro_batches_are_dealt_there_and_back() -> None:
     costs = np.array([4.0, 1, 3, 2])
-    order = deal(costs, "step", BatchShape(4, 2, dp_size=2))
+    order = assign_packs(costs, "step", BatchShape(4, 2, dp_size=2))
     assert costs[order].tolist() == [1, 4, 2, 3]  # rank 0: 1 + 4, rank 1: 2 + 3
 
 
@@ -58,7 +58,7 @@ def test_steps_and_windows_keep_their_packs(costs, ranks, micro_steps, micro_bat
     step = ranks * micro_steps * micro_batch_size
     shape = BatchShape(step, micro_batch_size, ranks)
     costs = np.array(costs)
-    order = deal(costs, balance, shape, seed=3)
+    order = assign_packs(costs, balance, shape, seed=3)
     assert sorted(order.tolist()) == list(range(len(costs)))
     kept = {"none": 1, "step": step, "window": 32 * step}[balance]
     for start in range(0, len(costs) // kept * kept, kept):
@@ -78,8 +78,8 @@ def test_64_ranks_on_a_32k_mix() -> None:
     costs = pack_costs(plan, lengths, LLAMA_3_8B)
     shape = BatchShape(512, 1, dp_size=64)
     assert imbalance(costs, shape) > 1.15
-    assert imbalance(costs[deal(costs, "step", shape)], shape) < 1.04
-    assert imbalance(costs[deal(costs, "window", shape)], shape) < 1.005
+    assert imbalance(costs[assign_packs(costs, "step", shape)], shape) < 1.04
+    assert imbalance(costs[assign_packs(costs, "window", shape)], shape) < 1.005
 
 
 HYBRID = replace(LLAMA_3_8B, per_pair=LLAMA_3_8B.per_pair / 4)  # one layer in four attends
@@ -93,7 +93,7 @@ def test_a_thousand_ranks_wait_for_none(long_tailed: tuple[np.ndarray, PackPlan]
     for model, limit in ((LLAMA_3_8B, 1.02), (HYBRID, 1.01), (QWEN3_600M, 1.05)):  # 13 of a window's 32 steps
         costs = pack_costs(plan, lengths, model)
         assert imbalance(costs, shape) > 1.04
-        assert imbalance(costs[deal(costs, "window", shape)], shape) < limit
+        assert imbalance(costs[assign_packs(costs, "window", shape)], shape) < limit
 
 
 @pytest.fixture(scope="module")

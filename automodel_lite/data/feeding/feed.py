@@ -1,0 +1,154 @@
+"""Workers that read ahead, and tokens on the device before they are needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from automodel_lite.config.schema import DataloaderConfig
+from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
+from automodel_lite.data.feeding.source import Cursor, StepBatches
+from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
+from automodel_lite.thd import ThdBatch, to_thd
+
+_NEVER = 1 << 60
+_GRACE_S = 120.0  # of a worker that was told to stop; it leaves sooner with its rank
+
+
+def read_batches(
+    packs: Dataset[Any], steps: Iterable[np.ndarray], dp_rank: int, config: DataloaderConfig
+) -> StatefulDataLoader:
+    """The collated micro-batches of a rank; `steps` are pack ids, assigned to ranks."""
+    micro_batches = [micro_batch for step in steps for micro_batch in step[:, dp_rank].tolist()]
+    pins = config.pin_memory and torch.cuda.is_available()
+    options = worker_options(config)
+    return StatefulDataLoader(
+        packs, batch_sampler=micro_batches, collate_fn=packed_sequence_thd_collater, pin_memory=pins, **options
+    )
+
+
+def worker_options(config: DataloaderConfig) -> dict[str, Any]:
+    """Arguments of a StatefulDataLoader. Its own state is not used: the cursor, or each turn of a stream, has it."""
+    return {
+        "num_workers": config.num_workers,
+        "multiprocessing_context": "fork" if config.num_workers else None,  # a killed rank takes its workers along
+        "prefetch_factor": config.prefetch_factor if config.num_workers else None,
+        "snapshot_every_n_steps": _NEVER,
+        "worker_init_fn": delay_worker_exit,
+    }
+
+
+def delay_worker_exit(worker: int) -> None:
+    """SLURM signals every process of a job: a worker stays a while, so that the rank can finish its step and save."""
+    signal.set_wakeup_fd(-1)  # the rank's own
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _exit_later)
+
+
+def _exit_later(number: int, frame: FrameType | None) -> None:
+    timer = threading.Timer(_GRACE_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
+def validation_steps(
+    packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig
+) -> Iterator[StepBatches]:
+    """Every pack once over all ranks, one micro-batch at a time; ranks that run short get empty packs, so all run
+    equally often.
+    """
+    for batch in read_batches(packs, [assign_to_ranks(np.arange(len(packs)), shape)], dp_rank, config):
+        yield StepBatches([batch], [], 0, Cursor(), 0.0)
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """One optimizer step of this rank."""
+
+    batches: StepBatches  # its wait_s is 0 when the device was still busy after the reading
+    micro_batches: list[ThdBatch]  # whole streams, on the host
+    inputs: list[ThdBatch]  # of the model: this context-parallel rank's tokens of each micro-batch, on the device
+
+
+class DeviceFeed:
+    """An iterator of steps that reads, and copies to the device, one step ahead.
+
+        compute stream   step 1 ─────────────▶ step 2 ─────────────▶
+        host             stage 2: read ─┐      stage 3: read ─┐
+        copy stream                     └ copy ▶              └ copy ▶
+
+    `stage()` is called once the work of a step has been handed to the GPU and before its result is waited for. A batch
+    of validation is a step of one micro-batch.
+
+    Args:
+        place: takes this rank's part of a whole stream (context parallelism), on the host.
+        with_mixers: see `to_thd`.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[StepBatches],
+        place: Callable[[ThdBatch], ThdBatch],
+        device: torch.device,
+        with_mixers: bool = True,
+    ):
+        self._with_mixers = with_mixers
+        self._steps = steps
+        self._place = place
+        self._device = device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staged: ReadyStep | None = None
+
+    def __iter__(self) -> Iterator[ReadyStep]:
+        return self
+
+    def stage(self) -> None:
+        """Reads the next step and starts its copy; nothing when that was done already, or when no step is left."""
+        if self._staged is None and (batches := next(self._steps, None)) is not None:
+            self._staged = self._ready(batches)
+
+    def peek(self) -> ReadyStep:
+        """The step that comes next; raises StopIteration when there is none."""
+        self.stage()
+        if self._staged is None:
+            raise StopIteration
+        return self._staged
+
+    def __next__(self) -> ReadyStep:
+        ready = self.peek()
+        self._staged = None
+        if self._copies is not None:
+            compute = torch.cuda.current_stream(self._device)
+            compute.wait_stream(self._copies)
+            for batch in ready.inputs:
+                batch.map_tensors(lambda tensor: _used_on(tensor, compute))
+        return ready
+
+    def _ready(self, batches: StepBatches) -> ReadyStep:
+        micro_batches = [to_thd(batch, self._with_mixers) for batch in batches.micro_batches]
+        inputs = [self._place(batch) for batch in micro_batches]
+        if self._copies is None:
+            return ReadyStep(batches, micro_batches, [batch.to(self._device) for batch in inputs])
+        if not torch.cuda.current_stream(self._device).query():  # still at work on the step before: nobody waited
+            batches = replace(batches, wait_s=0.0)
+        with torch.cuda.stream(self._copies):
+            inputs = [batch.pin_memory().to(self._device, non_blocking=True) for batch in inputs]
+        return ReadyStep(batches, micro_batches, inputs)
+
+
+def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Keeps the memory of a tensor that another stream allocated until `stream` is done with it."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return tensor

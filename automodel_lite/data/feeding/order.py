@@ -1,0 +1,150 @@
+"""The order in which the packs of an epoch are consumed, and which rank reads which.
+
+    order of epoch 0   7 2 9 0 | 4 1 8 5 | 3 6          global_batch_size 4
+    step 1             4 1 8 5
+    2 dp ranks, micro_batch_size 1:   rank 0: [4], [8]     rank 1: [1], [5]
+    step 2 (short)     3 6            rank 0: [3]          rank 1: [6]
+
+The global batches depend neither on the number of ranks nor on the micro-batch size nor on workers, so a run may
+continue on another layout.
+
+Packs of equal tokens differ in attention work, and the slowest rank of each micro-step sets the pace. One optimizer
+step is `micro_steps x ranks x micro_batch_size` packs, laid out in that order; every rank waits for the slowest one at
+the end of each micro-step (FSDP) or of the step (DDP).
+
+    costs of one step, 2 ranks, 2 micro-steps      9 1 | 8 2      waits 9 + 8 = 17 for 20 units of work on 2 ranks
+    balance: step                                  1 2 | 9 8      waits 2 + 9 = 11
+
+`step` distributes the packs that already form one optimizer step: the same packs, the same gradient. `window`
+distributes the packs of several steps, each step getting its share of every stratum of cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from automodel_lite.config.schema import TrainingConfig, global_batch_size_of
+from automodel_lite.data.packing.packs import EMPTY_PACK
+from automodel_lite.data.packing.plan import PackPlan, pack_blocks, padding_segments
+from automodel_lite.models.flops import CostModel
+from automodel_lite.seed import derive_seed, seeded_order
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How an optimizer step is cut: global_batch_size packs over dp_size ranks in micro-batches."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_size: int
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes of each rank for a whole step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+
+def batch_shape(config: TrainingConfig, dp_size: int) -> BatchShape:
+    """Raises ConfigError when the global batch is not whole micro-batches of all data-parallel ranks."""
+    size = global_batch_size_of(config, dp_size)
+    return BatchShape(size, config.micro_batch_size, dp_size)
+
+
+def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """The packs of an epoch in the order they are consumed, int64 [num_packs]."""
+    return seeded_order(num_packs, derive_seed("packs", seed), epoch) if shuffle else np.arange(num_packs)
+
+
+def steps_per_epoch(num_packs: int, global_batch_size: int) -> int:
+    """The short last step counts."""
+    return -(-num_packs // global_batch_size)
+
+
+def assign_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
+    """The packs of one step -> int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
+    width = shape.dp_size * shape.micro_batch_size
+    num_micro = -(-len(pack_ids) // width)
+    filled = np.full(num_micro * width, EMPTY_PACK, dtype=np.int64)
+    filled[: len(pack_ids)] = pack_ids
+    return filled.reshape(num_micro, shape.dp_size, shape.micro_batch_size)
+
+
+WINDOW_STEPS = 32
+
+
+def pack_costs(plan: PackPlan, lengths: np.ndarray, model: CostModel) -> np.ndarray:
+    """Work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot."""
+    multiple = plan.slot_multiple
+    attention, used = np.empty(len(plan), np.float64), np.empty(len(plan), np.int64)
+    for packs, part, begins in pack_blocks(plan.offsets):
+        slots = plan.slots(lengths, part)
+        attention[packs] = np.add.reduceat(model.pairs(slots), begins)
+        used[packs] = np.add.reduceat(slots, begins)
+    if plan.ragged:
+        return model.per_token * used + model.per_pair * attention
+    tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
+    padding = np.array([model.pairs(np.array(padding_segments(int(t), multiple), np.int64)).sum() for t in tails])
+    return model.per_token * plan.packed_sequence_size + model.per_pair * (attention + padding[which])
+
+
+def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int = 0) -> np.ndarray:
+    """The order in which packs are consumed, int64 [n]: positions in `costs`, which stands in the epoch's order.
+
+    Position p of the result goes to step p // global_batch_size, then micro-step, rank and place in the micro-batch.
+    An unfinished last step (or window) keeps its place.
+    The steps of "window" depend on the number of ranks, those of "step" do not.
+    Under "step" every optimizer step keeps its packs; under "window" every window of 32 steps does.
+    """
+    order = np.arange(len(costs))
+    step, ranks = shape.global_batch_size, shape.dp_size
+    if balance == "window":
+        order = _mix_windows(costs, step, ranks * shape.micro_batch_size, seed)
+    if balance == "none" or step == ranks:
+        return order
+    whole = len(costs) // step * step
+    steps = order[:whole].reshape(-1, step)
+    rising = np.take_along_axis(steps, np.argsort(costs[steps], axis=1, kind="stable"), axis=1)
+    laid_out = rising.reshape(-1, shape.micro_steps, shape.micro_batch_size, ranks).copy()
+    laid_out[:, :, 1::2] = laid_out[:, :, 1::2, ::-1]  # there and back, so that the sums of micro-batches agree
+    laid_out[:, 1::2] = laid_out[:, 1::2, :, ::-1]  # and the sums of steps, where ranks wait once a step only
+    order[:whole] = laid_out.swapaxes(2, 3).reshape(-1)
+    return order
+
+
+def _mix_windows(costs: np.ndarray, step: int, group: int, seed: int) -> np.ndarray:
+    """Gives every step of a window one group of neighbors in cost from each stratum of the window's packs."""
+    order = np.arange(len(costs))
+    for number, start in enumerate(range(0, len(costs) // step * step, WINDOW_STEPS * step)):
+        num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
+        window = order[start : start + num_steps * step]
+        rising = window[np.argsort(costs[window], kind="stable")]
+        strata = rising.reshape(step // group, num_steps, group)
+        mixed = [
+            stratum[seeded_order(num_steps, seed, number * (step // group) + k)] for k, stratum in enumerate(strata)
+        ]
+        order[start : start + num_steps * step] = np.stack(mixed, axis=1).reshape(-1)
+    return order
+
+
+def imbalance(costs: np.ndarray, shape: BatchShape) -> float:
+    """Time over the time of perfectly shared work, at least 1: every micro-step lasts as long as its slowest rank.
+
+    costs: float [n] in the order of consumption (see `assign_packs`); an unfinished last step is left out.
+    """
+    whole = len(costs) // shape.global_batch_size * shape.global_batch_size
+    if not whole:
+        return 1.0
+    work = costs[:whole].reshape(-1, shape.dp_size, shape.micro_batch_size).sum(axis=2)
+    return float(work.max(axis=1).sum() / work.mean(axis=1).sum())
+
+
+def plan_imbalance(
+    plan: PackPlan, lengths: np.ndarray, model: CostModel | None, balance: str, shape: BatchShape
+) -> tuple[float, float] | None:
+    """Returns the imbalance of one epoch before and after balancing; None without a cost model or with one rank."""
+    if model is None or shape.dp_size == 1:
+        return None
+    costs = pack_costs(plan, lengths, model)[seeded_order(len(plan), plan.seed, plan.epoch)]
+    return imbalance(costs, shape), imbalance(costs[assign_packs(costs, balance, shape, plan.seed)], shape)

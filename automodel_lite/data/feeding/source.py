@@ -1,0 +1,138 @@
+"""Where the packs of a run come from: planned beforehand, or made from a stream while it is trained on.
+
+The recipe owns the position in the data, which advances with finished steps: what workers have read ahead is not part
+of it. Every source offers the same to training.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerFast
+
+from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
+from automodel_lite.data.feeding.order import BatchShape
+from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
+from automodel_lite.data.packing.report import PackingReport
+from automodel_lite.data.reading.documents import Documents
+from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.models.flops import CostModel
+from automodel_lite.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Position in the data: packs of `epoch` consumed so far, over all ranks.
+
+    shards: of a stream, the state of each shard (by its number) after the packs that were consumed.
+    """
+
+    epoch: int = 0
+    packs: int = 0
+    shards: dict[str, Any] | None = None
+
+    def gathered(self, mesh: Mesh) -> Cursor:
+        """The position with the states of all shards, which are spread over the ranks; for a checkpoint."""
+        if self.shards is None or mesh.root is None:
+            return self
+        own = {k: v for k, v in self.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
+        parts: list[dict[str, Any]] = [{}] * mesh.shape.world_size
+        dist.all_gather_object(parts, own)
+        return replace(self, shards={shard: state for part in parts for shard, state in part.items()})
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one rank reads for one optimizer step."""
+
+    micro_batches: list[Batch]  # collated [B, S] tensors
+    pack_ids: list[int]  # of the whole step, all ranks
+    epoch: int
+    after: Cursor  # the position once this step is done
+    wait_s: float  # how long the trainer waited for it
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Optimizer steps of the run and of its first epoch."""
+
+    max_steps: int
+    steps_per_epoch: int | None  # None: of a stream, not known
+    shape: BatchShape
+
+    @property
+    def num_epochs(self) -> float | None:
+        return None if self.steps_per_epoch is None else self.max_steps / self.steps_per_epoch
+
+
+@dataclass(frozen=True)
+class PackSource(ABC):
+    """Where the packs of a run come from. A position means the same packs on every number of ranks and workers.
+
+    The methods with a body here answer for packs that are not known before the start.
+    """
+
+    documents: Documents
+    job: Job
+    packer: Packer
+    val_packs: Mapping[str, PackedDataset]
+    notes: tuple[str, ...]  # what tokenizing did, a line per set
+    shape: BatchShape
+    dataloader: DataloaderConfig
+
+    @classmethod
+    @abstractmethod
+    def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> PackSource:
+        """The packs of a dataset; tokenizes what is not in the cache, once per node."""
+
+    @classmethod
+    @abstractmethod
+    def tokenize_shard(cls, config: Config, documents: Any) -> tuple[tuple[str, ...], list[int]]:
+        """Tokenizes one shard of the documents, for `prepared` to join: notes, and the shards still missing."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.job.tokenizer
+
+    @property
+    @abstractmethod
+    def held_out(self) -> Mapping[str, PackedDataset]:
+        """The validation sets, or all documents where there is none; raises ConfigError for a stream without one."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest document (or piece of one) that a pack may hold."""
+
+    @abstractmethod
+    def plan(self, config: TrainingConfig) -> TrainingPlan:
+        """How many steps; raises ConfigError when the settings do not say."""
+
+    @abstractmethod
+    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
+        """The steps of this rank that follow `cursor`, without end."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What the order of the data follows from, for checkpoints: other values are other data."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was read and left out, for metrics.jsonl."""
+        return {}
+
+    def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
+        """Documents left out up to `cursor`, where `counts` could not tell before the start. Every rank calls it."""
+        return {}
+
+    def report(self, costs: CostModel | None = None) -> PackingReport | None:
+        """What the packs of the first epoch cost and gain."""
+        return None
+
+    def lengths(self) -> dict[str, list[float]]:
+        """For drawing: documents in equal bins of length, and the lengths in one pack of the first epoch."""
+        return {}
