@@ -298,6 +298,8 @@ class ThdBatch(Tensors):
                        next-token aligned (`labels[i]` is the target of position i), IGNORE_INDEX carries no loss
     label_rows         int64 [R], this rank's positions that carry a label; found on the host, because their number is
                        a shape: a GPU would have to be waited for
+    document_lens      int32 [T], the real length of each token's document in the whole stream, 0 for padding behind
+                       the last: what rotations choose their frequencies by
     cu_seqlens         int32 [N + 1], running count of real tokens of the whole stream
     cu_seqlens_padded  int32 [N + 1], slot boundaries in the whole stream
     max_seqlen         widest slot of the whole stream, in tokens
@@ -312,6 +314,7 @@ class ThdBatch(Tensors):
     labels: Tensor
     position_ids: Tensor
     label_rows: Tensor
+    document_lens: Tensor
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
     max_seqlen: int
@@ -363,6 +366,7 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     return ThdBatch(
         **{name: batch[name].reshape(-1) for name in per_token()},
         label_rows=label_rows,
+        document_lens=lens.to(torch.int32).repeat_interleave(slots),
         cu_seqlens=cumulative(lens),
         cu_seqlens_padded=cu_padded,
         max_seqlen=max_seqlen,

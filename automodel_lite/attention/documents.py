@@ -41,17 +41,28 @@ class WithinDocuments:
         self.forward: Callable[..., Any] = module.forward
         # the modules that transformers gives a function for recomputation, by its own rule
         self.recomputing: list[Any] = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
+        # layers of Llama 4 that scale queries by their place in the stream
+        self.placed: list[Any] = [part for part in module.modules() if vars(part).get("attn_temperature_tuning")]
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, *args: Any, packed: ThdBatch | None = None, **kwargs: Any) -> Any:
         if packed is None:
+            self._scale_in_layers(NOW.get() is None)
             return self.forward(*args, **kwargs)
         self._keep_for_recomputation()
+        self._scale_in_layers(False)
         before = NOW.set(packed)
         try:
             return self.forward(*args, **kwargs)
         finally:
             NOW.reset(before)
+
+    def _scale_in_layers(self, is_outside_packs: bool) -> None:
+        """Who scales queries by their place: the layers, or for packs the attention (`positions.scale_queries`). It
+        stays as it is after the call, for the recomputation of its layers.
+        """
+        for layer in self.placed:
+            layer.attn_temperature_tuning = is_outside_packs
 
     def _keep_for_recomputation(self) -> None:
         """transformers' own gradient checkpointing, which may be turned on at any time."""

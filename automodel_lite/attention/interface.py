@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.documents import NOW, hold_documents, install_mixers, install_rows
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.attention.positions import install_rotations, refuse_rotations, scale_queries
 from automodel_lite.attention.spec import UNPACKED, AttentionSpec, has_attention, layer_chunk, layer_window
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, stream_of
@@ -125,10 +126,12 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     `runs_by_rows`.
     """
     hold_documents(model)
+    install_rotations(model)
     if has_attention(model.config.get_text_config()):
         transformers.AttentionInterface.register(kernel.name, torch.compiler.disable(packed_attention(kernel)))
         model.set_attn_implementation(kernel.name)
         if model.config._attn_implementation != kernel.name:
+            refuse_rotations(model)
             install_rows(model)
             return
     install_mixers(model)
@@ -159,6 +162,7 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         window = _window(module, sliding_window)
         chunk = layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
         q, k, v = (_in_compute_dtype(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
+        q = scale_queries(module, q, documents.position_ids)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
         inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))

@@ -57,7 +57,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
     cu = batch.cu_seqlens_padded
     mine = shard_indices(cu, cp_size, cp_rank)
-    own = {name: vars(batch)[name][mine] for name in per_token()}
+    own = {name: vars(batch)[name][mine] for name in [*per_token(), "document_lens"]}
     return replace(
         batch,
         **own,
@@ -212,9 +212,6 @@ def inverse_permutation(permutation: Tensor) -> Tensor:
     return inverse
 
 
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-
-
 def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: str, packed_sequence_size: int) -> None:
     """Raises ConfigError where context parallelism over `cp_size` ranks would be wrong or impossible.
 
@@ -236,7 +233,6 @@ def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: st
     chunks = [layer_chunk(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
     if exchange == "te" and any(chunks):
         raise ConfigError("mesh.cp_exchange=te does not support chunked attention: use mesh.cp_exchange=all_gather.")
-    _refuse_length_dependent_rope(model_config.get_text_config(), cp_size, packed_sequence_size)
 
 
 def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:
@@ -293,24 +289,6 @@ def check_context_parallel(
             f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by {worst.item():.1e} standard "
             "deviations): a layer mixes tokens outside attention; set mesh.cp=1."
         )
-
-
-def _refuse_length_dependent_rope(config: PretrainedConfig, cp_size: int, longest_document: int) -> None:
-    """DynamicNTK and LongRoPE pick their frequencies by the largest position that the *local* batch holds."""
-    rope = config_value(config, "rope_parameters", {})
-    by_layer = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
-    for parameters in by_layer:
-        kind = parameters.get("rope_type")
-        if kind not in LENGTH_DEPENDENT_ROPE:
-            continue
-        at_top = config_value(config, "original_max_position_embeddings", config.max_position_embeddings)
-        original = parameters.get("original_max_position_embeddings") or at_top
-        if longest_document > original:
-            raise ConfigError(
-                f"model.config.rope_parameters.rope_type={kind} selects its frequencies by the longest document a "
-                f"rank sees, so mesh.cp={cp_size} ranks would disagree beyond {original} tokens: set "
-                f"packed_sequence.packed_sequence_size={original}, or mesh.cp=1, or another rope_type."
-            )
 
 
 def _hash(values: Tensor) -> Tensor:

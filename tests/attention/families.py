@@ -48,6 +48,9 @@ LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CHUNKS = {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
 CHUNKS |= {"num_local_experts": 2, "intermediate_size_mlp": 96}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0, 2.0, 4.0, 8.0] * 2}
+LONG |= {"original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 NO_JITTER = {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0}
 SINKS = {"intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -66,8 +69,14 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_oss_sinks_window": lambda: GptOssConfig(**BASE | SINKS, sliding_window=16, layer_types=SLIDING_THEN_FULL),
     "deepseek_v3_latent": lambda: DeepseekV3Config(**BASE | LATENT),
     "llama4_chunks": lambda: Llama4TextConfig(**BASE | CHUNKS),
+    "llama4_queries_scaled_by_place": lambda: Llama4TextConfig(**BASE | CHUNKS, floor_scale=16, attn_scale=0.5),
+    "phi3_longrope": lambda: Phi3Config(**BASE, original_max_position_embeddings=32, rope_parameters=LONG),
+    "llama_dynamic_scaling": lambda: LlamaConfig(**BASE | {"max_position_embeddings": 32}, rope_parameters=DYNAMIC),
     "nemotron_drops_arguments": lambda: NemotronConfig(**BASE),
     "phimoe_window_in_mask": lambda: PhimoeConfig(**BASE | SINKS, sliding_window=16, **NO_JITTER),
+    "phimoe_longrope": lambda: PhimoeConfig(
+        **BASE | SINKS, rope_parameters=LONG | {"short_mscale": 1.1, "long_mscale": 1.3}, **NO_JITTER
+    ),
 }
 
 DOCUMENT_LENGTHS = [37, 5, 64, 1, 23, 90]

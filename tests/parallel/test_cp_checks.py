@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig, Phi3Config
+from transformers import LlamaConfig
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention, require_blocks
@@ -44,26 +44,6 @@ def test_heads_must_divide_for_all_to_all() -> None:
     with pytest.raises(ConfigError, match="must divide the 6 query heads"):
         check(config, 4, "all_to_all")
     check(config, 4, "all_gather")
-
-
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-
-
-def longrope_config(original: int) -> Phi3Config:
-    rope = LONGROPE | {"original_max_position_embeddings": original}
-    return Phi3Config(**BASE, original_max_position_embeddings=original, rope_parameters=rope, eos_token_id=2)
-
-
-def test_length_dependent_rope_is_refused_beyond_its_original_length() -> None:
-    with pytest.raises(ConfigError, match=r"rope_type=longrope .* disagree beyond 256 tokens"):
-        check(longrope_config(256), 2)
-    check(longrope_config(512), 2)
-    check(longrope_config(256), 1)
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(ConfigError, match="rope_type=dynamic"):
-        check(LlamaConfig(**BASE | {"max_position_embeddings": 128}, rope_parameters=dynamic), 2)
-    fixed = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
-    check(LlamaConfig(**BASE, rope_parameters=fixed), 2)
 
 
 WIDE = [LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, value_head_dim=128)] * 32

@@ -1,0 +1,116 @@
+"""Makes layers that depend on places or lengths take them from each document, never from the stream.
+
+Two pieces of transformers' code read them from the call: Llama 4 scales the queries of its layers without rotation by
+`arange` of the sequence dim, and rotations of type `longrope` and `dynamic` choose their frequencies by the largest
+position in the call. On a stream the first scales by where a document lies, and the second lets one long document, or
+the padding behind it, change the frequencies of all others.
+
+    documents of 5,000 and 300 tokens, LongRoPE trained on 4,096     long factors for the first, short for the second
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from automodel_lite.attention.documents import NOW
+from automodel_lite.errors import ConfigError
+
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+"""Types of rotation whose frequencies depend on the length of the document."""
+
+
+def length_dependent_rotations(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules of `model` that compute rotations by the length of what they are called with."""
+    for module in model.modules():
+        kind: Any = vars(module).get("rope_type")
+        kinds = kind.values() if isinstance(kind, dict) else [kind]  # some families have one for each kind of layer
+        if any(isinstance(name, str) and name in LENGTH_DEPENDENT for name in kinds):
+            yield module
+
+
+def install_rotations(model: nn.Module) -> None:
+    """Makes the rotations of `model` choose by each token's own document, in place; idempotent."""
+    for module in length_dependent_rotations(model):
+        if not isinstance(module.forward, RotationByDocument):
+            module.forward = RotationByDocument(module)  # type: ignore[method-assign]
+
+
+def refuse_rotations(model: transformers.PreTrainedModel) -> None:
+    """Raises ConfigError where documents run as rows beside each other, of which a rotation sees the longest only."""
+    for module in length_dependent_rotations(model):
+        raise ConfigError(
+            f"model.config.rope_parameters.rope_type={vars(module)['rope_type']} selects frequencies by the longest "
+            f"of the documents that {type(model).__name__} runs beside each other: set another rope_type."
+        )
+
+
+class RotationByDocument:
+    """The forward of a rotation module, called once for each choice that the documents of the stream make."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.forward = module, module.forward
+        functools.update_wrapper(self, module.forward)
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch = NOW.get()
+        layer_type = args[0] if args else kwargs.get("layer_type")
+        kind = self.module.rope_type if layer_type is None else self.module.rope_type[layer_type]
+        if batch is None or kind not in LENGTH_DEPENDENT:
+            return self.forward(x, position_ids, *args, **kwargs)
+        lens_T, original = batch.document_lens, self._original(kind, layer_type)
+
+        def rotation_of(length: int) -> Any:
+            """Of all tokens, as if each belonged to a document of `length` tokens."""
+            self._forget_earlier_calls(kind, layer_type)
+            # One more position, the document's last, makes transformers' code choose by it; those beyond are other
+            # documents' or padding, whose results nobody takes.
+            last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+            seen = torch.cat([position_ids.clamp(max=length - 1), last], -1)
+            return pytree.tree_map(lambda y: y[..., :-1, :], self.forward(x, seen, *args, **kwargs))
+
+        result = rotation_of(original)
+        # LongRoPE has one set of frequencies for all that is longer; dynamic scaling one for every length, which must
+        # be known on the host.
+        is_long_T = lens_T > original
+        longer = [batch.max_seqlen] if kind == "longrope" else lens_T[is_long_T].unique().tolist()
+        for length in longer:
+            if length > original:
+                is_its_T = is_long_T if kind == "longrope" else lens_T == length
+                pick = functools.partial(torch.where, is_its_T[:, None])
+                result = pytree.tree_map(pick, rotation_of(length), result)
+        return result
+
+    def _original(self, kind: str, layer_type: str | None) -> int:
+        """Returns the longest document, in tokens, that takes the frequencies of pretraining."""
+        if kind == "dynamic":
+            return int(self.module.original_max_seq_len)
+        rope = self.module.config.rope_parameters
+        return int((rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"])
+
+    def _forget_earlier_calls(self, kind: str, layer_type: str | None) -> None:
+        """Dynamic scaling keeps the frequencies of the longest call so far for calls that are shorter."""
+        if kind == "dynamic":
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            own = vars(self.module)
+            own[f"{prefix}max_seq_len_cached"] = self.module.original_max_seq_len
+            original = getattr(self.module, f"{prefix}original_inv_freq")
+            setattr(self.module, f"{prefix}inv_freq", original.to(getattr(self.module, f"{prefix}inv_freq").device))
+
+
+def scale_queries(module: nn.Module, q_THD: Tensor, positions_T: Tensor) -> Tensor:
+    """Scales queries by their place in their document, in a layer of Llama 4 without rotation, whose own scaling
+    the model's forward has turned off (arXiv:2501.19399); returns those of any other layer as they are.
+    """
+    own = vars(module)
+    if "floor_scale" not in own or own.get("use_rope", True) or not own["config"].attn_temperature_tuning:
+        return q_THD
+    steps_T = torch.floor((positions_T.float() + 1.0) / own["floor_scale"])
+    scales_T = torch.log1p(steps_T) * own["attn_scale"] + 1.0
+    return (q_THD * scales_T[:, None, None]).to(q_THD.dtype)
