@@ -211,7 +211,8 @@ def measure_start(folder: str, overrides: list[str]) -> Start:
     from automodel_lite.cli import compose_config
     from automodel_lite.config.check import check_config
     from automodel_lite.parallel.mesh import init_mesh
-    from automodel_lite.training.build import build_model, build_parts
+    from automodel_lite.training.build import build_model
+    from automodel_lite.training.plan import build_parts
 
     torch.set_num_threads(1)
     config = check_config(

@@ -14,7 +14,7 @@ import huggingface_hub
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.training.build import build_parts
+from automodel_lite.training.plan import build_parts
 from automodel_lite.training.simulation import Simulation, simulate_gpus
 
 PAGE = Path(__file__).resolve().parent / "scaling.md"

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     if OmegaConf.is_missing(raw.dataset, "path"):
         raw.dataset.path = "not read"
     config = check_config(raw)
-    from automodel_lite.training.build import build_parts
+    from automodel_lite.training.plan import build_parts
     from automodel_lite.training.scaling import Hardware, estimate
     from automodel_lite.training.start import try_model
 

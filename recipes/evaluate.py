@@ -28,8 +28,9 @@ from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, use_threads, wor
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.training.build import Parts, build_model, build_parts
+from automodel_lite.training.build import build_model
 from automodel_lite.training.evaluation import questions_of, validation_loss
+from automodel_lite.training.plan import Parts, build_parts
 from automodel_lite.training.start import data_lines, try_settings
 
 

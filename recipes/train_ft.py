@@ -60,11 +60,12 @@ from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, su
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.tools.trained import publish
-from automodel_lite.training.build import build_model, build_parts
+from automodel_lite.training.build import build_model
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import questions_of, sample_answers, validation_loss
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients
+from automodel_lite.training.plan import build_parts
 from automodel_lite.training.schedules import move_to
 from automodel_lite.training.start import (
     Line,

@@ -46,7 +46,8 @@ from automodel_lite.tools.verify import (
     table,
     take_gradients,
 )
-from automodel_lite.training.build import assemble, build_parts, check_model, plan_model
+from automodel_lite.training.build import assemble, check_model, plan_model
+from automodel_lite.training.plan import build_parts
 from automodel_lite.training.start import try_settings
 
 EXACT = 1e-5

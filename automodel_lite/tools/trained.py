@@ -37,7 +37,8 @@ from automodel_lite.run.checkpoint_folder import broken_files, step_of, survey
 from automodel_lite.run.export import export_hf, probe_logits
 from automodel_lite.run.folder import RunFolder, saved_config
 from automodel_lite.tools.report import facts_of, packing_of, read_run
-from automodel_lite.training.build import assemble, build_parts
+from automodel_lite.training.build import assemble
+from automodel_lite.training.plan import build_parts
 
 
 @dataclass(frozen=True)

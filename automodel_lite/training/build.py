@@ -6,30 +6,25 @@ Compiled layers and the compiled loss run once before the first step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
 from automodel_lite.attention.spec import attention_specs, layer_shapes
-from automodel_lite.config.components import build
-from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig, launched, world_size
-from automodel_lite.data.prepare import build_packer
+from automodel_lite.config.schema import TrainingConfig, launched, world_size
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
-from automodel_lite.models.flops import ModelSize, StepFlops, size_of, step_flops
+from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
     cast_frozen,
     cast_trained,
@@ -41,8 +36,8 @@ from automodel_lite.models.layers import (
     tile_layers,
     use_fp8,
 )
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, balance_of
-from automodel_lite.models.source import CausalLM, describe, embedding_rows
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, balance_of
+from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
 from automodel_lite.parallel.exchange import MEAN_TOKENS, NETWORK, NVLINK, Load, checkpointing_hint, choose_exchange
 from automodel_lite.parallel.mesh import Mesh, MeshShape
@@ -54,69 +49,13 @@ from automodel_lite.parallel.sharding import (
 )
 from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training.memory import MemoryEstimate, check_weights_fit, gpu_bytes, plan_memory
+from automodel_lite.training.plan import ModelPlan, Parts
 
 if TYPE_CHECKING:
-    from automodel_lite.models.lora import Lora, LoraAdapter  # which brings peft
+    from automodel_lite.models.lora import LoraAdapter  # which brings peft
 
 PLANNED_HOST = 8
 """GPUs of a host in a world that is only planned."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the model is built from, and what its memory depends on.
-
-    attention  None takes the best kernel for the model and the device
-    peft       None trains the model itself
-    optimizer  makes the optimizer of a module
-    """
-
-    model: CausalLM
-    attention: AttentionKernel | None
-    peft: Lora | None
-    loss: Loss
-    optimizer: Callable[[nn.Module], Optimizer]
-    packed_sequence_size: int
-    mesh: MeshConfig
-    training: TrainingConfig
-
-    @property
-    def is_quantized(self) -> bool:
-        """Are the frozen weights held in 4 bits?"""
-        return self.peft is not None and self.peft.is_quantized
-
-
-def build_parts(config: Config) -> Parts:
-    """Raises ConfigError for what a part refuses, and for a package that is missing."""
-    return Parts(
-        model=build(config.model),
-        attention=build(config.attention) if config.attention else None,
-        peft=build(config.peft) if config.peft else None,
-        loss=build(config.loss),
-        optimizer=partial(build, config.optimizer),
-        packed_sequence_size=build_packer(config).packed_sequence_size,
-        mesh=config.mesh,
-        training=config.training,
-    )
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """A model on its ranks before anything of it is built: a run, its dry run and recipes/verify.py decide alike."""
-
-    parts: Parts  # with mesh.cp_exchange decided
-    config: PretrainedConfig
-    size: ModelSize
-    shape: MeshShape
-    strategy: str  # fsdp, ddp or none
-    dtype: torch.dtype  # of compute
-    kernel: AttentionKernel = field(default_factory=ReferenceAttention)
-    attention: str = ""  # which kernel and exchange, and why
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch, over the ranks that share it."""
-        return self.parts.training.micro_batch_size * self.parts.packed_sequence_size
 
 
 def plan_model(

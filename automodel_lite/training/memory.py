@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,9 +31,7 @@ from automodel_lite.models.loss import LossShape, Measured, whole_logits_bytes
 from automodel_lite.models.source import chosen_experts
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import copies_of_experts
-
-if TYPE_CHECKING:
-    from automodel_lite.training.build import ModelPlan, Parts
+from automodel_lite.training.plan import ModelPlan, Parts
 
 _FP32 = 4  # bytes
 USABLE_FRAC = 0.9  # of a GPU's memory: the rest is the allocator's and the kernels'

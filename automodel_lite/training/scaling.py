@@ -12,8 +12,8 @@ from automodel_lite.models.flops import ModelSize, model_size, step_flops
 from automodel_lite.parallel.exchange import Load, sent_bytes
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy
-from automodel_lite.training.build import ModelPlan, Parts
 from automodel_lite.training.memory import estimate_memory, expert_copies
+from automodel_lite.training.plan import ModelPlan, Parts
 
 _BF16, _FP32 = 2, 4  # bytes
 

@@ -51,9 +51,10 @@ from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
 from automodel_lite.training import optimizers
-from automodel_lite.training.build import ModelPlan, Parts, assemble, full_batch, plan_model
+from automodel_lite.training.build import assemble, full_batch, plan_model
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
+from automodel_lite.training.plan import ModelPlan, Parts
 
 if TYPE_CHECKING:
     from automodel_lite.models.lora import Lora, LoraAdapter

@@ -1,8 +1,7 @@
-"""Before the first step: settings tried on stand-ins, the dry run, and the block that a run prints.
+"""Before the first step: the model tried without weights, the dry run, and the block that a run prints.
 
-`try_settings` runs first in every run: what could only fail later is tried on stand-ins that cost nothing. The
-model is described by its config on the meta device, where it has shapes and no weights, and run on a few tokens; the
-optimizer gets two parameters; the schedule is evaluated along its course.
+`try_settings` runs first in every run: the model is described by its config on the meta device, where it has shapes
+and no weights, and run on a few tokens.
 
 `dry_run=true` reports everything that is known of a run without training it. The data is read and tokenized (the cache
 is kept for the run), packs are planned, the kernel is chosen and checked, parameters are counted on the meta device,
@@ -12,16 +11,14 @@ process answers for any mesh: set mesh.dp_shard to the processes meant.
 
 from __future__ import annotations
 
-import math
 import re
 
 import torch
 import transformers
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import automodel_lite
-from automodel_lite.config.components import build, text_of
+from automodel_lite.config.components import text_of
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
@@ -33,9 +30,10 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, worl
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
 from automodel_lite.telemetry.console import Console
-from automodel_lite.training.build import BuiltModel, ModelPlan, Parts, build_parts, plan_model
+from automodel_lite.training.build import BuiltModel, plan_model
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
+from automodel_lite.training.plan import ModelPlan, Parts, build_parts
 
 
 def dry_run(config: Config) -> int:
@@ -110,16 +108,6 @@ def _adapter_weights(plan: ModelPlan, device: torch.device) -> int | None:
 NUM_TOKENS = 4
 _SHAPES = re.compile(r"reduction dim|must match the size|is invalid for input|cannot be multiplied|broadcast|mismatch")
 """Errors of shapes. Others may be the meta device's own: it has no experts in fp32, no values to look at."""
-FALLBACK_STEPS = 1000  # of a run whose length is not known yet
-
-
-class Twin(nn.Module):
-    """Stands for a model: a matrix and a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2))
-        self.bias = nn.Parameter(torch.ones(2))
 
 
 def try_settings(config: Config, parts: Parts) -> None:
@@ -129,7 +117,7 @@ def try_settings(config: Config, parts: Parts) -> None:
         problems.append(f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write.")
     for attempt in (
         lambda: try_model(parts.model),
-        lambda: try_optimizer(config),
+        lambda: parts.optimizer(nn.Linear(2, 2)),  # a missing argument is named before the weights are read
         lambda: check_master_weights(parts),
     ):
         try:
@@ -171,7 +159,7 @@ def check_master_weights(parts: Parts) -> None:
     training, what = parts.training, f"training.master_weights={parts.training.master_weights}"
     if training.master_weights == "fp32":
         return
-    optimizer = parts.optimizer(Twin())
+    optimizer = parts.optimizer(nn.Linear(1, 1))
     if type(optimizer) is not SmallAdamW:
         raise ConfigError(
             f"{what} with {type(optimizer).__name__} loses every update smaller than 1/256 of the weight: set "
@@ -187,31 +175,6 @@ def check_master_weights(parts: Parts) -> None:
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def try_optimizer(config: Config) -> None:
-    """The optimizer on a twin, and the whole course of its schedule.
-
-    Raises ConfigError for an argument that either refuses, and for a rate that is not a number or below 0.
-    """
-    twin = Twin()
-    steps = config.training.max_steps or FALLBACK_STEPS
-    try:
-        optimizer: torch.optim.Optimizer = build(config.optimizer, twin)
-        scheduler = build(config.lr_scheduler, optimizer, max_steps=steps)
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's own class may raise anything
-        raise ConfigError(f"optimizer or lr_scheduler: {one_line(error)}") from error
-    if not isinstance(scheduler, LambdaLR):
-        raise ConfigError(
-            f"lr_scheduler gives a {type(scheduler).__name__}: a torch.optim.lr_scheduler.LambdaLR is needed, with "
-            "no state but its step."
-        )
-    for step in sorted({0, 1, steps // 2, steps - 1, steps}):
-        rates = [base * frac(step) for base, frac in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            raise ConfigError(f"lr_scheduler gives a learning rate of {rates[0]} at step {step} of {steps}.")
 
 
 Line = tuple[str, str]

@@ -27,7 +27,8 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.run.export import export
 from automodel_lite.seed import seed_all
-from automodel_lite.training.build import assemble, build_model, build_parts, check_model
+from automodel_lite.training.build import assemble, build_model, check_model
+from automodel_lite.training.plan import build_parts
 from tests.attention.families import FAMILIES, VOCAB, documents, stream
 from tests.attention.hybrids import HYBRIDS
 from tests.parallel.test_matrix import fsdp_parameters, loss_model

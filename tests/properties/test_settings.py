@@ -17,7 +17,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config, known_keys, with_defaults
 from automodel_lite.data.prepare import check_sizes
 from automodel_lite.errors import ConfigError
-from automodel_lite.training.build import build_parts
+from automodel_lite.training.plan import build_parts
 from automodel_lite.training.start import try_settings
 from tests.properties.explore import explore
 

@@ -20,7 +20,8 @@ from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.run import export, weight_files
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.tools.trained import load_trained
-from automodel_lite.training.build import assemble, build_parts
+from automodel_lite.training.build import assemble
+from automodel_lite.training.plan import build_parts
 from recipes import average, export_hf
 from tests.attention.families import FAMILIES
 from tests.parallel.test_sharded_start import tokenizer

@@ -19,7 +19,6 @@ from automodel_lite.run.failures import Watchdog, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
 from automodel_lite.thd import stream_of
-from automodel_lite.training.build import ModelPlan, build_parts
 from automodel_lite.training.memory import (
     _activations,
     check_weights_fit,
@@ -29,6 +28,7 @@ from automodel_lite.training.memory import (
     plan_memory,
     remedies,
 )
+from automodel_lite.training.plan import ModelPlan, build_parts
 from benchmarks.tiny_models import tiny_config
 from recipes.train_ft import main
 from tests.runs import config_of

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.training.build import Parts, build_parts
+from automodel_lite.training.plan import Parts, build_parts
 from automodel_lite.training.scaling import Hardware, estimate
 
 HARDWARE = Hardware(1e12, 0.5, in_node_bytes_per_s=1e9, between_nodes_bytes_per_s=1e8)

@@ -25,8 +25,8 @@ from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import choose_strategy, parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory, scaling
-from automodel_lite.training.build import ModelPlan, Parts, build_parts
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
+from automodel_lite.training.plan import ModelPlan, Parts, build_parts
 from automodel_lite.training.simulation import _MADE_IN, Simulation, simulate
 from automodel_lite.training.start import dry_run, planned_shape
 

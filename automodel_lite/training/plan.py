@@ -1,0 +1,82 @@
+"""What a run is built from, and how its model will lie on the ranks; nothing is built or loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PretrainedConfig
+
+from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
+from automodel_lite.data.prepare import build_packer
+from automodel_lite.models.flops import ModelSize
+from automodel_lite.models.loss import Loss
+from automodel_lite.models.source import CausalLM
+from automodel_lite.parallel.mesh import MeshShape
+
+if TYPE_CHECKING:
+    from automodel_lite.models.lora import Lora  # which brings peft
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the model is built from, and what its memory depends on.
+
+    attention  None takes the best kernel for the model and the device
+    peft       None trains the model itself
+    optimizer  makes the optimizer of a module
+    """
+
+    model: CausalLM
+    attention: AttentionKernel | None
+    peft: Lora | None
+    loss: Loss
+    optimizer: Callable[[nn.Module], Optimizer]
+    packed_sequence_size: int
+    mesh: MeshConfig
+    training: TrainingConfig
+
+    @property
+    def is_quantized(self) -> bool:
+        """Are the frozen weights held in 4 bits?"""
+        return self.peft is not None and self.peft.is_quantized
+
+
+def build_parts(config: Config) -> Parts:
+    """Raises ConfigError for what a part refuses, and for a package that is missing."""
+    return Parts(
+        model=build(config.model),
+        attention=build(config.attention) if config.attention else None,
+        peft=build(config.peft) if config.peft else None,
+        loss=build(config.loss),
+        optimizer=partial(build, config.optimizer),
+        packed_sequence_size=build_packer(config).packed_sequence_size,
+        mesh=config.mesh,
+        training=config.training,
+    )
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model on its ranks before anything of it is built: a run, its dry run and recipes/verify.py decide alike."""
+
+    parts: Parts  # with mesh.cp_exchange decided
+    config: PretrainedConfig
+    size: ModelSize
+    shape: MeshShape
+    strategy: str  # fsdp, ddp or none
+    dtype: torch.dtype  # of compute
+    kernel: AttentionKernel = field(default_factory=ReferenceAttention)
+    attention: str = ""  # which kernel and exchange, and why
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, over the ranks that share it."""
+        return self.parts.training.micro_batch_size * self.parts.packed_sequence_size
