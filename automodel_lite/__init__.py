@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from automodel_lite.version import __version__
+
 if TYPE_CHECKING:
     from automodel_lite.api import hf_collater, install_attention, tokenize_chats, train
     from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
@@ -15,11 +17,10 @@ if TYPE_CHECKING:
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
 
-__version__ = "0.1.0"
-
 __all__ = [
     "PackedDataset",
     "Packer",
+    "__version__",
     "hf_collater",
     "install_attention",
     "pack_dataset",

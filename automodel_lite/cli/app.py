@@ -38,10 +38,9 @@ from automodel_lite.cli.line import (
     parsed,
     split,
 )
+from automodel_lite.cli.permissions import check_granted, check_hydra_settings
 from automodel_lite.cli.sources import (
     Sources,
-    check_granted,
-    check_hydra_settings,
     check_preset,
     composed,
     groups_of,

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from automodel_lite.config.components import IS_INSTALLED
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.progress import is_shown
+from automodel_lite.version import __version__
 
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
 RECIPES = {
@@ -244,7 +245,5 @@ def versions() -> str:
         except PackageNotFoundError:
             return "not installed"
 
-    import automodel_lite
-
     others = ", ".join(f"{name.removesuffix('-core')} {of(name)}" for name in ("hydra-core", "torch", "transformers"))
-    return f"automodel_lite {automodel_lite.__version__} ({others})"
+    return f"automodel_lite {__version__} ({others})"

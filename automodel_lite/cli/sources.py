@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli.line import check_options, group_of, opened, split
+from automodel_lite.cli.permissions import check_granted
 from automodel_lite.config.check import check_config, with_defaults
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.schema import Config
@@ -35,7 +36,6 @@ from automodel_lite.errors import ConfigError, did_you_mean, shown
 
 _KEY = re.compile(r"[+~]*[\w@:/$-]+(\.[\w@:/$-]+)*\s*")
 _NO_OPTION = re.compile(r"Could not find '(.+)/([^/]+)' Available options in '.+?': (.*?) Config search path")
-COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.
 ConfigStore.instance().store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)))
 
@@ -219,55 +219,6 @@ def unreadable(error: OverrideParseException) -> str:
 
 
 _NOT_CHOSEN = re.compile(r"Could not delete '(.+)'\. No match in the defaults list")
-
-
-def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a permission that a file grants: those are the command line's to give."""
-    typed = [split(text)[0] for text in overrides]
-    for key in COMMAND_LINE_ONLY:
-        value = OmegaConf.select(raw, key, throw_on_missing=False)
-        if value and not any(name == key or name.startswith(f"{key}.") for name in typed):
-            raise ConfigError(f"{key} is set in a file, but only the command line may set it: {key}=... .")
-
-
-_CODE_KEYS = ("_target_", "()", "class")
-_COMMANDS = (  # of Hydra's settings: what a shell or an interpreter will run
-    "hydra.launcher.setup",
-    "hydra.launcher.python",
-    "hydra.launcher.additional_parameters",
-    "hydra.job.env_set",
-)
-_TRUSTED = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.", "logging.", "automodel_lite.cli.")
-
-
-def check_hydra_settings(hydra: DictConfig, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for code that a file makes Hydra run: callbacks, handlers of logs, commands of launchers.
-
-    Hydra builds these before any configuration is checked. The command line may name them.
-    """
-    typed = [split(text)[0] for text in overrides]
-    plain = OmegaConf.to_container(hydra, resolve=False)
-    for key, value in _leaves(plain, "hydra"):
-        last = key.rpartition(".")[2]
-        is_code = last in _CODE_KEYS and not (isinstance(value, str) and value.startswith(_TRUSTED))
-        is_code = is_code or (
-            isinstance(value, str) and value.startswith("ext://") and not value.startswith("ext://sys.")
-        )
-        is_command = value not in (None, [], {}) and _is_below(key, _COMMANDS)
-        if (is_code or is_command) and not _is_below(key, typed):
-            raise ConfigError(f"{key}={value} is set in a file, but only the command line may name code: {key}=... .")
-
-
-def _leaves(node: object, prefix: str) -> Iterator[tuple[str, object]]:
-    items: list[tuple[object, object]] = []
-    if isinstance(node, dict):
-        items = list(node.items())
-    elif isinstance(node, list):
-        items = list(enumerate(node))
-    if not items:
-        yield prefix, node
-    for key, value in items:
-        yield from _leaves(value, f"{prefix}.{key}")
 
 
 def _folder(flag: str, text: str, beside: Path | None) -> Path:

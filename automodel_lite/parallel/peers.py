@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import automodel_lite
 from automodel_lite.config.components import flatten
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError, DataError, PeerError, RanksDifferError, RunStoppedError
@@ -285,7 +284,7 @@ def together(peers: Peers) -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """Of what computes the numbers; of this package by its files, too."""
-    package = Path(automodel_lite.__file__).parent
+    package = Path(__file__).resolve().parents[1]
     code = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())

@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
-import automodel_lite
 from automodel_lite.attention.interface import Logits
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import build, build_with
@@ -39,6 +38,7 @@ from automodel_lite.run.folder import RunFolder, saved_config
 from automodel_lite.tools.report import facts_of, packing_of, read_run
 from automodel_lite.training.build import assemble
 from automodel_lite.training.plan import build_parts
+from automodel_lite.version import __version__
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         template_str=_TEMPLATE,
         mark=_MARK,
         name=record.name,
-        version=automodel_lite.__version__,
+        version=__version__,
         base=_base_text(pretrained),
         use=_USE[kind].format(name=repo or folder),
         data=[*data, *(f"{name}: {value}" for name, value in packing_of(record))],

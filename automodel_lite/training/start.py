@@ -17,7 +17,6 @@ import torch
 import transformers
 from torch import nn
 
-import automodel_lite
 from automodel_lite.config.components import text_of
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
@@ -34,6 +33,7 @@ from automodel_lite.training.build import BuiltModel, plan_model
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts
+from automodel_lite.version import __version__
 
 
 def dry_run(config: Config) -> int:
@@ -182,7 +182,7 @@ Line = tuple[str, str]
 
 def version_line() -> Line:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return "", f"automodel_lite {automodel_lite.__version__} ({versions})"
+    return "", f"automodel_lite {__version__} ({versions})"
 
 
 def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config) -> list[Line]:

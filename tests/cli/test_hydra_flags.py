@@ -124,22 +124,6 @@ def test_a_help_page_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "lr_scheduler: constant, cosine" in text
 
 
-CODE = [
-    ("callbacks:\n    mine:\n      _target_: os.system", "hydra.callbacks.mine._target_=os.system"),
-    ("job_logging:\n    handlers:\n      x:\n        (): os.getpid", "hydra.job_logging.handlers.x.()=os.getpid"),
-    ("job:\n    env_set:\n      LD_PRELOAD: x.so", "hydra.job.env_set.LD_PRELOAD=x.so"),
-]
-
-
-@pytest.mark.parametrize(("block", "key"), CODE, ids=[key for _, key in CODE])
-@pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--help"], ["--multirun", "seed=0,1"]], ids=" ".join)
-def test_a_file_names_no_code_for_hydra(block: str, key: str, flags: list[str], tmp_path: Path) -> None:
-    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  help: {{app_name: x}}\n  {block}\n")
-    with pytest.raises(ConfigError, match="is set in a file, but only the command line may name code") as error:
-        answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *flags])
-    assert str(error.value).startswith(key)
-
-
 def test_a_preset_does_not_import_packages_for_its_options(tmp_path: Path) -> None:
     (tmp_path / "strange.yaml").write_text("defaults: [smoke, _self_]\nhydra:\n  searchpath: [pkg://antigravity]\n")
     with pytest.raises(

@@ -1,0 +1,82 @@
+"""A preset of a stranger neither runs code nor writes files, in no recipe; the command line may."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.cli import run_recipe
+from automodel_lite.cli.app import answer
+from automodel_lite.errors import ConfigError
+from tests.ranks import in_a_process
+
+RECIPES = ["train_ft", "inspect_data", "prepare_data", "verify"]
+WRITER = """\
+  {group}:
+    version: 1
+    formatters: {{f: {{format: 'echo owned'}}}}
+    handlers: {{h: {{class: logging.FileHandler, formatter: f, filename: {target}}}}}
+    root: {{level: DEBUG, handlers: [h]}}
+"""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("group", ["hydra_logging", "job_logging"])
+def test_a_strangers_preset_writes_no_file(recipe: str, group: str, tmp_path: Path) -> None:
+    target = tmp_path / ".bashrc"
+    block = WRITER.format(group=group, target=target)
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n{block}")
+    options = ["--config-dir", str(tmp_path), "--config-name", "strange", "dry_run=true"]
+    code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options)
+    assert (code, target.exists()) == (2, False), screen
+    assert f"hydra.{group}.handlers.h." in screen
+    assert "is set in a file, but only the command line may configure logs" in screen
+
+
+SETTINGS = [
+    ("callbacks:\n    mine:\n      _target_: os.system", "hydra.callbacks.mine._target_=os.system"),
+    ("callbacks:\n    mine:\n      _target_: logging.FileHandler", "hydra.callbacks.mine._target_=logging.FileHandler"),
+    ("callbacks:\n    mine:\n      _target_: automodel_lite.cli.app.Job", "hydra.callbacks.mine._target_="),
+    ("sweeper:\n    sampler: {_target_: hydra_plugins.x.y}", "hydra.sweeper.sampler._target_=hydra_plugins.x.y"),
+    ("job_logging:\n    handlers:\n      x:\n        (): os.getpid", "hydra.job_logging.handlers.x.()=os.getpid"),
+    ("job_logging: {filters: {x: {level: 1}}}", "hydra.job_logging.filters.x.level=1"),
+    ("job:\n    env_set:\n      LD_PRELOAD: x.so", "hydra.job.env_set.LD_PRELOAD=x.so"),
+    ("output_subdir: ../../home", "hydra.output_subdir=../../home"),
+    ("sweep: {dir: /tmp}", "hydra.sweep.dir=/tmp"),
+    ("job: {name: ../../x}", "hydra.job.name=../../x"),
+    ("sweeper: {storage: 'sqlite:////x'}", "hydra.sweeper.storage=sqlite:////x"),
+    ("launcher: {setup: [./evil]}", "hydra.launcher.setup.0=./evil"),
+    ('launcher: {partition: "a\\ncurl x | sh"}', "hydra.launcher.partition=a"),
+]
+
+
+@pytest.mark.parametrize(("block", "key"), SETTINGS, ids=[key for _, key in SETTINGS])
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--multirun", "seed=0,1"]], ids=" ".join)
+def test_a_file_sets_nothing_that_runs_or_writes(
+    block: str, key: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_ft.py"])
+    monkeypatch.chdir(tmp_path)
+    group, _, rest = block.partition(":")
+    more = {"sweeper": ["hydra/sweeper=optuna"], "launcher": ["hydra/launcher=submitit_slurm"]}.get(group, [])
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  {group}:{rest}\n")
+    with pytest.raises(ConfigError, match="is set in a file, but only the command line may") as error:
+        answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *more, *flags])
+    assert str(error.value).startswith(key)
+    assert [path.name for path in tmp_path.iterdir()] == ["strange.yaml"]
+
+
+def test_an_option_of_a_sweep_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_ft.py"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "optimizer").mkdir()
+    block = WRITER.format(group="job_logging", target=tmp_path / "out")
+    header = "# @package _global_\n"
+    (tmp_path / "optimizer/evil.yaml").write_text(f"{header}optimizer: {{lr: 1.0}}\nhydra:\n{block}")
+    (tmp_path / "mine.yaml").write_text("defaults: [smoke, _self_]\n")
+    line = ["--config-dir", ".", "--config-name", "mine", "--multirun", "optimizer=adamw,evil"]
+    with pytest.raises(ConfigError, match="may configure logs"):
+        answer("recipes.train_ft:main", line)
+    assert not (tmp_path / "out").exists()
