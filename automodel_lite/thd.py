@@ -53,6 +53,8 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, T
         if id(value) not in known:
             known[id(value)] = function(value)
         return known[id(value)]
+    if isinstance(value, dict):
+        return {name: _mapped(part, function, known) for name, part in value.items()}
     if isinstance(value, tuple):
         parts = [_mapped(part, function, known) for part in value]
         return Segments(*parts) if isinstance(value, Segments) else tuple(parts)
@@ -135,21 +137,30 @@ class Column:
 
     stored   dtype on disk
     batched  dtype of its tensor in a batch
-    padding  what stands where no document is; `input_ids` take the tokenizer's padding token
+    padding  what stands where no document is, and in rows without the column; `input_ids` take the tokenizer's
+             padding token
+    is_optional  stored and batched only where the data bring it; may hold several values per token, [T, K]
     """
 
     stored: str
     batched: str
     padding: float
+    is_optional: bool = True
 
 
 COLUMNS = {
-    "input_ids": Column("int32", "int64", 0),
-    "labels": Column("int32", "int64", IGNORE_INDEX),
+    "input_ids": Column("int32", "int64", 0, is_optional=False),
+    "labels": Column("int32", "int64", IGNORE_INDEX, is_optional=False),
+    "loss_weights": Column("float32", "float32", 1.0),
 }
-"""Every per-token column. Rows, packs, batches and shards carry what is listed here, and a field of the same name in
-`ThdBatch` takes it to the model and the loss. Rows without a column get its padding.
+"""Every per-token column. Rows, packs, batches and shards carry what is listed here. `input_ids` and `labels` are
+fields of `ThdBatch`, optional ones are in its `columns`, which the loss reads.
+
+loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is like meeting the token twice
 """
+
+PER_TOKEN = ("input_ids", "labels", "position_ids")
+"""Fields of `ThdBatch` [T] that, beside its `columns`, a rank has its own tokens of."""
 
 SEQ_LENS_PADDING = -1000
 """Fills up the rows of a collated `seq_lens` tensor; never reaches a `ThdBatch`."""
@@ -304,7 +315,9 @@ class ThdBatch(Tensors):
     cu_seqlens_padded  int32 [N + 1], slot boundaries in the whole stream
     max_seqlen         widest slot of the whole stream, in tokens
     num_tokens         real tokens of the whole stream
-    num_label_tokens   positions of the whole stream that carry a label
+    num_label_tokens   positions of the whole stream that carry a label; with `loss_weights`, the sum of their weights
+                       (in fp64, so exact for whole numbers)
+    columns            optional per-token columns that the data bring, [T, ...] as `labels` are
     attention          what this rank's attention kernel gets
     mixers             what its other mixers get: state spaces, convolutions, linear attention; None for a model of
                        attention alone
@@ -319,9 +332,10 @@ class ThdBatch(Tensors):
     cu_seqlens_padded: Tensor
     max_seqlen: int
     num_tokens: int
-    num_label_tokens: int
+    num_label_tokens: float
     attention: AttentionPlan
     mixers: MixerPlan | None
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> ThdBatch:
         """The batch on `device`. The copies overlap with work on the GPU only if the batch was pinned."""
@@ -344,7 +358,7 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     """A batch of `packed_sequence_thd_collater` -> the stream of its rows.
 
     batch  `input_ids, labels, position_ids` int64 [B, S]; `seq_lens, seq_lens_padded` [B, documents], filled up with
-           SEQ_LENS_PADDING; each row of `seq_lens_padded` sums to S
+           SEQ_LENS_PADDING; each row of `seq_lens_padded` sums to S. Optional columns of COLUMNS, [B, S] or [B, S, K]
     with_mixers  False for a model of attention alone: 21 bytes per token less on the device, 43 less under context
            parallelism; at a million tokens 70 ms of the host, 190 under context parallelism
     Raises ValueError when a row does not, or a document is longer than its slot.
@@ -363,17 +377,20 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     cu_padded = cumulative(slots)
     max_seqlen = int(slots.max())
     label_rows = labeled_rows(batch["labels"].reshape(-1))
+    columns = {name: batch[name].flatten(0, 1) for name, c in COLUMNS.items() if c.is_optional and name in batch}
+    weights = columns.get("loss_weights")
     return ThdBatch(
-        **{name: batch[name].reshape(-1) for name in per_token()},
+        **{name: batch[name].reshape(-1) for name in PER_TOKEN},
         label_rows=label_rows,
         document_lens=lens.to(torch.int32).repeat_interleave(slots),
         cu_seqlens=cumulative(lens),
         cu_seqlens_padded=cu_padded,
         max_seqlen=max_seqlen,
         num_tokens=int(lens.sum()),
-        num_label_tokens=len(label_rows),
+        num_label_tokens=len(label_rows) if weights is None else float(weights[label_rows].sum(dtype=torch.float64)),
         attention=AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen)),
         mixers=MixerPlan(document_rows(cu_padded)) if with_mixers else None,
+        columns=columns,
     )
 
 
@@ -384,11 +401,6 @@ def stream_of(documents: Iterable[Tensor], device: torch.device | str = "cpu") -
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     row = {"input_ids": ids[None], "labels": ids[None], "position_ids": positions[None]}
     return to_thd({**row, "seq_lens": lens, "seq_lens_padded": lens}).to(device)
-
-
-def per_token() -> list[str]:
-    """Fields of `ThdBatch` [T] that a rank has its own tokens of."""
-    return [field.name for field in fields(ThdBatch) if field.name in COLUMNS or field.name == "position_ids"]
 
 
 def labeled_rows(labels: Tensor) -> Tensor:

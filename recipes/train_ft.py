@@ -269,7 +269,7 @@ class TrainFinetuneRecipe:
             with self.model.accumulate(is_last=number == len(ready.inputs)):
                 loss = self.model(batch)
                 self.meter.lap("forward")
-                (loss * (self.model.mean_ranks / max(counts.num_label_tokens, 1))).backward()
+                (loss * (self.model.mean_ranks / (counts.num_label_tokens or 1))).backward()
                 self.meter.lap("backward")
             loss_sum += loss.detach()
         if self.num_steps + 1 < self.plan.max_steps:

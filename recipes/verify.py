@@ -105,12 +105,14 @@ class Verification:
         """Each document alone, through the model's own attention and head; no packing, no kernel, no loss of ours."""
         lm, total = self.model(self.alone, "none").loss_model.lm, 0.0
         lm.set_attn_implementation("eager")
-        num_label_tokens = int((self.sample.documents.labels != IGNORE_INDEX).sum())
-        for ids, labels in self.sample.each_document():
+        documents = list(self.sample.each_document())
+        num_label_tokens = sum(float(weights[labels != IGNORE_INDEX].sum()) for _, labels, weights in documents)
+        for ids, labels, weights in documents:
             logits = lm(input_ids=ids[None].to(self.mesh.device), use_cache=False).logits[0].float()
-            loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum", ignore_index=IGNORE_INDEX)
-            (loss / num_label_tokens).backward()
-            total += float(loss.detach()) / num_label_tokens
+            losses = F.cross_entropy(logits, labels.to(logits.device), reduction="none", ignore_index=IGNORE_INDEX)
+            loss = (losses * weights.to(logits.device)).sum() / num_label_tokens
+            loss.backward()
+            total += float(loss.detach())
         return Step(total, take_gradients(lm.named_parameters()))
 
     def in_one_process(self) -> Iterator[Check]:
@@ -221,7 +223,7 @@ class Verification:
         return to_thd(packed_sequence_thd_collater(packs))
 
     @property
-    def num_label_tokens(self) -> int:
+    def num_label_tokens(self) -> float:
         return sum(batch.num_label_tokens for batch in self.batches)
 
     def step(
@@ -229,7 +231,7 @@ class Verification:
         model: LossModel,
         batches: list[ThdBatch],
         dtype: torch.dtype = torch.float32,
-        num_label_tokens: int | None = None,
+        num_label_tokens: float | None = None,
     ) -> Step:
         """Micro-batches one after the other in this process."""
         device, total = self.mesh.device, 0.0

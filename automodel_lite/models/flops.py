@@ -89,7 +89,7 @@ class StepFlops:
     per_label_token: float
     attention: CostModel
 
-    def of(self, num_tokens: int, num_label_tokens: int, num_pairs: float) -> float:
+    def of(self, num_tokens: int, num_label_tokens: float, num_pairs: float) -> float:
         """FLOPs of so many tokens; `num_pairs` as `attention.pairs` counts them."""
         return (
             self.per_token * num_tokens + self.per_label_token * num_label_tokens + self.attention.per_pair * num_pairs

@@ -21,7 +21,15 @@ class LigerLinearCrossEntropy(LinearCrossEntropy):
     waits there, which `FusedLinearCrossEntropy` never does.
     """
 
-    def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
+    def __call__(
+        self,
+        hidden_RC: Tensor,
+        weight_VC: Tensor,
+        labels_R: Tensor,
+        softcap: float | None,
+        weights_R: Tensor | None = None,
+    ) -> Tensor:
+        assert weights_R is None  # its kernel has none
         if not len(labels_R):  # the kernel's grid would be empty
             return hidden_RC.float().sum() + weight_VC.float().sum() * 0
         kernel = LigerFusedLinearCrossEntropyLoss(

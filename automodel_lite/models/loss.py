@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -78,9 +78,13 @@ class CrossEntropy:
     """The model's own output head on the labeled rows, then cross-entropy: right for any head; holds [R, V] logits."""
 
     includes_head: ClassVar[Literal[False]] = False
+    columns: ClassVar[frozenset[str]] = frozenset({"loss_weights"})
 
-    def __call__(self, logits_RV: Tensor, labels_R: Tensor) -> Tensor:
-        return F.cross_entropy(logits_RV.float(), labels_R, reduction="sum", ignore_index=IGNORE_INDEX)
+    def __call__(self, logits_RV: Tensor, labels_R: Tensor, weights_R: Tensor | None = None) -> Tensor:
+        if weights_R is None:
+            return F.cross_entropy(logits_RV.float(), labels_R, reduction="sum", ignore_index=IGNORE_INDEX)
+        losses_R = F.cross_entropy(logits_RV.float(), labels_R, reduction="none", ignore_index=IGNORE_INDEX)
+        return (losses_R * weights_R).sum()
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,16 @@ class LinearCrossEntropy:
     """Head and cross-entropy in one, for heads that are `softcap(hidden @ weight.T)`."""
 
     includes_head: ClassVar[Literal[True]] = True
+    columns: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
+    def __call__(
+        self,
+        hidden_RC: Tensor,
+        weight_VC: Tensor,
+        labels_R: Tensor,
+        softcap: float | None,
+        weights_R: Tensor | None = None,
+    ) -> Tensor:
         raise NotImplementedError
 
 
@@ -101,12 +113,20 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
     is there anyway. `backend` of torch.compile, which makes one pass over a chunk's logits, is set by training.compile.
     """
 
+    columns: ClassVar[frozenset[str]] = frozenset({"loss_weights"})
     chunk_tokens: Positive | None = None  # rows of logits at a time; null = hidden size, at least 512
     backend: str | None = None
 
-    def __call__(self, hidden_RC: Tensor, weight_VC: Tensor, labels_R: Tensor, softcap: float | None) -> Tensor:
+    def __call__(
+        self,
+        hidden_RC: Tensor,
+        weight_VC: Tensor,
+        labels_R: Tensor,
+        softcap: float | None,
+        weights_R: Tensor | None = None,
+    ) -> Tensor:
         rows = chunk_rows(self.chunk_tokens, hidden_RC.shape[1])
-        return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap, self.backend)
+        return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap, self.backend, weights_R)
 
     def logits_bytes(self, shape: LossShape) -> float:
         """Of a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to which each chunk adds
@@ -123,6 +143,17 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
 Loss = CrossEntropy | LinearCrossEntropy
 
 
+def check_columns(loss: Loss, brought: Iterable[str]) -> None:
+    """Raises ConfigError for a per-token column of the data that the loss would ignore."""
+    known: frozenset[str] = getattr(loss, "columns", frozenset())
+    if ignored := sorted({*brought} - known):
+        raise ConfigError(
+            f"the data bring the per-token column {', '.join(ignored)}, which loss={type(loss).__name__} does not use: "
+            "take a loss that does (loss=fused_linear_cross_entropy uses loss_weights), name the column in the loss "
+            "class's `columns`, or leave it out of the data."
+        )
+
+
 def chunk_rows(chunk_tokens: int | None, hidden_size: int) -> int:
     """Rows of logits that exist at one time."""
     return chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_size)
@@ -135,15 +166,19 @@ def linear_cross_entropy(
     chunk_tokens: int = LEAST_CHUNK_TOKENS,
     softcap: float | None = None,
     backend: str | None = None,
+    weights_R: Tensor | None = None,
 ) -> Tensor:
-    """Sum over rows of cross-entropy(softcap(hidden @ weight.T), label), fp32 scalar.
+    """Sum over rows of cross-entropy(softcap(hidden @ weight.T), label), fp32 scalar; each times its weight in fp32,
+    where there are weights.
 
     Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does (arXiv:2410.10989), so that the
     backward pass needs no logits. Rows labeled -100 must have been left out. No rows: zero, with zero gradients.
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
     with torch.autocast(hidden_RC.device.type, enabled=False):
-        total: Tensor = _LinearCrossEntropy.apply(hidden_RC, weight_VC, labels_R, chunk_tokens, softcap, backend)
+        total: Tensor = _LinearCrossEntropy.apply(
+            hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend
+        )
     return total
 
 
@@ -164,6 +199,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_RC: Tensor,
         weight_VC: Tensor,
         labels_R: Tensor,
+        weights_R: Tensor | None,
         chunk_tokens: int,
         softcap: float | None,
         backend: str | None,
@@ -175,8 +211,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
             # Rows are independent: the loss of a chunk and d loss / d logits need the logits of this chunk alone.
             rows = slice(start, start + chunk_tokens)
+            weights = None if weights_R is None else weights_R[rows]
             loss, grad_logits = _chunk_loss_by(backend)(
-                hidden_RC[rows] @ weight_VC.t(), labels_R[rows], softcap, needs_hidden or needs_weight
+                hidden_RC[rows] @ weight_VC.t(), labels_R[rows], weights, softcap, needs_hidden or needs_weight
             )
             total += loss
             # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row from a row; that of
@@ -194,16 +231,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors  # nobody else holds them, so they are scaled in place
-        return (
-            None if grad_hidden is None else grad_hidden.mul_(grad),
-            None if grad_weight is None else grad_weight.mul_(grad),
-            None,
-            None,
-            None,
-            None,
-        )
+        of_hidden = None if grad_hidden is None else grad_hidden.mul_(grad)
+        of_weight = None if grad_weight is None else grad_weight.mul_(grad)
+        return of_hidden, of_weight, *[None] * 5
 
 
 @functools.cache
@@ -216,7 +248,9 @@ def _chunk_loss_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
     return compiled
 
 
-def _chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None, needs_grad: bool) -> tuple[Tensor, Tensor]:
+def _chunk_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, softcap: float | None, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
     """Loss sum of a chunk and d loss / d (uncapped logits) in the logits' dtype; the fp32 logits are used up.
 
     log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3 times faster than
@@ -232,12 +266,15 @@ def _chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None, needs_gra
         logits.mul_(softcap)
     # Cross-entropy of a row is -log p[label]; every row here has a label.
     log_probs = torch.log_softmax(logits, 1, out=logits)
-    loss = -log_probs.gather(1, labels[:, None]).sum()
+    losses = -log_probs.gather(1, labels[:, None])
+    loss = losses.sum() if weights is None else (losses[:, 0] * weights).sum()
     if not needs_grad:
         return loss, log_probs
     # d loss / d capped = p - onehot(label); the chain rule multiplies it by the slope.
     grad = log_probs.exp_()
     grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
+    if weights is not None:
+        grad.mul_(weights[:, None])
     return loss, (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
@@ -289,13 +326,16 @@ class LossModel(nn.Module):
 
     def _cross_entropy(self, batch: ThdBatch, inputs: dict[str, Any]) -> Tensor:
         labels_R = batch.labels.index_select(0, batch.label_rows)
+        check_columns(self.loss, batch.columns)
+        weights = batch.columns.get("loss_weights")
+        more = () if weights is None else (weights.index_select(0, batch.label_rows),)
         if self.loss.includes_head:
             hidden_TC = text_decoder(self.lm)(**inputs).last_hidden_state.squeeze(0)
             hidden_RC = hidden_TC.index_select(0, batch.label_rows)
             loss = self.loss
-            return self.in_head(hidden_RC, lambda hidden, weight: loss(hidden, weight, labels_R, self.softcap))
+            return self.in_head(hidden_RC, lambda hidden, weight: loss(hidden, weight, labels_R, self.softcap, *more))
         logits_RV = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
-        return self.loss(logits_RV, labels_R)
+        return self.loss(logits_RV, labels_R, *more)
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """[num_last, V] of the stream's last tokens; 0 = of all."""

@@ -30,13 +30,13 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, DealtMixers, TransformerEngine, Ulysses, check_heads_divide
 from automodel_lite.parallel.ring import Ring
 from automodel_lite.thd import (
+    PER_TOKEN,
     AttentionPlan,
     Segments,
     ThdBatch,
     cumulative,
     document_rows,
     labeled_rows,
-    per_token,
     stream_of,
 )
 
@@ -57,10 +57,11 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
     group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
     cu = batch.cu_seqlens_padded
     mine = shard_indices(cu, cp_size, cp_rank)
-    own = {name: vars(batch)[name][mine] for name in [*per_token(), "document_lens"]}
+    own = {name: vars(batch)[name][mine] for name in (*PER_TOKEN, "document_lens")}
     return replace(
         batch,
         **own,
+        columns={name: column[mine] for name, column in batch.columns.items()},
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
         mixers=batch.mixers and replace(batch.mixers, exchange=deal_mixers(cu, group, cp_size, cp_rank)),

@@ -122,7 +122,7 @@ class Counts:
     """Of one optimizer step, over all ranks."""
 
     num_tokens: int  # of documents
-    num_label_tokens: int  # that the loss is summed over
+    num_label_tokens: float  # that the loss is summed over; with loss_weights the sum of these
     num_slots: int  # padding included
     num_pairs: float  # (query, key) pairs that attention sees inside documents
 
@@ -146,7 +146,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     lr: float
     num_tokens: int  # of this step, all ranks
-    num_label_tokens: int
+    num_label_tokens: float
     fill_frac: float  # tokens / slots of this step
     tokens_per_s: float  # tokens of documents, all ranks
     label_tokens_per_s: float
@@ -210,7 +210,7 @@ class Meter:
         row = StepMetrics(
             step=step,
             epoch=epoch,
-            loss=loss_sum / max(counts.num_label_tokens, 1),
+            loss=loss_sum / (counts.num_label_tokens or 1),
             grad_norm=grad_norm,
             lr=result.lr,
             num_tokens=counts.num_tokens,
@@ -259,7 +259,9 @@ def sum_counts(micro_batches: Sequence[ThdBatch], mesh: Mesh, costs: CostModel) 
     ]
     total = mesh.sum(torch.tensor(own, dtype=torch.float64).sum(0)) / mesh.shape.cp
     num_tokens, num_label_tokens, num_slots, num_pairs = total.tolist()
-    return Counts(int(num_tokens), int(num_label_tokens), int(num_slots), num_pairs)
+    if num_label_tokens == int(num_label_tokens):
+        num_label_tokens = int(num_label_tokens)
+    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs)
 
 
 def peak_memory_gib(device: torch.device) -> float:

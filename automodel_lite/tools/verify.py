@@ -28,6 +28,7 @@ from automodel_lite.data.tokens.token_rows import TokenRows
 from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.thd import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,14 @@ class Sample:
     def num_documents(self) -> int:
         return len(self.documents.offsets) - 1
 
-    def each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Ids and labels, int64, without padding."""
+    def each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Ids and labels, int64, without padding, and the weights of the labels."""
+        ones = np.ones(self.documents.num_tokens, np.float32)
+        weights = self.documents.columns.get("loss_weights", ones)
         inside = [slice(start, stop) for start, stop in pairwise(self.documents.offsets.tolist())]
         for tokens in inside:
             ids, labels = self.documents.input_ids[tokens], self.documents.labels[tokens]
-            yield torch.from_numpy(ids), torch.from_numpy(labels)
+            yield torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(weights[tokens])
 
     @property
     def description(self) -> str:
@@ -232,7 +235,7 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
     token by token, the row of the data.
     """
     plan = packs.plan
-    found: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS if name in packs[order[0]]}
     for number in order:
         pack = packs[number]
         for place, (start, length) in enumerate(_places(pack), start=int(plan.offsets[number])):
@@ -240,7 +243,7 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
             first = int(plan.starts[place]) if plan.starts is not None else 0
             last = int(plan.stops[place]) if plan.stops is not None else len(row["input_ids"])
             for name, documents in found.items():
-                documents.append(np.asarray(row[name][first:last], np.int64))
+                documents.append(np.asarray(row[name][first:last], COLUMNS[name].batched))
                 if not np.array_equal(pack[name][start : start + length], documents[-1]):
                     raise DataError(
                         f"pack {number} does not hold document {int(plan.doc_ids[place])} as it is in the data."

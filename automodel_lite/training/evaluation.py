@@ -49,7 +49,7 @@ def validation_loss(
     """
     model.module.eval()
     loss_sum = torch.zeros((), device=mesh.device)
-    num_label_tokens = 0
+    num_label_tokens = 0.0
     steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
     feed = DeviceFeed(steps, shard, mesh.device, model.loss_model.takes_mixers)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
@@ -63,8 +63,8 @@ def validation_loss(
                 model.module.train()
                 return None
     model.module.train()
-    count = mesh.sum(torch.tensor(num_label_tokens)).item() / mesh.shape.cp
-    return mesh.sum(loss_sum).item() / max(count, 1)
+    count = mesh.sum(torch.tensor(num_label_tokens, dtype=torch.float64)).item() / mesh.shape.cp
+    return mesh.sum(loss_sum).item() / (count or 1)
 
 
 @torch.no_grad()

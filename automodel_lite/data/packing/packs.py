@@ -192,7 +192,8 @@ def _joined_spans(array: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.nda
     cache line: 15 us against 35 us for 8,192 tokens of 40 documents anywhere in 40 MB.
     """
     view = array.data
-    return np.frombuffer(b"".join([view[start:stop] for start, stop in spans]), array.dtype)
+    joined = np.frombuffer(b"".join([view[start:stop] for start, stop in spans]), array.dtype)
+    return joined.reshape(-1, *array.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,8 @@ def lay_out_packs(
     # Segments: each document in its slot, and where a pack is not full, padding at its tail.
     if len(tokens["input_ids"]) != num_packs * size:
         lengths, slots, num_segments = _padded(lengths, num_documents, size, slot_multiple)
-    columns = {name: x.reshape(num_packs, size) for name, x in fill_slots(tokens, lengths, slots, padding_idx).items()}
+    filled = fill_slots(tokens, lengths, slots, padding_idx)
+    columns = {name: x.reshape(num_packs, size, *x.shape[1:]) for name, x in filled.items()}
     # One row of segments per pack, filled up to the longest.
     segments = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
     columns["seq_lens"] = _spread(lengths, segments, SEQ_LENS_PADDING, np.int64)
@@ -283,8 +285,8 @@ def _padded(
 
 
 def _spread(values: np.ndarray, places: np.ndarray, filler: float, dtype: Any) -> np.ndarray:
-    """The values, in order, where `places` is True; an array of its shape."""
-    out = np.full(places.shape, filler, dtype)
+    """The values, in order, where `places` is True; an array of its shape, or [*shape, K] of values [n, K]."""
+    out = np.full((*places.shape, *values.shape[1:]), filler, dtype)
     out[places] = values
     return out
 
@@ -321,12 +323,10 @@ def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPac
     packed = ["seq_lens" in row for row in batch]
     if any(packed) and not all(packed):
         raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")
-    rows = batch if all(packed) else _rows_as_documents(batch)
-    dtypes = {name: getattr(torch, COLUMNS[name].batched) for name in COLUMNS if name in rows[0]}
-    collated: dict[str, Any] = {
-        key: _stack_rows(key, [row[key] for row in rows], dtype)
-        for key, dtype in (dtypes | {"position_ids": torch.long}).items()
-    }
+    rows: Sequence[Mapping[str, Any]] = batch if all(packed) else _rows_as_documents(batch)
+    dtypes = {name: getattr(torch, c.batched) for name, c in COLUMNS.items() if any(name in row for row in rows)}
+    dtypes["position_ids"] = torch.long
+    collated: dict[str, Any] = {name: _stack_rows(name, rows, dtype) for name, dtype in dtypes.items()}
     for key in ("seq_lens", "seq_lens_padded"):
         collated[key] = torch.nn.utils.rnn.pad_sequence(
             [torch.as_tensor(row[key], dtype=torch.long) for row in rows],
@@ -349,7 +349,7 @@ def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         num_real = len(ids) if mask is None else int(sum(as_list(mask))) or len(ids)
         packs.append(
             {
-                **{name: values + [padding[name]] * (longest - len(values)) for name, values in columns.items()},
+                **{name: _padded_list(values, longest, padding[name]) for name, values in columns.items()},
                 "position_ids": list(range(longest)),
                 "seq_lens": [num_real],
                 "seq_lens_padded": [longest],
@@ -358,12 +358,19 @@ def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return packs
 
 
-def _stack_rows(key: str, rows: list[Any], dtype: torch.dtype) -> Tensor:
-    """[B, S]."""
-    lengths = sorted({len(row) for row in rows})
+def _padded_list(values: list[Any], length: int, padding: float) -> list[Any]:
+    filler = [padding] * len(values[0]) if values and isinstance(values[0], list) else padding
+    return values + [filler] * (length - len(values))
+
+
+def _stack_rows(name: str, rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> Tensor:
+    """A column [B, S] or [B, S, K]; rows without it (an optional one) get its padding."""
+    lengths = sorted({len(row["input_ids"]) for row in rows})
     if len(lengths) > 1:
-        raise ValueError(f"{key}: packs of a batch must have one length, got {lengths}.")
-    return torch.stack([torch.as_tensor(row, dtype=dtype) for row in rows])
+        raise ValueError(f"{name}: packs of a batch must have one length, got {lengths}.")
+    values = [torch.as_tensor(row[name], dtype=dtype) if name in row else None for row in rows]
+    like = next(value for value in values if value is not None)
+    return torch.stack([torch.full_like(like, COLUMNS[name].padding) if value is None else value for value in values])
 
 
 def as_list(values: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from automodel_lite.data.reading.documents import MEDIA, Document, Message, mayb
 from automodel_lite.data.reading.readers import RawRow, RawRows
 from automodel_lite.data.tokens.token_rows import ID_DTYPE
 from automodel_lite.errors import ConfigError, DataError, did_you_mean
-from automodel_lite.thd import IGNORE_INDEX
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 Normalize = Callable[[RawRow], Document]
 
@@ -32,25 +32,32 @@ Alignment = Literal["aligned", "unshifted"]
 
 
 def tokens(row: dict[str, Any]) -> Document:
-    """`input_ids`, optional `labels`, `loss_mask` (0 = no loss), `attention_mask` (0 = padding, which is cut off)."""
+    """`input_ids`, optional `labels`, `loss_mask` (0 = no loss), `attention_mask` (0 = padding, which is cut off), and
+    `loss_weights`, numbers that stand where the labels do.
+    """
     input_ids = _integers(row, "input_ids")
     labels = _integers(row, "labels", len(input_ids)) if row.get("labels") is not None else None
     if row.get("loss_mask") is not None:
         masked = _integers(row, "loss_mask", len(input_ids)) == 0
         labels = np.where(masked, IGNORE_INDEX, input_ids if labels is None else labels).astype(ID_DTYPE)
+    weights = {"loss_weights": _weights(row, len(input_ids))} if row.get("loss_weights") is not None else {}
     if row.get("attention_mask") is not None:
         real = _integers(row, "attention_mask", len(input_ids)) != 0
         input_ids, labels = input_ids[real], None if labels is None else labels[real]
-    return {"input_ids": input_ids, "labels": labels, "lengths": [len(input_ids)]}
+        weights = {name: values[real] for name, values in weights.items()}
+    return {"input_ids": input_ids, "labels": labels, "lengths": [len(input_ids)], **weights}
 
 
 def packed_tokens(row: dict[str, Any]) -> Document:
-    """A pack: `input_ids`, `labels`, `seq_lens` (real tokens), optional `seq_lens_padded` (slots); taken apart again.
+    """A pack: `input_ids`, `labels`, `seq_lens` (real tokens), optional `seq_lens_padded` (slots) and `loss_weights`;
+    taken apart again.
 
     Padding is left out. The documents are packed again, to the size and by the strategy of the run.
     """
     input_ids = _integers(row, "input_ids")
-    labels = _integers(row, "labels", len(input_ids))
+    columns = {"input_ids": input_ids, "labels": _integers(row, "labels", len(input_ids))}
+    if row.get("loss_weights") is not None:
+        columns["loss_weights"] = _weights(row, len(input_ids))
     lengths = _integers(row, "seq_lens")
     slots = _integers(row, "seq_lens_padded", len(lengths)) if row.get("seq_lens_padded") is not None else lengths
     if (slots < lengths).any() or slots.sum() > len(input_ids):
@@ -61,8 +68,7 @@ def packed_tokens(row: dict[str, Any]) -> Document:
     starts = np.cumsum(slots) - slots
     real = [slice(int(start), int(start + length)) for start, length in zip(starts, lengths)]
     return {
-        "input_ids": np.concatenate([input_ids[part] for part in real] or [input_ids[:0]]),
-        "labels": np.concatenate([labels[part] for part in real] or [labels[:0]]),
+        **{name: np.concatenate([x[part] for part in real] or [x[:0]]) for name, x in columns.items()},
         "lengths": [int(length) for length in lengths],
     }
 
@@ -97,11 +103,24 @@ def align(document: Document) -> Document:
     """Unshifted labels made next-token aligned, document by document."""
     if document["labels"] is None:
         return document
-    labels = np.full_like(document["labels"], IGNORE_INDEX)
-    labels[:-1] = document["labels"][1:]
     lasts = np.cumsum(document["lengths"]) - 1
-    labels[lasts[lasts >= 0]] = IGNORE_INDEX
-    return {**document, "labels": labels}
+    shifted: dict[str, np.ndarray] = {}
+    for name in [name for name in ("labels", "loss_weights") if name in document]:
+        shifted[name] = np.roll(document[name], -1)
+        shifted[name][lasts[lasts >= 0]] = COLUMNS[name].padding
+    return {**document, **shifted}
+
+
+def _weights(row: dict[str, Any], length: int) -> np.ndarray:
+    """Column `loss_weights`; raises DataError for what is no finite number from 0 on, or not one per token."""
+    try:
+        weights = np.asarray(row["loss_weights"], COLUMNS["loss_weights"].stored)
+        is_sound = weights.shape == (length,) and bool((np.isfinite(weights) & (weights >= 0)).all())
+    except (TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise DataError(f"column loss_weights must be a list of {length} numbers from 0 on, one per input id.")
+    return weights
 
 
 def _integers(row: dict[str, Any], column: str, length: int | None = None) -> np.ndarray:
@@ -171,8 +190,8 @@ def text(row: RawRow) -> Document:
 SYSTEM = ("system", "system_prompt")
 CHAT_EXTRAS = ("tools", *SYSTEM)
 FORMATS = (
-    Format("packed", "tokens", ("input_ids", "labels", "seq_lens"), packed_tokens, ("seq_lens_padded",)),
-    Format("tokens", "tokens", ("input_ids",), tokens, ("labels", "loss_mask", "attention_mask")),
+    Format("packed", "tokens", ("input_ids", "labels", "seq_lens"), packed_tokens, ("seq_lens_padded", "loss_weights")),
+    Format("tokens", "tokens", ("input_ids",), tokens, ("labels", "loss_mask", "attention_mask", "loss_weights")),
     Format("messages", "messages", ("messages",), messages, CHAT_EXTRAS),
     Format("sharegpt", "messages", ("conversations",), sharegpt, CHAT_EXTRAS),
     Format("prompt_completion", "prompt_completion", ("prompt", "completion"), prompt_completion, CHAT_EXTRAS),

@@ -2,6 +2,7 @@
 
 input_ids   a b c d │ e f g │ …        int32 [total]
 labels      b c d _ │ f g _ │ …        int32 [total], the target of each position; _ = -100, no loss
+…           optional columns of `thd.COLUMNS`, [total] or [total, K], where the data bring them
 offsets     0         4       7 …      int64 [N + 1]
 lengths     4         3         …      int32 [N]
 
@@ -121,7 +122,9 @@ class TokenRows(Rows):
 
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
-    paths = {name: folder / f"{name}.npy" for name in _stored()}
+    optional = {name for name, column in COLUMNS.items() if column.is_optional}
+    paths = {name: folder / f"{name}.npy" for name in (*COLUMNS, "lengths", "offsets")}
+    paths = {name: path for name, path in paths.items() if name not in optional or path.is_file()}
     arrays = {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
     offsets, lengths = arrays.pop("offsets"), arrays.pop("lengths")
     return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths)
@@ -149,15 +152,18 @@ def check_not_cut(files: Sequence[WholeFile]) -> None:
 def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
     """Rows of lists, arrays or tensors end to end."""
     stream = iter(rows)
-    parts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, column.stored)] for name, column in COLUMNS.items()}
-    lengths, done = [np.zeros(1, np.int64)], 0
+    parts = {name: [np.zeros(0, column.stored)] for name, column in COLUMNS.items() if not column.is_optional}
+    lengths, done, num_tokens = [np.zeros(1, np.int64)], 0, 0
     while batch := list(islice(stream, 1000)):
         widths = [len(row["input_ids"]) for row in batch]
-        for name in parts:
-            if name not in batch[0]:
+        brought = [name for name in COLUMNS if any(name in row for row in batch)]
+        for name in dict.fromkeys([*parts, *brought]):
+            if name not in parts:  # no row before this batch has brought the column
+                parts[name] = [_filled(name, num_tokens)]
+            if name not in brought:
                 parts[name].append(_filled(name, sum(widths)))
                 continue
-            values = [row[name] for row in batch]
+            values = [row[name] if name in row else _filled(name, len(row["input_ids"])) for row in batch]
             for place, (value, width) in enumerate(zip(values, widths)):
                 if len(value) != width:
                     raise DataError(
@@ -166,7 +172,7 @@ def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
                     )
             parts[name].append(_joined(values, COLUMNS[name].stored))
         lengths.append(np.array(widths))
-        done += len(batch)
+        done, num_tokens = done + len(batch), num_tokens + sum(widths)
     columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     return TokenRows(columns, np.cumsum(np.concatenate(lengths)))
 
@@ -213,9 +219,8 @@ def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.nd
     return labels
 
 
-def _stored() -> dict[str, str]:
-    """The arrays of a folder and their dtypes."""
-    return {name: column.stored for name, column in COLUMNS.items()} | {"lengths": "int32", "offsets": "int64"}
+_INDEX = {"lengths": "int32", "offsets": "int64"}
+"""The arrays of a folder that are not per token, and their dtypes."""
 
 
 class RowsWriter:
@@ -224,17 +229,23 @@ class RowsWriter:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._dtypes = _stored()
-        self._files = {name: _open_array(folder / f"{name}.npy", dtype) for name, dtype in self._dtypes.items()}
-        self._hashes = {name: hashlib.sha256() for name in self._files}
+        self._dtypes = {name: column.stored for name, column in COLUMNS.items()} | _INDEX
+        self._files: dict[str, BufferedWriter] = {}
+        self._hashes = {name: hashlib.sha256() for name in self._dtypes}
         self._num_items = dict.fromkeys(self._dtypes, 0)
         self._num_tokens = 0
+        for name, column in COLUMNS.items():
+            if not column.is_optional:
+                self._write(name, _filled(name, 0))
+        self._write("lengths", np.zeros(0, np.int32))
         self._write("offsets", np.zeros(1, np.int64))
 
     def append(self, columns: Mapping[str, np.ndarray], lengths: np.ndarray) -> None:
         """Adds documents that lie end to end in each of `columns` [sum(lengths)]."""
         num_tokens = int(lengths.sum(dtype=np.int64))
-        for name in COLUMNS:
+        for name in [name for name in COLUMNS if name in columns or name in self._files]:
+            if name not in self._files:  # the documents before these came without the column
+                self._write(name, _filled(name, self._num_tokens))
             values = columns[name] if name in columns else _filled(name, num_tokens)
             assert len(values) == num_tokens
             self._write(name, values)
@@ -250,6 +261,8 @@ class RowsWriter:
             self.append({name: x[part] for name, x in rows.columns.items()}, rows.lengths[start:stop])
 
     def _write(self, name: str, values: np.ndarray) -> None:
+        if name not in self._files:
+            self._files[name] = _open_array(self._folder / f"{name}.npy", self._dtypes[name])
         data = np.ascontiguousarray(values, self._dtypes[name]).data
         self._files[name].write(data)
         self._hashes[name].update(data)
@@ -259,7 +272,7 @@ class RowsWriter:
         for name, file in self._files.items():
             _finish_array(file, self._num_items[name], self._dtypes[name])
         whole = self._hashes["offsets"]
-        for name in COLUMNS:
+        for name in [name for name in COLUMNS if name in self._files]:
             whole.update(self._hashes[name].digest())
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 
@@ -360,19 +373,17 @@ class Findings:
 class Chunk:
     """Rows of some documents, end to end, those that train nothing left out."""
 
-    input_ids: np.ndarray  # int32 [total]
-    labels: np.ndarray  # int32 [total]
+    columns: Mapping[str, np.ndarray]  # of thd.COLUMNS, [total, ...]
     lengths: np.ndarray  # int64 [N]
     found: Findings
 
 
-def check_rows(
-    input_ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, stop_ids: Set[int], found: Findings
-) -> Chunk:
+def check_rows(columns: Mapping[str, np.ndarray], lengths: np.ndarray, stop_ids: Set[int], found: Findings) -> Chunk:
     """Leaves out rows without a label; counts those where all is trained on, or that train no stop token last.
 
     found: in the reading of the documents that the rows were made of.
     """
+    input_ids, labels = columns["input_ids"], columns["labels"]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     has_label = labels != IGNORE_INDEX
     num_labels = np.diff(np.concatenate([[0], np.cumsum(has_label)])[offsets])
@@ -402,7 +413,7 @@ def check_rows(
         fully_masked=first(~kept & (lengths > 0)),
         unstopped=first(unstopped),
     )
-    return Chunk(input_ids[kept_tokens], labels[kept_tokens], lengths[kept], found)
+    return Chunk({name: values[kept_tokens] for name, values in columns.items()}, lengths[kept], found)
 
 
 def _last_labels(labels: np.ndarray, has_label: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -45,11 +45,13 @@ from automodel_lite.data.tokens.token_rows import (
     TokenRows,
     check_rows,
     check_set,
+    flatten,
     load_rows,
     next_token_labels,
 )
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
+from automodel_lite.thd import COLUMNS
 
 CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenizes about that many
@@ -185,19 +187,20 @@ class ChunkTokenizer:
 
     def encode(self, rendered: Rendered) -> Chunk:
         if rendered.tokens:
-            rows = _token_rows(rendered.tokens)
+            columns, lengths = _token_rows(rendered.tokens)
         else:
             encoded = self._encoder.encode(rendered.renderings)
-            rows = encoded.input_ids, encoded.labels, encoded.lengths
+            columns, lengths = {"input_ids": encoded.input_ids, "labels": encoded.labels}, encoded.lengths
         num_bad, num_split_chats = len(rendered.errors), rendered.num_split_chats
         counts = RowCounts(rendered.num_documents, num_bad=num_bad, num_split_chats=num_split_chats)
         found = Findings(counts, first_error=next(iter(rendered.errors), ""))
-        return check_rows(*rows, self._renderer.stop_ids, found)
+        return check_rows(columns, lengths, self._renderer.stop_ids, found)
 
 
-def _token_rows(documents: list[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    input_ids, labels = (np.concatenate([document[name] for document in documents]) for name in ("input_ids", "labels"))
-    return input_ids, labels, np.array([n for document in documents for n in document["lengths"]], np.int64)
+def _token_rows(documents: list[Document]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The columns of documents that came as tokens, end to end, and the lengths of their rows."""
+    rows = flatten({name: document[name] for name in COLUMNS if name in document} for document in documents)
+    return dict(rows.columns), np.array([n for document in documents for n in document["lengths"]], np.int64)
 
 
 def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Document:
@@ -279,10 +282,9 @@ def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
     """Token rows of a set that need no cache; checked as those of a file are."""
     chunks = list(tokenize_chunks(rows, job))
     check_set("train", "messages", sum((chunk.found for chunk in chunks), Findings()), job.settings, job.tokenizer)
-    input_ids, labels, lengths = (
-        np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("input_ids", "labels", "lengths")
-    )
-    return TokenRows({"input_ids": input_ids, "labels": labels}, np.concatenate([[0], np.cumsum(lengths)]))
+    columns = flatten(chunk.columns for chunk in chunks).columns
+    lengths = np.concatenate([chunk.lengths for chunk in chunks])
+    return TokenRows(columns, np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def tokenize_validation(
@@ -358,7 +360,7 @@ class _Set:
         with Progress(f"tokenizing {self.name}", len(self.job.documents(self.rows)), "documents") as progress:
             for chunk in tokenize_chunks(self.rows, self.job):
                 progress.add(chunk.found.counts.num_documents)
-                writer.append({"input_ids": chunk.input_ids, "labels": chunk.labels}, chunk.lengths)
+                writer.append(chunk.columns, chunk.lengths)
                 found += chunk.found
         writer.close()
         if self.job.settings.shard is None:
@@ -403,6 +405,7 @@ def _key(identity: str, job: Job) -> Key:
         "on_bad_row": settings.on_bad_row,
         "max_bad_frac": str(settings.max_bad_frac),
         "rules": RULES_VERSION,
+        "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }
 
 

@@ -21,7 +21,7 @@ TWO = [
 
 @pytest.fixture(autouse=True)
 def _weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COLUMNS, "weights", Column("float32", "float32", -1.0))
+    monkeypatch.setitem(COLUMNS, "weights", Column("float32", "float32", -1.0, is_optional=False))
 
 
 def test_a_new_column_is_written_packed_and_collated(tmp_path: Path) -> None:
