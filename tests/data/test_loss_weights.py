@@ -26,7 +26,7 @@ from tests.data.templates import MARKED, byte_tokenizer
 
 _ = -100
 WEIGHTED = {"input_ids": [1, 2, 3, 4], "labels": [_, 3, 4, _], "loss_weights": [1.0, 3.0, 0.5, 1.0]}
-PLAIN = {"input_ids": [5, 6, 7], "labels": [6, 7, _]}
+PLAIN = {"input_ids": [5, 6, 7], "labels": [_, 7, _]}
 
 
 def tokenized(folder: Path, *rows: dict[str, Any]) -> TokenRows:
@@ -45,7 +45,7 @@ def batch_of(rows: TokenRows, size: int = 8) -> ThdBatch:
 def test_weights_of_a_file_reach_the_batch(tmp_path: Path) -> None:
     batch = batch_of(tokenized(tmp_path, WEIGHTED, PLAIN))
     assert batch.columns["loss_weights"].tolist() == [1.0, 3.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert batch.num_label_tokens == 3.5 + 2
+    assert batch.num_label_tokens == 3.5 + 1
 
 
 def test_weights_go_with_unshifted_labels(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_rows_without_weights_have_no_column(tmp_path: Path) -> None:
     assert list(rows.columns) == ["input_ids", "labels"]
     batch = batch_of(rows)
     assert batch.columns == {}
-    assert batch.num_label_tokens == 2
+    assert batch.num_label_tokens == 1
 
 
 def test_a_later_row_may_be_the_first_with_weights() -> None:
