@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,25 @@ class PeerError(ConfigError):
 
 class RunStoppedError(RuntimeError):
     """A run that cannot go on, and why, in a sentence that needs no traceback."""
+
+
+LOST_PEER = re.compile(
+    r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|DistBackend", re.IGNORECASE
+)
+CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Returns whether this rank only noticed that another one is gone."""
+    # by name, as torch is not imported here: an error in the settings need not wait for it
+    is_distributed = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return is_distributed or (isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error))))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether memory ran out: on a GPU that has a type of its own, on CPU torch raises RuntimeError."""
+    has_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return has_type or bool(CPU_MEMORY.search(str(error)))
 
 
 def one_line(error: object, limit: int = 300) -> str:

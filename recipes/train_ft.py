@@ -29,7 +29,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
 from automodel_lite.data.feeding.source import Cursor
 from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
-from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError, one_line
+from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError, is_lost_peer, is_out_of_memory, one_line
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.generate import load_generator
@@ -46,8 +46,6 @@ from automodel_lite.run.failures import (
     StepNumbers,
     Watchdog,
     are_finite,
-    is_lost_peer,
-    is_out_of_memory,
     recorded,
 )
 from automodel_lite.run.folder import RunFolder, plain

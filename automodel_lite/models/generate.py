@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, is_out_of_memory, one_line
 from automodel_lite.interpreter import Deadline
 from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
 
@@ -181,6 +181,8 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
     try:
         model: transformers.PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a damaged file makes of its reader
+        if is_out_of_memory(error):
+            raise
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise _cannot_load(folder, "model", error) from error
         raise ConfigError(f"{folder} runs its own code: review it, and allow it with --trust-remote-code.") from None

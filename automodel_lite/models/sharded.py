@@ -24,13 +24,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import modeling_utils
+from transformers import core_model_loading, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.checkpoints import converting_exactly, replaced
 from automodel_lite.seed import derive_seed
 
 Spread = Callable[[transformers.PreTrainedModel], None]
@@ -41,8 +42,10 @@ class CannotReadSlicesError(Exception):
     """This family's checkpoints fuse or split weights along the dim that is sharded."""
 
 
-def load_shards(load: Callable[..., Any], spread: Spread) -> Any:
-    """`load(**more)`, a call of `from_pretrained`, with its model sharded by `spread` before weights are read.
+def load_shards(load: Callable[..., Any], spread: Spread, device: torch.device) -> Any:
+    """Calls `load(**more)`, which is `from_pretrained`, with its model sharded by `spread` before weights are read.
+
+    device  holds the shards: the mesh's, or the host under mesh.cpu_offload
 
     Raises CannotReadSlicesError before anything is read, ConfigError for weights that are tied in the config only.
     """
@@ -56,8 +59,15 @@ def load_shards(load: Callable[..., Any], spread: Spread) -> Any:
         spread(model)
         return model
 
-    hooks = _replaced(transformers.PreTrainedModel, "maybe_distribute_model", classmethod(shard))
-    with hooks, _replaced(modeling_utils, "safe_open", _open_rows):
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(converting_exactly())
+        for owner, name, function in (
+            (transformers.PreTrainedModel, "maybe_distribute_model", classmethod(shard)),
+            (modeling_utils, "safe_open", _open_rows),
+            (modeling_utils, "_dtensor_from_local_like", partial(hold_shard, device)),
+            (core_model_loading, "_dtensor_from_local_like", partial(hold_shard, device)),
+        ):
+            hooks.enter_context(replaced(owner, name, function))
         loaded = load(distributed_config=DistributedConfig(tp_size=1, fsdp_size=1))  # the engine itself shards nothing
     model = loaded[0]
     del model.config.distributed_config
@@ -68,6 +78,13 @@ def load_shards(load: Callable[..., Any], spread: Spread) -> Any:
                 "model.config.tie_word_embeddings=false."
             )
     return loaded
+
+
+def hold_shard(device: torch.device, local: Tensor, ref: DTensor) -> DTensor:
+    """Wraps this rank's part of `ref`, on `device`. `DTensor.from_local`, which transformers calls, moves it to the
+    device of the mesh: the GPU that mesh.cpu_offload finds too small.
+    """
+    return DTensor(local.to(device).contiguous(), ref._spec, requires_grad=local.requires_grad)
 
 
 class RowFile:
@@ -163,7 +180,7 @@ def described_shards(
         later.append(partial(_initialize, model, model, device, written))
         model.tie_weights(recompute_mapping=False)
 
-    with _replaced(transformers.PreTrainedModel, "init_weights", initialize), _Postponed(later), torch.device("meta"):
+    with replaced(transformers.PreTrainedModel, "init_weights", initialize), _Postponed(later), torch.device("meta"):
         model = make()
     spread(model)
     return model, later
@@ -320,18 +337,3 @@ def _works_inside_dim_0(operation: ConversionOps) -> bool:
     if isinstance(operation, MergeModulelist):
         return operation.dim == 0
     return isinstance(operation, Concatenate) and operation.dim > 0
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """transformers has these as methods that a model may override; here all models do, for as long as one is made."""
-    inherited = name not in vars(owner)
-    original = vars(owner).get(name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)

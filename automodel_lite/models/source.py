@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
-from automodel_lite.errors import ConfigError, did_you_mean, one_line
+from automodel_lite.errors import ConfigError, did_you_mean, is_lost_peer, is_out_of_memory, one_line
 from automodel_lite.models.layers import freeze_towers, local
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class CausalLM:
         try:
             if quantization_of(config):
                 raise CannotReadSlicesError  # blocks and their scales do not lie along the shards
-            return _load(self.pretrained, config, self.source, spread_text).train()
+            return _load(self.pretrained, config, self.source, spread_text, device).train()
         except CannotReadSlicesError:
             lm = self.build(tokenizer)  # whole on each rank
             spread(lm)
@@ -414,9 +414,13 @@ def _not_there(source: str, error: OSError) -> ConfigError:
 
 
 def _load(
-    source: str, config: PretrainedConfig, more: dict[str, Any], spread: Spread | None = None
+    source: str,
+    config: PretrainedConfig,
+    more: dict[str, Any],
+    spread: Spread | None = None,
+    device: torch.device | None = None,
 ) -> transformers.PreTrainedModel:
-    """The whole model, or with `spread` each rank's shards of it."""
+    """Loads the whole model, or with `spread` each rank's shards of it, which are held on `device`."""
     quantization = quantization_of(config)
     if quantization and "quantization_config" not in more:
         more = {**more, "quantization_config": _dequantizing(quantization)}
@@ -435,9 +439,13 @@ def _load(
         if spread:
             from automodel_lite.models.sharded import load_shards
 
-            model, report = load_shards(read, spread)
+            assert device is not None
+            model, report = load_shards(read, spread, device)
         else:
-            model, report = read()
+            from automodel_lite.models.checkpoints import converting_exactly  # with the models' code
+
+            with converting_exactly():
+                model, report = read()
     except OSError as error:
         raise _not_there(source, error) from None
     except SafetensorError as error:
@@ -445,6 +453,8 @@ def _load(
             f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): download them again."
         ) from None
     except RuntimeError as error:  # shapes that do not fit
+        if is_out_of_memory(error) or is_lost_peer(error):
+            raise  # no setting is at fault: these have exit codes of their own, and a job may start again
         raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)

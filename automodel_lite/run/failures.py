@@ -40,12 +40,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from automodel_lite.errors import ConfigError, DataError, RunStoppedError, one_line
+from automodel_lite.errors import (
+    CPU_MEMORY,
+    ConfigError,
+    DataError,
+    RunStoppedError,
+    is_lost_peer,
+    is_out_of_memory,
+    one_line,
+)
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.peers import Control
 from automodel_lite.redact import scrub
@@ -158,11 +165,7 @@ def _ordinal(number: int) -> str:
 
 
 _WAIT_FOR_CAUSE_S = 5.0
-_LOST_PEER = re.compile(
-    r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|store->|DistBackend", re.IGNORECASE
-)
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid")  # raised in the middle of whatever the rank is doing
-_CPU_MEMORY = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
 
 Place = tuple[int | None, str | None]
@@ -214,22 +217,10 @@ def _sentence(error: Exception, rank: int, doing: str) -> str:
     return f"rank {rank}, {doing}: {type(error).__name__}: {error}"
 
 
-def is_lost_peer(error: BaseException) -> bool:
-    """Did this rank only notice that another one is gone?"""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
-    )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """On a GPU it has a type of its own, on CPU torch raises RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(_CPU_MEMORY.search(str(error)))
-
-
 def out_of_memory(error: BaseException, rank: int, doing: str, memory: str) -> str:
     """What was tried, what the memory held, and what to change."""
     text = one_line(error, 400)
-    if cpu := _CPU_MEMORY.search(text):
+    if cpu := CPU_MEMORY.search(text):
         text = f"tried to allocate {int(cpu[1]) / 2**30:.2f} GiB."
     lines = [f"out of memory on rank {rank} ({socket.gethostname()}), {doing}: {text}"]
     if torch.cuda.is_available() and torch.cuda.is_initialized():

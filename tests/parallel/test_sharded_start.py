@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,11 +29,13 @@ from automodel_lite.run.export import export
 from automodel_lite.seed import seed_all
 from automodel_lite.training.build import assemble, build_model, check_model
 from automodel_lite.training.plan import build_parts
+from benchmarks.survey_models import save
+from benchmarks.tiny_models import random_model
 from tests.attention.families import FAMILIES, VOCAB, documents, stream
 from tests.attention.hybrids import HYBRIDS
 from tests.parallel.test_matrix import fsdp_parameters, loss_model
 from tests.ranks import run_ranks
-from tests.runs import config_of
+from tests.runs import QUICK, config_of, losses, train
 
 ALONE = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
 
@@ -296,6 +298,29 @@ def test_experts_fewer_than_ranks_are_those_of_one_process(tmp_path: Path, check
     configs = [(config_of("smoke", tmp_path, *overrides), torch.float32) for overrides in (fused, drawn)]
     for differences in run_ranks(largest_difference, 4, configs):
         assert differences == [0.0, 0.0]
+
+
+def test_a_rank_without_an_expert(tmp_path: Path) -> None:
+    """Chunks of two: loaded from files with one weight an expert, trained, saved, resumed and exported."""
+    config = FAMILIES["qwen3_moe"]()
+    config.num_experts = 6
+    torch.manual_seed(0)
+    save(random_model(config), tmp_path / "model")
+    rows = (tmp_path / "documents.jsonl").read_text()
+    (tmp_path / "documents.jsonl").write_text(rows * 8)
+    settings = ["name=six", f"model.pretrained={tmp_path}/model", f"dataset.path={tmp_path}/documents.jsonl"]
+    configs = [(config_of("finetune", tmp_path / "load", *settings), torch.float32)]
+    assert run_ranks(largest_difference, 4, configs) == [[0.0]] * 4
+    settings += ["dataset.labels=aligned", "tokenize.train_on=all", "packed_sequence.packed_sequence_size=48", *QUICK]
+    settings += ["training.num_epochs=null", "optimizer.lr=1e-4", "checkpoint.export_hf=true", "lr_scheduler=constant"]
+    found = {world: train("finetune", tmp_path / f"{world}", *settings, world_size=world) for world in (1, 4)}
+    for one, four in zip(*map(losses, found.values()), strict=True):
+        assert four == pytest.approx(one, rel=1e-4)
+    whole, shards = (load_file(tmp_path / f"{world}/hf/model.safetensors") for world in (1, 4))
+    assert whole.keys() == shards.keys()
+    assert sum("experts." in name for name in whole) == 2 * 6 * 3
+    for name, value in whole.items():
+        torch.testing.assert_close(shards[name].float(), value.float(), atol=2e-3, rtol=1e-2)
 
 
 INDICES = [..., slice(1, 5), (slice(2, 9),), (slice(3, None), slice(4, 7)), (slice(None), slice(0, 2)), slice(4, 4)]

@@ -344,3 +344,16 @@ def test_long_packs_are_held_in_tiles_and_on_the_host() -> None:
     assert tiled.peaks["backward"] < whole.peaks["backward"] - 3 * 1024 * 512 * 2  # three of 1,024 x 512 in bf16
     offloaded = world(1, 1, 2, overrides=("training.activation_checkpointing=offload", "mesh.cp_exchange=ring"))
     assert offloaded.peaks["forward"] <= whole.peaks["forward"] - (LAYERS - 1) * 1024 * 256 * 2
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(6, 4), (160, 64)])
+def test_ranks_without_an_expert_are_counted(experts: int, ranks: int) -> None:
+    """160 experts in chunks of 3 fill 54 ranks of 64; rank 0 holds 3 of them."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": LAYERS, "vocab_size": 2048}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = transformers.Qwen3MoeConfig(num_experts=experts, num_experts_per_tok=2, **sizes, **heads)
+    asked = (f"mesh.dp_shard={ranks}", f"training.global_batch_size={ranks}")
+    found = simulate(parts(*asked), model, MeshShape(1, ranks, 1))
+    of_experts = 4 * LAYERS * 3 * 64 * 32 * -(-experts // ranks)
+    dense = model_size(model).parameters - LAYERS * experts * 3 * 64 * 32
+    assert found.weights == pytest.approx(of_experts + 4 * dense / ranks, rel=0.02)

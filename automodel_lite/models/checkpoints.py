@@ -1,0 +1,100 @@
+"""Mends, for as long as a checkpoint is read, what transformers' converters of weights do not meet.
+
+blocks of fp8 at ragged ends    576 rows in blocks of 128 have 5 rows of scales, the last one for 64 rows
+ranks without an expert         6 experts over 4 ranks lie as 2, 2, 2, 0
+errors in a converter           are named, where transformers refers to a report that is not shown
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import modeling_utils
+from transformers.core_model_loading import WeightConverter
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from automodel_lite.errors import CPU_MEMORY, ConfigError, one_line
+
+FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+@contextlib.contextmanager
+def converting_exactly() -> Iterator[None]:
+    """Inside, checkpoints are converted as their config describes them, and failures name their weight."""
+    with (
+        replaced(Fp8Dequantize, "_dequantize_one", _dequantize),
+        replaced(WeightConverter, "convert", _convert),
+        replaced(modeling_utils, "log_state_dict_report", _raise_conversion_error),
+    ):
+        yield
+
+
+_dequantize_by_grid = Fp8Dequantize._dequantize_one
+_convert_all = WeightConverter.convert
+_report = modeling_utils.log_state_dict_report
+
+
+def _dequantize(op: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+    """Dequantizes fp8 weights by `weight_block_size` of their config. transformers divides the weight evenly over the
+    scales: 24 rows in blocks of 16 become two blocks of 12, without an error.
+    """
+    block = op.hf_quantizer.quantization_config.weight_block_size
+    if quantized.dtype not in FP8_DTYPES or not block or scales.numel() == 1:
+        return _dequantize_by_grid(op, quantized, scales, output_dtype)  # type: ignore[no-any-return]
+    num_blocks = [-(-size // step) for size, step in zip(quantized.shape[-2:], block)]
+    if list(scales.shape[-2:]) != num_blocks:
+        raise ValueError(
+            f"a weight of {list(quantized.shape)} in blocks of {block} has {num_blocks} scales, and the checkpoint "
+            f"holds {list(scales.shape[-2:])}."
+        )
+    scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
+    weight = quantized.float()
+    # One row of blocks at a time: the scales of all elements would be as large as the weight.
+    for rows, scale in zip(weight.split(block[0], -2), scales.unbind(-2)):
+        rows *= scale.repeat_interleave(block[1], -1)[..., None, : weight.shape[-1]]
+    return weight.to(output_dtype or torch.bfloat16)
+
+
+def _convert(converter: WeightConverter, layer_name: str, model: Any = None, **more: Any) -> dict[str, Any]:
+    """Converts as transformers does; a rank that holds no expert has nothing to stack, and gets its empty shard."""
+    owner, _, last = layer_name.rpartition(".")
+    shard: Any = vars(model.get_submodule(owner))["_parameters"].get(last) if model is not None else None
+    is_empty = isinstance(shard, DTensor) and shard.numel() and not shard.to_local().numel()
+    if is_empty and len(converter.target_patterns) == 1:
+        converter.materialize_tensors()  # none: other ranks take them
+        return {layer_name: torch.empty_like(shard.to_local(), device="cpu")}
+    return _convert_all(converter, layer_name, model=model, **more)
+
+
+def _raise_conversion_error(*, pretrained_model_name_or_path: str, loading_info: Any, **more: Any) -> None:
+    for name, text in loading_info.conversion_errors.items():
+        if "OutOfMemoryError" in text or CPU_MEMORY.search(text):
+            raise torch.OutOfMemoryError(f"while {name} was converted: {one_line(text[-300:])}")
+        reason = text.partition("\nError: ")[0].strip().splitlines()[-1]
+        raise ConfigError(
+            f"model.pretrained={pretrained_model_name_or_path}: the weight {name} cannot be converted: "
+            f"{one_line(reason)}"
+        )
+    _report(pretrained_model_name_or_path=pretrained_model_name_or_path, loading_info=loading_info, **more)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Replaces `owner.name` inside. transformers has some of these as methods that a model may override; here all
+    models do, for as long as one is made.
+    """
+    inherited = name not in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
