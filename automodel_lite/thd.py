@@ -15,6 +15,8 @@ Documents of similar length share a tensor, which bounds the padding.
     (documents of 5, 2, 4)         [7 8 9 10 10]
                                    [5 6 6 6 6]      to_stream[t]: where token t is in the flattened rows
 
+A document may be a tree of rows that share their beginning (paths.py): its positions go back where it branches.
+
 Legend: T tokens of the stream, N documents (slots), B rows, S row length, H heads, D head dim.
 """
 
@@ -27,6 +29,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from automodel_lite.paths import Nodes, find_nodes
 
 FREE_PADDING_TOKENS, FREE_PADDING_FRAC = 256, 0.1
 """Padding that a tensor of rows may hold: so many tokens, or so much of it. One more tensor is one more call of the
@@ -65,11 +69,23 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, T
 
 
 @dataclass(frozen=True)
+class TreeRows(Tensors):
+    """paths  int64 [Tk]: places in the stream, the path of each node one after the other
+    own    int64 [T]: where each token of the stream is among them
+    """
+
+    paths: Tensor
+    own: Tensor
+
+
+@dataclass(frozen=True)
 class DocumentRows(Tensors):
     """rows       int64 [n, L] each: positions in the stream; behind its end, a document's last position is repeated
     to_stream  int64 [T]: where each position of the stream is in all rows, flattened one after the other
     cu_seqlens int32 [N + 1] and seq_idx int32 [1, T] (the document of each token): what kernels of packages want
     cu_host    cu_seqlens, never mapped: some of those kernels read it on the host
+    tree       where documents branch; the rows are those of the trees then, and `cu_seqlens` and `seq_idx` describe the
+               paths of the tree, one after the other
     """
 
     rows: tuple[Tensor, ...]
@@ -77,6 +93,7 @@ class DocumentRows(Tensors):
     cu_seqlens: Tensor
     seq_idx: Tensor
     cu_host: Tensor = field(metadata=_ON_HOST)
+    tree: TreeRows | None = None
 
     @cached_property
     def document(self) -> Tensor:
@@ -93,8 +110,13 @@ class DocumentRows(Tensors):
         return out.index_select(0, self.to_stream)
 
 
-def document_rows(cu_seqlens: Tensor) -> DocumentRows:
-    """The rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host)."""
+def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRows:
+    """The rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host), or of its trees."""
+    if nodes is not None:
+        # Each path is a document of its own; what a shared token becomes is taken from the path that it belongs to.
+        of_paths, own = document_rows(cumulative(nodes.path_lens)), nodes.own
+        rows, to_stream = tuple(nodes.paths[x] for x in of_paths.rows), of_paths.to_stream[own]
+        return replace(of_paths, rows=rows, to_stream=to_stream, tree=TreeRows(nodes.paths, own))
     starts, lens = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     document = torch.repeat_interleave(lens)
     order = lens.argsort(descending=True, stable=True)
@@ -207,6 +229,20 @@ class AttentionInputs(NamedTuple):
     options: AttentionOptions
 
 
+@dataclass(frozen=True)
+class TreeKeys(Tensors):
+    """The keys of a stream with trees. Segment i of the queries is a node; segment i of the keys is its path.
+
+    paths     int64 [Tk]: places in the stream of the keys of all segments
+    until     int64 [T]: the same in one integer per key, query i sees key j if j <= i < until[j]
+    position  int64 [T]: place of each token on its path
+    """
+
+    paths: Tensor
+    until: Tensor
+    position: Tensor
+
+
 class Exchange(Protocol):
     """What context parallelism does around the kernel of each attention layer."""
 
@@ -221,10 +257,12 @@ class Exchange(Protocol):
 class AttentionPlan(Tensors):
     """segments  what this rank's kernel works on
     exchange  what to do around it; None without context parallelism
+    tree      whose keys the kernel gets; None where no document branches, or where the exchange gathers its paths
     """
 
     segments: Segments
     exchange: Exchange | None = None
+    tree: TreeKeys | None = None
 
     @cached_property
     def _cuts(self) -> dict[int, Segments]:
@@ -237,6 +275,15 @@ class AttentionPlan(Tensors):
         if chunk not in self._cuts:
             self._cuts[chunk] = cut_at_chunks(self.segments, chunk)
         return self._cuts[chunk]
+
+
+def attention_of(nodes: Nodes | None, cu_padded: Tensor, max_seqlen: int, position_ids: Tensor) -> AttentionPlan:
+    """The plan of a whole stream."""
+    if nodes is None:
+        return AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen))
+    lens = nodes.end - nodes.start
+    own = Segments(cumulative(lens), cumulative(nodes.path_lens), int(lens.max()), int(nodes.path_lens.max()))
+    return AttentionPlan(own, tree=TreeKeys(nodes.paths, nodes.until, position_ids))
 
 
 def cut_at_chunks(segments: Segments, chunk: int) -> Segments:
@@ -376,6 +423,8 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         )
     cu_padded = cumulative(slots)
     max_seqlen = int(slots.max())
+    positions = batch["position_ids"].reshape(-1)
+    nodes = find_nodes(cu_padded, positions, lens)
     label_rows = labeled_rows(batch["labels"].reshape(-1))
     columns = {name: batch[name].flatten(0, 1) for name, c in COLUMNS.items() if c.is_optional and name in batch}
     weights = columns.get("loss_weights")
@@ -388,8 +437,8 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         max_seqlen=max_seqlen,
         num_tokens=int(lens.sum()),
         num_label_tokens=len(label_rows) if weights is None else float(weights[label_rows].sum(dtype=torch.float64)),
-        attention=AttentionPlan(Segments(cu_padded, cu_padded, max_seqlen, max_seqlen)),
-        mixers=MixerPlan(document_rows(cu_padded)) if with_mixers else None,
+        attention=attention_of(nodes, cu_padded, max_seqlen, positions),
+        mixers=MixerPlan(document_rows(cu_padded, nodes)) if with_mixers else None,
         columns=columns,
     )
 

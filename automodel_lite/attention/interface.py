@@ -26,8 +26,9 @@ from automodel_lite.attention.documents import NOW, hold_documents, install_mixe
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.positions import install_rotations, refuse_rotations, scale_queries
 from automodel_lite.attention.spec import UNPACKED, AttentionSpec, has_attention, layer_chunk, layer_window
+from automodel_lite.attention.trees import over_tree
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, stream_of
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, TreeKeys, stream_of
 
 
 def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSpec]) -> tuple[AttentionKernel, str]:
@@ -104,6 +105,10 @@ class KernelByKind:
         """See `BlockKernel`."""
         return self._of(inputs).block_backward(inputs, *of_block)  # type: ignore[no-any-return]
 
+    def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
+        """See `TreeKernel`."""
+        return over_tree(self._of(inputs), tree, is_cut=False)(*inputs)
+
     def _of(self, inputs: AttentionInputs) -> Any:
         q_THD, _, v_THD, _, options = inputs
         kind = replace(
@@ -166,7 +171,8 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
         inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))
-        out = kernel(*inputs) if plan.exchange is None else plan.exchange.attend(kernel, inputs)
+        attend = kernel if plan.tree is None else over_tree(kernel, plan.tree, is_cut=chunk is not None)
+        out = attend(*inputs) if plan.exchange is None else plan.exchange.attend(attend, inputs)
         return out[None], None
 
     return forward

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -201,7 +201,8 @@ def split_at_documents(plan: MixerPlan) -> Callable[[Call], Any]:
     def run(call: Call) -> Any:
         if call.name not in FUSED:
             return _split(call, FUNCTIONS[call.name], plan)
-        if plan.exchange is not None or not takes_boundaries(call.function, FUSED[call.name]):
+        is_split_up = plan.exchange is not None or plan.stream.tree is not None
+        if is_split_up or not takes_boundaries(call.function, FUSED[call.name]):
             return None
         return call.again(seq_idx=plan.stream.seq_idx)
 
@@ -229,10 +230,12 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
 
     ours = packed_function(call.function, call.name)
     if takes_boundaries(call.function, layout.boundary):
-        out = mix([x[None] for x in streams], **_boundaries(layout, plan.stream)).squeeze(0)
+        on_stream = functools.partial(mix, **_boundaries(layout, plan.stream))
+        out = _on_paths(plan.stream, streams, lambda xs: on_stream([x[None] for x in xs]).squeeze(0))
     elif ours is not None:
-        known = {name: value for name, value in arguments.items() if name in _parameters(ours)}
-        out = ours(plan.stream.document, **known | dict(zip(given, streams)) | weights)
+        known = {name: value for name, value in arguments.items() if name in _parameters(ours)} | weights
+        document = plan.stream.document
+        out = _on_paths(plan.stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs))))
         returns_states = layout.has_states
     else:
         out = plan.stream.each(mix, streams)
@@ -241,6 +244,15 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     out = _laid_out(out[None], *places[0])
     out = out.contiguous() if places[0] == _HEADS else out  # callers take views of it
     return (out, None) if returns_states else out
+
+
+def _on_paths(
+    rows: DocumentRows, streams: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]
+) -> Tensor:
+    """`function` of streams [T, ...]; where documents branch, on all of their paths, one after the other."""
+    if rows.tree is None:
+        return function(streams)
+    return function([x.index_select(0, rows.tree.paths) for x in streams]).index_select(0, rows.tree.own)
 
 
 def _boundaries(layout: Layout, rows: DocumentRows) -> dict[str, Any]:
