@@ -115,8 +115,12 @@ def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRow
     if nodes is not None:
         # Each path is a document of its own; what a shared token becomes is taken from the path that it belongs to.
         of_paths, own = document_rows(cumulative(nodes.path_lens)), nodes.own
-        rows, to_stream = tuple(nodes.paths[x] for x in of_paths.rows), of_paths.to_stream[own]
-        return replace(of_paths, rows=rows, to_stream=to_stream, tree=TreeRows(nodes.paths, own))
+        return replace(
+            of_paths,
+            rows=tuple(nodes.paths[x] for x in of_paths.rows),
+            to_stream=of_paths.to_stream[own],
+            tree=TreeRows(nodes.paths, own),
+        )
     starts, lens = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     document = torch.repeat_interleave(lens)
     order = lens.argsort(descending=True, stable=True)
@@ -352,12 +356,15 @@ class MixerPlan(Tensors):
 class ThdBatch(Tensors):
     """One micro-batch of one rank.
 
+    A document may be a tree of rows that share their beginning (paths.py), depth first: `position_ids` are those of the
+    rows and go back where a branch begins. Whatever counts documents counts a tree as one.
+
     input_ids, labels, position_ids  int64 [T], this rank's tokens (T / cp of them after `cp_shard`); labels are
                        next-token aligned (`labels[i]` is the target of position i), IGNORE_INDEX carries no loss
     label_rows         int64 [R], this rank's positions that carry a label; found on the host, because their number is
                        a shape: a GPU would have to be waited for
-    document_lens      int32 [T], the real length of each token's document in the whole stream, 0 for padding behind
-                       the last: what rotations choose their frequencies by
+    document_lens      int32 [T], the real length of each token's document (of the longest row of a tree) in the whole
+                       stream, 0 for padding behind the last: what rotations choose their frequencies by
     cu_seqlens         int32 [N + 1], running count of real tokens of the whole stream
     cu_seqlens_padded  int32 [N + 1], slot boundaries in the whole stream
     max_seqlen         widest slot of the whole stream, in tokens
@@ -431,7 +438,7 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     return ThdBatch(
         **{name: batch[name].reshape(-1) for name in PER_TOKEN},
         label_rows=label_rows,
-        document_lens=lens.to(torch.int32).repeat_interleave(slots),
+        document_lens=_longest_rows(lens, slots, positions, nodes).to(torch.int32).repeat_interleave(slots),
         cu_seqlens=cumulative(lens),
         cu_seqlens_padded=cu_padded,
         max_seqlen=max_seqlen,
@@ -441,6 +448,17 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
         mixers=MixerPlan(document_rows(cu_padded, nodes)) if with_mixers else None,
         columns=columns,
     )
+
+
+def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor, nodes: Nodes | None) -> Tensor:
+    """int64 [N]: tokens of each document, or of the longest row of a tree."""
+    if nodes is None:
+        return lens
+    document = torch.repeat_interleave(slots)
+    starts = slots.cumsum(0) - slots
+    is_real = torch.arange(len(document)) - starts[document] < lens[document]
+    places = torch.where(is_real, positions - positions[starts.clamp(max=len(positions) - 1)][document] + 1, 0)
+    return torch.zeros_like(lens).scatter_reduce(0, document, places, "amax")
 
 
 def stream_of(documents: Iterable[Tensor], device: torch.device | str = "cpu") -> ThdBatch:

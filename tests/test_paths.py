@@ -50,9 +50,11 @@ def test_random_trees_hold_their_rows(seed: int) -> None:
     """Paths spell the rows, labels too, and `until` hides exactly what is on no path to the query."""
     r = random.Random(seed)
     rows = random_rows(r, 9, r.randint(1, 6), 5)
-    ids, labels, positions, _ = tree_of(rows)
+    ids, _, positions, _ = tree_of(rows)
     nodes = find_nodes(torch.tensor([0, len(ids)]), torch.tensor(positions))
-    paths = [list(range(len(ids)))] if nodes is None else [x.tolist() for x in nodes.paths.split(nodes.path_lens.tolist())]
+    paths = (
+        [list(range(len(ids)))] if nodes is None else [x.tolist() for x in nodes.paths.split(nodes.path_lens.tolist())]
+    )
     assert sorted([ids[i] for i in path] for path in paths) == sorted(row for row, _ in rows)
     if nodes is None:
         return

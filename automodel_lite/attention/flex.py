@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from automodel_lite.attention.kernel import refuse_own_exchange, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.graphs import strict_graphs
-from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, TreeKeys
 
 BLOCK = 128  # tokens of a block of the mask: flex_attention's own default
 
@@ -56,10 +56,16 @@ class FlexAttention:
     ) -> Tensor:
         """See `AttentionKernel`."""
         mask = self._block_mask(segments, len(q_THD), len(k_THD), options.window, causal=True)
-        out, lse = self._attend(q_THD, k_THD, v_THD, mask, options)
-        if options.sinks is not None:  # softmax with one extra logit = softmax * sigmoid(lse - logit)
-            out = out * torch.sigmoid(lse - options.sinks)[..., None].to(out.dtype)
-        return out
+        return self._with_sinks(*self._attend(q_THD, k_THD, v_THD, mask, options), options)
+
+    def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
+        """See `TreeKernel`."""
+        q_THD, k_THD, v_THD, _, options = inputs
+        masks = self._masks.setdefault(tree.until, {})
+        kind = (options.window,)
+        if kind not in masks:
+            masks[kind] = tree_block_mask(tree.until, tree.position, options.window)
+        return self._with_sinks(*self._attend(q_THD, k_THD, v_THD, masks[kind], options), options)
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
@@ -79,6 +85,12 @@ class FlexAttention:
         grads = ((grad_THD * share).to(of_block[0].dtype), (share * change).squeeze(-1))
         dq, dk, dv = torch.autograd.grad(of_block, leaves, grads)
         return dq, dk, dv
+
+    def _with_sinks(self, out_THD: Tensor, lse_TH: Tensor, options: AttentionOptions) -> Tensor:
+        if options.sinks is None:
+            return out_THD
+        # softmax with one extra logit = softmax * sigmoid(lse - logit)
+        return out_THD * torch.sigmoid(lse_TH - options.sinks)[..., None].to(out_THD.dtype)
 
     def _attend(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask, options: AttentionOptions
@@ -136,6 +148,37 @@ def packed_block_mask(
     partial, full = _ordered(is_seen & ~is_full), _ordered(is_full)
     mask_mod = _visible(segment_q, segment_k, highest, window)
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(num_q, num_k))
+
+
+def tree_block_mask(until: Tensor, position: Tensor, window: int | None) -> BlockMask:
+    """The mask of a stream with trees: query i sees key j if j <= i < until[j], and inside the window of their path.
+
+    Positions lie on the path: their distance is that of the two tokens in the row, however far apart the stream has
+    them. A block is skipped where its last key has expired before its first query, or where even the nearest pair of
+    positions is outside the window. Plain documents among the trees are keys until the end of their document.
+    """
+    num_tokens = len(until)
+    first, last = _block_ends(num_tokens, until.device)
+    expires, places = _by_block(until), _by_block(position)
+    is_seen = (first <= last[:, None]) & (expires.amax(1) > first[:, None])
+    is_full = (last <= first[:, None]) & (expires.amin(1) > last[:, None])
+    if window is not None:
+        is_seen &= places.amin(1)[:, None] - places.amax(1) < window
+        is_full &= places.amax(1)[:, None] - places.amin(1) < window
+    is_full &= (last - first == BLOCK - 1)[:, None] & (last - first == BLOCK - 1)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        visible = (j <= i) & (i < until[j])
+        return visible if window is None else visible & (position[i] - position[j] < window)
+
+    partial, full = _ordered(is_seen & ~is_full), _ordered(is_full)
+    sizes = (num_tokens, num_tokens)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=sizes)
+
+
+def _by_block(x_T: Tensor) -> Tensor:
+    """[T] -> [blocks, BLOCK]; the last value fills up the last block."""
+    return torch.cat([x_T, x_T[-1:].expand(-len(x_T) % BLOCK)]).view(-1, BLOCK)
 
 
 def _segments(cu: Tensor, num_tokens: int) -> Tensor:

@@ -230,8 +230,8 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
 
     ours = packed_function(call.function, call.name)
     if takes_boundaries(call.function, layout.boundary):
-        on_stream = functools.partial(mix, **_boundaries(layout, plan.stream))
-        out = _on_paths(plan.stream, streams, lambda xs: on_stream([x[None] for x in xs]).squeeze(0))
+        boundaries = _boundaries(layout, plan.stream)
+        out = _on_paths(plan.stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0))
     elif ours is not None:
         known = {name: value for name, value in arguments.items() if name in _parameters(ours)} | weights
         document = plan.stream.document
@@ -246,9 +246,7 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     return (out, None) if returns_states else out
 
 
-def _on_paths(
-    rows: DocumentRows, streams: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]
-) -> Tensor:
+def _on_paths(rows: DocumentRows, streams: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
     """`function` of streams [T, ...]; where documents branch, on all of their paths, one after the other."""
     if rows.tree is None:
         return function(streams)

@@ -429,6 +429,11 @@ class Balance:
 def _documents(batch: ThdBatch) -> tuple[Tensor, Tensor]:
     """Of this rank's tokens: their documents, int64 [T], and 1.0, or 0.0 for padding."""
     assert batch.mixers is not None
+    if batch.mixers.stream.tree is not None:
+        raise ConfigError(
+            "model.router_aux_loss counts a row's tokens together, which trees spread over branches: set "
+            "packed_sequence.tree=off, or model.router_aux_loss=0."
+        )
     document = batch.mixers.stream.document.long()
     within = torch.arange(len(document), device=document.device) - batch.cu_seqlens_padded[document]
     is_real = (within < batch.cu_seqlens.diff()[document]).float()

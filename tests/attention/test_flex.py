@@ -5,6 +5,7 @@ On a CPU torch refuses flex's backward; the refusal is taken away, and the backe
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -12,11 +13,20 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
-from automodel_lite.attention.flex import FlexAttention, _segments, _visible, compiled_flex, packed_block_mask
+from automodel_lite.attention.flex import (
+    FlexAttention,
+    _segments,
+    _visible,
+    compiled_flex,
+    packed_block_mask,
+    tree_block_mask,
+)
 from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.trees import over_tree
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.thd import AttentionOptions, Segments
 from tests.attention.test_kernels import at_once, attend, boundaries, in_two_visits, tensors_of_visits
+from tests.attention.trees import batch_of, random_rows
 
 
 @pytest.fixture
@@ -153,3 +163,48 @@ def test_no_quadratic_memory_for_a_long_stream() -> None:
         mask = packed_block_mask(cu, cu, 65536, 65536, None)
     assert largest <= 4 * (65536 // 128) ** 2
     assert mask.kv_num_blocks.sum() == 512  # the diagonal is partial, what is below it is full
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_tree_is_a_causal_mask_with_expiry(traced: FlexAttention, option: str) -> None:
+    """One integer per key against the reference on gathered paths; gradients too, and two trees of other shapes."""
+    options, with_sinks = OPTIONS[option]
+    for seed in (3, 4):
+        r = random.Random(seed)
+        batch, _ = batch_of([random_rows(r, 50, most=9), random_rows(r, 50, 0), random_rows(r, 50, most=9)])
+        tree = batch.attention.tree
+        assert tree is not None
+        results = []
+        tensors = random_tensors(len(batch.input_ids), len(batch.input_ids), with_sinks)
+        for kernel in (traced, ReferenceAttention()):
+            q, k, v, *sinks = leaves = [x.detach().requires_grad_() for x in tensors]
+            given = AttentionOptions(0.25, sinks=sinks[0] if sinks else None, **options)
+            out = over_tree(kernel, tree, is_cut=False)(q, k, v, batch.attention.segments, given)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for got, want in zip(*results):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_blocks_of_a_tree_hold_all_visible_pairs(window: int | None) -> None:
+    """As many blocks as hold a visible pair, or few more with a window; a full block holds nothing else."""
+    batch, _ = batch_of([random_rows(random.Random(seed), 50, most=12) for seed in range(6)])
+    tree = batch.attention.tree
+    assert tree is not None
+    mask, num = tree_block_mask(tree.until, tree.position, window), len(tree.until)
+    i, j = torch.arange(num)[:, None], torch.arange(num)[None]
+    visible = (j <= i) & (i < tree.until[None])
+    if window is not None:
+        visible &= tree.position[:, None] - tree.position[None] < window
+    missing = -num % 128
+    blocks = torch.nn.functional.pad(visible, (0, missing, 0, missing)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    seen = blocks.transpose(1, 2).flatten(2).any(-1)
+    full = blocks.transpose(1, 2).flatten(2).all(-1)
+    assert num > 5 * 128
+    taken = mask.to_dense()[0, 0].bool()
+    assert not (seen & ~taken).any()
+    assert taken.sum() <= seen.sum() + (0 if window is None else 3)
+    of_full = torch.zeros_like(full)
+    for block, count in enumerate(mask.full_kv_num_blocks[0, 0].tolist()):
+        of_full[block, mask.full_kv_indices[0, 0, block, :count].long()] = True
+    assert torch.equal(of_full, full) if window is None else not (of_full & ~full).any()
