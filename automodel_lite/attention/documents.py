@@ -229,8 +229,15 @@ class PackedMixer:
         """
         if self.called is None:  # from a few tokens; not in the graph
             self.called = Recorded()
-            with torch.no_grad(), running(self.called):
-                self.forward(**call.with_streams([x[None, :FEW_TOKENS] for x in call.streams]))
+            # transformers' own functions run here, once, and their numbers are dropped: some call `cumsum`, which has
+            # no deterministic form on CUDA.
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(False)
+            try:
+                with torch.no_grad(), running(self.called):
+                    self.forward(**call.with_streams([x[None, :FEW_TOKENS] for x in call.streams]))
+            finally:
+                torch.use_deterministic_algorithms(is_deterministic)
         if plan.exchange is not None:
             return self.called.divide(plan.exchange.size)
         return any(self.called.takes_streams)

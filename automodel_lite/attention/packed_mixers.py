@@ -167,7 +167,10 @@ class Chunks:
 
         The sum runs in fp64 and then starts over with each document, so that a short one loses nothing to those before.
         """
-        total = log_decay.double().cumsum(2)
+        # A product with a triangle of ones: `cumsum` of floats has no deterministic form on CUDA, and is refused there
+        # under training.deterministic. Its gradient is a product, too.
+        ones = torch.ones(2 * (log_decay.shape[2],), dtype=torch.float64, device=log_decay.device)
+        total = (log_decay.double().mT @ ones.triu()).mT
         so_far = total - F.pad(total, (0, 0, 1, 0)).gather(2, self.first[:, None, :, None].expand_as(log_decay))
         continues = (self.document == self.before)[:, None, :, None]
         stays = (self.document == self.document[:, -1:])[:, None, :, None]

@@ -387,10 +387,12 @@ def _inner_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
 
 
 def _load_config(source: str, options: dict[str, Any]) -> PretrainedConfig:
+    shape = SHAPES / f"{source.replace('/', '--')}.json"
+    # Without a network each question to the hub is retried for 26 s: the stored shape answers where nothing is cached.
+    is_local = shape.is_file() and options["revision"] == "main"
     try:
-        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(source, **options)
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(source, local_files_only=is_local, **options)
     except OSError as error:
-        shape = SHAPES / f"{source.replace('/', '--')}.json"
         if not shape.is_file():
             raise _not_there(source, error) from None
         config = transformers.AutoConfig.from_pretrained(shape)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +62,45 @@ def test_memory_that_runs_out_in_a_converter_is_no_mistake(tmp_path: Path, monke
     monkeypatch.setattr("transformers.core_model_loading.MergeModulelist.convert", fails)
     with pytest.raises(torch.OutOfMemoryError, match=r"while model.layers.0.mlp.experts.*CUDA out of memory"):
         source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))
+
+
+SCRIPT = """
+import sys
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.source import CausalLM
+try:
+    print(CausalLM(pretrained=sys.argv[1], revision=sys.argv[2] or None).described({}).num_hidden_layers)
+except ConfigError:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize(
+    ("revision", "answer", "asks"), [("", "32", False), ("v2", "32", True)], ids=["main", "another revision"]
+)
+def test_a_stored_shape_does_not_ask_the_hub(tmp_path: Path, revision: str, answer: str, asks: bool) -> None:
+    """Without a network every question is retried for 26 seconds. Another revision may have another shape."""
+    questions: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            questions.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, "meta-llama/Llama-3.1-8B-Instruct", revision],
+            capture_output=True,
+            text=True,
+            env=os.environ | hub,
+            cwd=Path(__file__).resolve().parents[2],
+        )
+    finally:
+        server.shutdown()
+    assert done.stdout.strip() == answer, done.stderr
+    assert bool(questions) == asks

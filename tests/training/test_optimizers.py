@@ -220,7 +220,7 @@ def test_a_run_resumes_bit_for_bit_and_on_more_ranks(kind: tuple[str, ...], tmp_
 
 
 # --------------------------------------------------------------------------------------------------- weights in bf16
-def one_step(maker: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+def one_step(maker: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Of one matrix and one vector: a C++ compiler takes 10 s for each of their graphs."""
     model = model_with_gradients()[0].to(dtype)
     for parameter in model.parameters():
@@ -228,7 +228,9 @@ def one_step(maker: Any, dtype: torch.dtype) -> list[torch.Tensor]:
         parameter.grad = parameter.grad.to(dtype)
     optimizer = maker(model, lr=1e-2)
     optimizer.step()
-    return state_of(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    states = [f"{i}.{name}" for i, state in enumerate(optimizer.state.values()) for name in state]
+    return dict(zip([*names, *states], state_of(model, optimizer), strict=True))
 
 
 @pytest.mark.slow
@@ -244,12 +246,15 @@ def one_step(maker: Any, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_numbers(
     maker: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU steps by the compiled function; a break in its graph is an error. inductor drops casts to bf16 and back."""
+    """A GPU steps by the compiled function; a break in its graph is an error. inductor drops casts to bf16 and back, and
+    contracts products and sums: what Kahan's sum keeps beside a weight, in bf16, may be rounded to the next value.
+    """
     plain = one_step(maker, dtype)
     torch._dynamo.reset()
     monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True))
-    for one, other in zip(plain, one_step(maker, dtype)):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for (name, one), other in zip(plain.items(), one_step(maker, dtype).values()):
+        next_value = torch.finfo(torch.bfloat16).eps if name.endswith("rest") else 0.0
+        torch.testing.assert_close(one, other, rtol=max(1e-6, next_value), atol=1e-7, msg=lambda m: f"{name}: {m}")
 
 
 @pytest.mark.slow
