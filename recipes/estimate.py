@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range, argument
-from automodel_lite.config.schema import check_alone
+from automodel_lite.launched import check_alone
 
 POSITIVE = argument(float, Range(above=0))
 FRACTION = argument(float, Range(above=0, most=1))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import PathText, Range, argument
-from automodel_lite.config.schema import check_alone
 from automodel_lite.errors import ConfigError
+from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 

@@ -15,9 +15,10 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 from dataclasses import replace
 
-from automodel_lite.config.schema import Config, check_alone
+from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.prepare import prepare_data, prepare_shard
+from automodel_lite.launched import check_alone
 
 
 def main(config: Config) -> int:

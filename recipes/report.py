@@ -10,8 +10,8 @@ from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import argument
-from automodel_lite.config.schema import check_alone
 from automodel_lite.errors import ConfigError
+from automodel_lite.launched import check_alone
 
 
 def main(argv: list[str] | None = None) -> int:

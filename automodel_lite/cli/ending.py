@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from automodel_lite.cli.line import as_typed
-from automodel_lite.config.schema import check_launched
 from automodel_lite.errors import (
     MISTAKE_EXIT,
     ConfigError,
@@ -30,6 +29,7 @@ from automodel_lite.errors import (
     RanksDifferError,
     RunStoppedError,
 )
+from automodel_lite.launched import check_launched
 from automodel_lite.progress import wrapped
 from automodel_lite.redact import ScrubbedStream, scrub
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly

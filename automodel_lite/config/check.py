@@ -26,8 +26,10 @@ from automodel_lite.config.components import (
     with_options,
 )
 from automodel_lite.config.rules import MAX_PART_BYTES, Rule
-from automodel_lite.config.schema import Config, Part, global_batch_size_of, mesh_shape, slot_multiple_of, world_size
+from automodel_lite.config.schema import Config, Part
+from automodel_lite.config.sizes import global_batch_size_of, mesh_shape, slot_multiple_of
 from automodel_lite.errors import FORMER_KEYS, ConfigError, did_you_mean, shown
+from automodel_lite.launched import world_size
 from automodel_lite.redact import secret_in
 
 MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it

@@ -1,17 +1,12 @@
-"""The schema of the configuration, and the sizes that have to divide one another.
+"""The schema of the configuration.
 
 YAML holds constants. Scalars live here (type, default, unit, and whether they shape the numbers); a part (dataset,
 model, optimizer ...) is a block with a `_target_`, whose other keys are the arguments of that function or class. What a
 value may be stands in its type (rules.py), here and in the signatures of the parts.
-
-Sizes are arithmetic alone, so they are checked together with the keys: the mesh divides the processes, micro-batches
-the global batch, and slots of documents the pack.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
@@ -31,7 +26,6 @@ from automodel_lite.config.rules import (
     Seed,
     UpToTheCores,
 )
-from automodel_lite.errors import ConfigError
 
 Part = dict[str, Any]
 BoolOrAuto = Annotated[bool | str, OneOf(("auto", "true", "false"))]
@@ -206,137 +200,3 @@ def free_settings(group: type = Config, prefix: str = "") -> Iterator[str]:
             yield path
         elif is_dataclass(setting.default_factory):
             yield from free_settings(setting.default_factory, f"{path}.")
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """Sizes of the axes, known before any process group exists."""
-
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int = 1
-    ep: int = 1  # over ranks of the other axes: no factor of world_size
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks: each reads packs of its own."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.cp * self.tp
-
-
-def world_size() -> int:
-    """Processes of this job, as torchrun or srun started them; 1 without a launcher."""
-    return launched("WORLD_SIZE", 1)
-
-
-def rank() -> int:
-    """This process' number in the job."""
-    return launched("RANK", 0)
-
-
-def launched(name: str, default: int) -> int:
-    """A number that the launcher sets; raises ConfigError."""
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch(r"\d{1,9}", text, flags=re.ASCII) or (name.endswith("SIZE") and int(text) == 0):
-        raise ConfigError(
-            f"the environment has {name}={text}, which must be a whole number{' over 0' if default else ''}: torchrun "
-            f"and srun set it; without them, unset {name}."
-        )
-    return int(text)
-
-
-def check_launched() -> None:
-    """Raises ConfigError for numbers of a launcher that are none, or do not belong together; before anything waits for
-    processes that will never come.
-    """
-    launched("LOCAL_WORLD_SIZE", 1)
-    for name in ("RANK", "LOCAL_RANK"):
-        if launched(name, 0) >= world_size():
-            raise ConfigError(
-                f"the environment has {name}={os.environ[name]} of WORLD_SIZE={world_size()} processes, which "
-                f"count from 0: torchrun and srun set both; without them, unset {name} and WORLD_SIZE."
-            )
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if world_size() > 1 and missing:
-        raise ConfigError(
-            f"the environment has WORLD_SIZE={world_size()} and no {' and no '.join(missing)}: start with torchrun or "
-            "automodel-lite train --nproc, which set them; for one process, unset WORLD_SIZE."
-        )
-    if "RANK" in os.environ and "MASTER_PORT" in os.environ:
-        launched("MASTER_PORT", 0)
-
-
-def check_alone() -> None:
-    """Raises ConfigError in one of several processes, for work that is not shared out among them."""
-    if world_size() > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size()} processes would each do all of this work: start it with python, in one process."
-        )
-
-
-def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
-    """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
-    processes.
-    """
-    fixed = config.dp_replicate * config.cp * config.tp
-    tp = f" x mesh.tp={config.tp}" if config.tp > 1 else ""
-    dp_shard = config.dp_shard
-    if dp_shard == -1:
-        if num_processes % fixed:
-            raise ConfigError(
-                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp}{tp} = {fixed} must divide the number "
-                f"of processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
-                "(torchrun --nproc-per-node), or lower these."
-            )
-        dp_shard = num_processes // fixed
-    elif dp_shard < 1:
-        raise ConfigError(f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for all processes that remain.")
-    shape = MeshShape(config.dp_replicate, dp_shard, config.cp, config.tp, config.ep)
-    if shape.world_size != num_processes:
-        raise ConfigError(
-            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp}{tp} = "
-            f"{shape.world_size} must equal the number of processes, {num_processes}: set mesh.dp_shard=-1, or "
-            f"start {shape.world_size}."
-        )
-    ranks = shape.dp_shard * shape.cp * shape.tp
-    if ranks % shape.ep or (shape.ep > 1 and shape.ep % shape.tp):
-        raise ConfigError(
-            f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, the ranks that share the "
-            f"experts, and be a multiple of mesh.tp={shape.tp}: use mesh.ep={ranks} or 1."
-        )
-    return shape
-
-
-def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
-    """Packs of an optimizer step; raises ConfigError unless they are whole micro-batches of all data-parallel ranks."""
-    smallest = config.micro_batch_size * dp_size
-    size = config.global_batch_size or smallest
-    if size % smallest:
-        nearest = max(smallest, round(size / smallest) * smallest)
-        raise ConfigError(
-            f"training.global_batch_size={size} must be a multiple of {smallest} (training.micro_batch_size="
-            f"{config.micro_batch_size} x {dp_size} data-parallel ranks): use {nearest}."
-        )
-    return size
-
-
-def slot_multiple_of(size: int, slot_multiple: int | None, cp_size: int) -> int:
-    """What the slots of documents are multiples of; raises ConfigError when it does not fit the pack or the mesh."""
-    needed = 2 * cp_size if cp_size > 1 else 1
-    multiple = needed if slot_multiple is None else slot_multiple
-    if multiple < 1 or multiple % needed:
-        raise ConfigError(
-            f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * mesh.cp): use "
-            f"{max(1, -(-multiple // needed)) * needed}, or null."
-        )
-    if size % multiple:
-        rule = "2 * mesh.cp" if slot_multiple is None else "packed_sequence.slot_multiple"
-        raise ConfigError(
-            f"packed_sequence.packed_sequence_size={size} must be a multiple of {multiple} ({rule}): use "
-            f"{-(-size // multiple) * multiple}."
-        )
-    return multiple

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from automodel_lite.config.schema import MeshConfig, MeshShape, launched, mesh_shape, rank, world_size
+from automodel_lite.config.schema import MeshConfig
+from automodel_lite.config.sizes import MeshShape, mesh_shape
+from automodel_lite.launched import launched, rank, world_size
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # ranks in this order, those of tp next to each other
 

@@ -20,10 +20,11 @@ from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
 from automodel_lite.attention.spec import attention_specs, layer_shapes
-from automodel_lite.config.schema import TrainingConfig, launched, world_size
+from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
+from automodel_lite.launched import launched, world_size
 from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
     cast_frozen,

@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from automodel_lite.attention.spec import layer_shapes
-from automodel_lite.config.schema import launched
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
+from automodel_lite.launched import launched
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.layers import chosen_tile
 from automodel_lite.models.loss import LossShape, Measured, whole_logits_bytes

@@ -32,7 +32,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
-from automodel_lite.config.schema import global_batch_size_of, mesh_shape
+from automodel_lite.config.sizes import global_batch_size_of, mesh_shape
 from automodel_lite.models.layers import (
     cast_trained,
     chosen_tile,

@@ -16,8 +16,9 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config, parameter_hints, rules_of
 from automodel_lite.config.components import locate, own_targets
 from automodel_lite.config.rules import Duration, OneOf, PathText, Range, UpToTheCores
-from automodel_lite.config.schema import Config, check_launched
+from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.launched import check_launched
 
 
 def problems(*overrides: str) -> list[str]:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from automodel_lite.config.schema import TrainingConfig, global_batch_size_of
+from automodel_lite.config.schema import TrainingConfig
+from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.data.packing.packs import EMPTY_PACK
 from automodel_lite.data.packing.plan import PackPlan, pack_blocks, padding_segments
 from automodel_lite.models.flops import CostModel

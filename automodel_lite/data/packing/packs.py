@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from automodel_lite.config.rules import Count, Positive, Range, Seed
-from automodel_lite.config.schema import slot_multiple_of
+from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.plan import (
     PackPlan,

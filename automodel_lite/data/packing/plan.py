@@ -29,7 +29,7 @@ from typing import ClassVar
 import numpy as np
 
 from automodel_lite.config.rules import Positive
-from automodel_lite.config.schema import slot_multiple_of
+from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.histogram import (
     LOOKAHEAD,
     ExactFiller,

@@ -1,0 +1,94 @@
+"""The sizes that have to divide one another: the mesh divides the processes, micro-batches the global batch, and slots
+of documents the pack. Arithmetic alone, so they are checked together with the keys, before any process group exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from automodel_lite.config.schema import MeshConfig, TrainingConfig
+from automodel_lite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the axes, known before any process group exists."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int = 1
+    ep: int = 1  # over ranks of the other axes: no factor of world_size
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: each reads packs of its own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp * self.tp
+
+
+def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
+    """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
+    processes.
+    """
+    fixed = config.dp_replicate * config.cp * config.tp
+    tp = f" x mesh.tp={config.tp}" if config.tp > 1 else ""
+    dp_shard = config.dp_shard
+    if dp_shard == -1:
+        if num_processes % fixed:
+            raise ConfigError(
+                f"mesh.dp_replicate={config.dp_replicate} x mesh.cp={config.cp}{tp} = {fixed} must divide the number "
+                f"of processes, {num_processes}: start {fixed * -(-num_processes // fixed)} "
+                "(torchrun --nproc-per-node), or lower these."
+            )
+        dp_shard = num_processes // fixed
+    elif dp_shard < 1:
+        raise ConfigError(f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for all processes that remain.")
+    shape = MeshShape(config.dp_replicate, dp_shard, config.cp, config.tp, config.ep)
+    if shape.world_size != num_processes:
+        raise ConfigError(
+            f"mesh.dp_replicate={shape.dp_replicate} x mesh.dp_shard={shape.dp_shard} x mesh.cp={shape.cp}{tp} = "
+            f"{shape.world_size} must equal the number of processes, {num_processes}: set mesh.dp_shard=-1, or "
+            f"start {shape.world_size}."
+        )
+    ranks = shape.dp_shard * shape.cp * shape.tp
+    if ranks % shape.ep or (shape.ep > 1 and shape.ep % shape.tp):
+        raise ConfigError(
+            f"mesh.ep={shape.ep} must divide mesh.dp_shard x mesh.cp x mesh.tp = {ranks}, the ranks that share the "
+            f"experts, and be a multiple of mesh.tp={shape.tp}: use mesh.ep={ranks} or 1."
+        )
+    return shape
+
+
+def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
+    """Packs of an optimizer step; raises ConfigError unless they are whole micro-batches of all data-parallel ranks."""
+    smallest = config.micro_batch_size * dp_size
+    size = config.global_batch_size or smallest
+    if size % smallest:
+        nearest = max(smallest, round(size / smallest) * smallest)
+        raise ConfigError(
+            f"training.global_batch_size={size} must be a multiple of {smallest} (training.micro_batch_size="
+            f"{config.micro_batch_size} x {dp_size} data-parallel ranks): use {nearest}."
+        )
+    return size
+
+
+def slot_multiple_of(size: int, slot_multiple: int | None, cp_size: int) -> int:
+    """What the slots of documents are multiples of; raises ConfigError when it does not fit the pack or the mesh."""
+    needed = 2 * cp_size if cp_size > 1 else 1
+    multiple = needed if slot_multiple is None else slot_multiple
+    if multiple < 1 or multiple % needed:
+        raise ConfigError(
+            f"packed_sequence.slot_multiple={multiple} must be a multiple of {needed} (2 * mesh.cp): use "
+            f"{max(1, -(-multiple // needed)) * needed}, or null."
+        )
+    if size % multiple:
+        rule = "2 * mesh.cp" if slot_multiple is None else "packed_sequence.slot_multiple"
+        raise ConfigError(
+            f"packed_sequence.packed_sequence_size={size} must be a multiple of {multiple} ({rule}): use "
+            f"{-(-size // multiple) * multiple}."
+        )
+    return multiple

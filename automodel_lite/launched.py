@@ -1,0 +1,58 @@
+"""The processes of this job, as a launcher (torchrun, srun, `--nproc`) describes them in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from automodel_lite.errors import ConfigError
+
+
+def world_size() -> int:
+    """Processes of this job, as torchrun or srun started them; 1 without a launcher."""
+    return launched("WORLD_SIZE", 1)
+
+
+def rank() -> int:
+    """This process' number in the job."""
+    return launched("RANK", 0)
+
+
+def launched(name: str, default: int) -> int:
+    """A number that the launcher sets; raises ConfigError."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch(r"\d{1,9}", text, flags=re.ASCII) or (name.endswith("SIZE") and int(text) == 0):
+        raise ConfigError(
+            f"the environment has {name}={text}, which must be a whole number{' over 0' if default else ''}: torchrun "
+            f"and srun set it; without them, unset {name}."
+        )
+    return int(text)
+
+
+def check_launched() -> None:
+    """Raises ConfigError for numbers of a launcher that are none, or do not belong together; before anything waits for
+    processes that will never come.
+    """
+    launched("LOCAL_WORLD_SIZE", 1)
+    for name in ("RANK", "LOCAL_RANK"):
+        if launched(name, 0) >= world_size():
+            raise ConfigError(
+                f"the environment has {name}={os.environ[name]} of WORLD_SIZE={world_size()} processes, which "
+                f"count from 0: torchrun and srun set both; without them, unset {name} and WORLD_SIZE."
+            )
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size() > 1 and missing:
+        raise ConfigError(
+            f"the environment has WORLD_SIZE={world_size()} and no {' and no '.join(missing)}: start with torchrun or "
+            "automodel-lite train --nproc, which set them; for one process, unset WORLD_SIZE."
+        )
+    if "RANK" in os.environ and "MASTER_PORT" in os.environ:
+        launched("MASTER_PORT", 0)
+
+
+def check_alone() -> None:
+    """Raises ConfigError in one of several processes, for work that is not shared out among them."""
+    if world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size()} processes would each do all of this work: start it with python, in one process."
+        )
