@@ -78,7 +78,9 @@ def measure(overrides: list[str], folder: str) -> Measured:
     recipe = TrainFinetuneRecipe(config)
     recipe.setup()
     recipe.feed = DeviceFeed(
-        recipe.data.steps(recipe.cursor, recipe.mesh, recipe.costs), recipe.shard, recipe.mesh.device
+        recipe.data.steps(recipe.state.cursor, recipe.mesh, recipe.built.flops.attention),
+        recipe.shard,
+        recipe.mesh.device,
     )
     states: list[int] = []
     recipe.optimizer.register_step_pre_hook(lambda optimizer, *_: states.append(_state_bytes(optimizer)))
@@ -94,7 +96,12 @@ def measure(overrides: list[str], folder: str) -> Measured:
     shape = recipe.mesh.shape
     model = recipe.model.loss_model.lm.config
     paper = estimate(
-        recipe.parts, model, Hardware(1e12, 1.0, 1e9, 1e9), shape.world_size, 600, micro_steps=len(ready.inputs)
+        recipe.built.plan.parts,
+        model,
+        Hardware(1e12, 1.0, 1e9, 1e9),
+        shape.world_size,
+        600,
+        micro_steps=len(ready.inputs),
     )
     memory = recipe.built.memory
     assert memory is not None

@@ -5,7 +5,9 @@
     files ─▶ documents ─▶ token rows ─▶ pack plan ─▶ packs ─▶ batch ─▶ ThdBatch ─▶ shard ─▶ hidden ─▶ loss
                                                               [B,S]     [T]       [T/cp]   [T/cp,C]  sum
 
-`setup()` builds the parts in the order the data meets them, `run()` says when things happen, `step()` says what.
+`setup()` builds the parts in the order the data meets them, `run()` says when things happen, `step()` says what. What
+watches over the run (locks, signals, other ranks, nonfinite numbers) is in `guards`. A subclass may replace any method;
+`forward_backward` is the seam for another objective.
 """
 
 from __future__ import annotations
@@ -15,83 +17,50 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.train_ft:main")
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from automodel_lite.cli.ending import leave_from_thread
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
-from automodel_lite.data.feeding.source import Cursor
-from automodel_lite.data.prepare import check_positions, check_same_data, check_sizes, prepare_data
-from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError, is_lost_peer, is_out_of_memory, one_line
+from automodel_lite.data.feeding.source import PackSource, TrainingPlan
+from automodel_lite.data.packing.report import PackingReport
+from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
-from automodel_lite.models.generate import load_generator
-from automodel_lite.models.source import runs_remote_code
 from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_shard
-from automodel_lite.parallel.mesh import init_mesh, rank, use_threads, world_size
-from automodel_lite.parallel.peers import Peers, flat, open_control, open_peers, together, versions
+from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, world_size
+from automodel_lite.parallel.peers import Peers
+from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress, activity, duration
-from automodel_lite.run.checkpoint import Checkpointer
-from automodel_lite.run.export import check_exportable, export
-from automodel_lite.run.failures import (
-    BadSteps,
-    Place,
-    StepNumbers,
-    Watchdog,
-    are_finite,
-    recorded,
-)
-from automodel_lite.run.folder import RunFolder, plain
-from automodel_lite.run.lock import RunLock
-from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
-from automodel_lite.seed import seed_all, use_deterministic
-from automodel_lite.telemetry.callbacks import open_metrics
+from automodel_lite.run.failures import StepNumbers
+from automodel_lite.seed import seed_all
+from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.telemetry.metrics import Meter, StepProfiler, StepResult, sum_counts
+from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, sum_counts
 from automodel_lite.thd import ThdBatch
+from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.tools.report import LiveReport
-from automodel_lite.tools.trained import publish
-from automodel_lite.training.build import build_model
+from automodel_lite.training import resume, start
+from automodel_lite.training.build import BuiltModel, build_model
 from automodel_lite.training.ema import WeightAverage
-from automodel_lite.training.evaluation import questions_of, sample_answers, validation_loss
-from automodel_lite.training.memory import out_of_memory_text
+from automodel_lite.training.evaluation import sample_answers, validation_loss
+from automodel_lite.training.guards import Guards
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
 from automodel_lite.training.schedules import move_to
-from automodel_lite.training.start import (
-    Line,
-    data_lines,
-    dry_run,
-    model_lines,
-    plan_lines,
-    position_line,
-    try_settings,
-    version_line,
-)
+from automodel_lite.training.state import TrainState
 
 
 def main(config: Config) -> int:
     """Trains until the planned step, or until it must stop; returns the exit code."""
     quiet_libraries()
     if config.dry_run:
-        return dry_run(config)
-    folder, peers = RunFolder(config.output_dir), open_peers(is_new_job=True)
-    with together(peers):
-        config = folder.with_saved_layout(config)
-        message = folder.finished_message(config)
-        state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
-        peers.compare("settings", versions() | flat(plain(config)) | state)
-        if message:
-            Console(is_silent=rank() != 0).print(message)
+        return start.dry_run(config)
+    with resume.joined(config) as (config, peers, finished):
+        if finished:
+            Console(is_silent=rank() != 0).print(finished)
             return 0
-        check_sizes(config, world_size())  # all at once, before any part asks for one of them
         return TrainFinetuneRecipe(config, peers).train()
 
 
@@ -99,177 +68,120 @@ class TrainFinetuneRecipe:
     """One run: built by `setup()`, trained by `run()`."""
 
     def __init__(self, config: Config, peers: Peers | None = None) -> None:
-        self.config, self.peers = config, peers or Peers(None)
-        self.folder = folder = RunFolder(config.output_dir)
-        self.lock = RunLock(folder.lock)
-        self.memory_text = ""
-        self.watchdog = Watchdog(folder, rank(), config.training.stuck_after_s)
-        self.num_steps = 0
+        self.config = config
         self.console = Console(is_silent=rank() != 0)
-        self.lines: list[Line] = []
-        self.page = LiveReport(folder.path, config.report and rank() == 0, self.console.say)
+        self.guards = Guards(config, peers or Peers(None), self.console.print, leave_from_thread)
+        self.page = LiveReport(self.guards.folder.path, config.report and rank() == 0, self.console.say)
+        # built by setup(), in the order the data meets them
+        self.data: PackSource
+        self.plan: TrainingPlan
+        self.mesh: Mesh
+        self.built: BuiltModel
+        self.model: ParallelModel
+        self.meter: Meter
+        self.optimizer: torch.optim.Optimizer
+        self.average: WeightAverage
+        self.scheduler: torch.optim.lr_scheduler.LambdaLR
+        self.state: TrainState  # where the run stands
+        self.metrics: MetricsLog
+        # used by run()
+        self.feed: DeviceFeed
+        self.bar: Progress
+
+    @property
+    def num_steps(self) -> int:
+        """The number of finished steps."""
+        return self.state.num_steps
 
     def train(self) -> int:
-        """The whole run; its outcome is recorded."""
-        self.peers.watch(self.leave_with)
-        with self.lock:
-            try:
-                with self.watchdog, recorded(self.watchdog, self.lock, lambda: self.memory_text, self.place):
-                    with collecting_seldom():
-                        self.setup()
-                    return self.run()
-            finally:
-                if not self.lock.is_taken():
-                    self.page.update(is_last=True)
+        """Sets up and runs; the outcome is recorded in the run's folder."""
+        with self.guards.recording(at_end=lambda: self.page.update(is_last=True)):
+            with collecting_seldom():
+                self.setup()
+            return self.run()
 
     def setup(self) -> None:
         """Builds every part; raises ConfigError or DataError before anything is trained."""
-        config = self.config
-        self.show([version_line()])
-        self.lock.check()
-        batches = check_sizes(config, world_size())
-        self.parts = build_parts(config)
-        try_settings(config, self.parts)
-        self.memory_text = out_of_memory_text(self.parts, None)
+        config, show = self.config, self.console.show
+        show([start.version_line()])
+        self.guards.lock.check()
+        batches = check_sizes(config, world_size())  # all sizes at once, before any part asks for one of them
+        parts = build_parts(config)
+        start.try_settings(config, parts)
+        self.guards.estimate_memory(parts)
         self.data = prepare_data(config, batches)
-        self.show(data_lines(self.data))
+        show(start.data_lines(self.data))
         self.plan = self.data.plan(config.training)
-        self.peers.compare("data", flat(self.data.fingerprint()) | {"training.max_steps": self.plan.max_steps})
+        self.guards.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
         self.mesh = init_mesh(config.mesh)
-        use_threads(config.training.num_threads)
-        use_deterministic(config.training.deterministic)
-        model_config = self.parts.model.config(self.data.tokenizer)
+        start.prepare_process(config.training)
+        model_config = parts.model.config(self.data.tokenizer)
         check_positions(self.data.longest, model_config)
-        self.costs = cost_model(model_config)
-        self.report = self.data.report(self.costs)
-        self.show(plan_lines(self.report, self.plan, config))
+        report = self.data.report(cost_model(model_config))
+        show(start.plan_lines(report, self.plan, config))
         seed_all(config.seed, "model")
         with activity("loading the model"):
-            mean_tokens = self.report.mean_tokens if self.report else None
-            self.built = build_model(self.parts, self.data.tokenizer, self.mesh, mean_tokens)
-        self.show(model_lines(config, self.built, self.mesh))
+            self.built = build_model(parts, self.data.tokenizer, self.mesh, report.mean_tokens if report else None)
         self.model = self.built.model
-        self.memory_text = out_of_memory_text(self.parts, self.built.memory)
-        if config.checkpoint.export_hf:
-            check_exportable(self.model.loss_model.lm, self.data.tokenizer)
+        show(start.model_lines(config, self.built, self.mesh))
+        check_exportable(config, self.built, self.data)
+        self.guards.estimate_memory(parts, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
-        self.optimizer = self.parts.optimizer(self.model.loss_model)
+        self.meter.profile(config.training.profile_steps, self.guards.folder.path, self.console.say)
+        self.optimizer = parts.optimizer(self.model.loss_model)
         self.average = WeightAverage(self.optimizer, config.training.ema_decay)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
-        self.control, self.slow_control = open_control(config.mesh), open_control(config.mesh, is_slow=True)
-        self.checkpointer = Checkpointer(
-            self.folder, config, self.control, self.slow_control, self.console.print, self.lock.check_held
-        )
-        deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
-        self.boundary = StepBoundary(self.control, deadline, self.checkpointer, self.lock)
-        self.bad_steps = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.console.print)
-        self.resume()
+        self.guards.open()
+        self.resume(report)
 
-    def show(self, lines: Sequence[Line]) -> None:
-        """Lines of the start block, printed as soon as they are known and kept in run.json."""
-        self.lines += lines
-        for topic, text in lines:
-            self.console.say(topic, text)
-
-    def resume(self) -> None:
+    def resume(self, report: PackingReport | None) -> None:
         """Continues from the newest checkpoint that loads, or starts fresh."""
-        self.num_steps, self.cursor = 0, Cursor()
-        self.pending_validation, self.val_loss = False, None  # of this step
-        self.extra: dict[str, Any] = {}  # state of callbacks across restarts, small and JSON
-        self.end_reason: str | None = None  # of a callback that ends the run before its last step
-        self.lock.token = self.control.on_first(self.lock.acquire)
-        state = self.checkpointer.load_newest(self.model.loss_model, self.optimizer)
-        fingerprint = self.data.fingerprint()
-        if state:
-            check_same_data(state["data"], fingerprint, self.config.checkpoint.accept_changes)
-            self.num_steps, self.cursor, self.extra = state["step"], Cursor(**state["cursor"]), state["extra"]
-            self.pending_validation, self.val_loss = state["owes_validation"], state["val_loss"]
-            move_to(self.scheduler, self.num_steps)
-        self.state = {"data": fingerprint, "world_size": world_size()}
-        if self.mesh.rank == 0:
-            self.folder.open(self.config, self.data.shape.global_batch_size, self.data.packer.slot_multiple)
-            with self.folder.being_written():
-                self.folder.write_status("running", self.num_steps, checkpoint=self.checkpointer.newest_name)
-                self.folder.write_facts(self.lines)
-                if self.report:
-                    self.report.to_json(self.folder.packing)
-                    self.folder.lengths.write_text(json.dumps(self.data.lengths()))
-                self.folder.rewind_metrics(self.num_steps)
-        self.control.barrier()
-        self.watchdog.start(self.lock.token)
-        self.metrics = open_metrics(
-            self.config, self.folder, self.mesh.rank == 0, self.num_steps, self.extra, self.console.print
-        )
-        self.tell({"step": 0, **self.data.counts} if not self.num_steps else None)
+        saved = self.guards.checkpointer.load_newest(self.model.loss_model, self.optimizer)
+        self.state = self.guards.state = resume.state_of(saved, self.data, self.config.checkpoint)
+        move_to(self.scheduler, self.num_steps)
+        resume.open_folder(self.guards, self.data, report, self.console.lines)
+        self.metrics = resume.open_log(self.guards, saved)
+        if self.num_steps == 0:
+            self.metrics.log_step({"step": 0, **self.data.counts})
 
     def run(self) -> int:
-        """Trains; logs, validates and saves when due; exports and evaluates at the end."""
-        training = self.config.training
-        every, origin = self.config.checkpoint.every_steps, self.checkpointer.newest_name
-        position = position_line(self.folder.shown, origin, self.num_steps, self.plan.max_steps, every)
-        self.console.say("run", position)
-        SIGNALS.defer()
-        SIGNALS.watch(self.watchdog, self.boundary, self.last_words)
-        if self.pending_validation:
+        """Trains; logs, validates and saves when due; exports and evaluates at the end. Returns the exit code."""
+        config, guards, state = self.config, self.guards, self.state
+        self.console.say("run", start.position_line(guards, self.plan.max_steps))
+        guards.watch_steps()
+        if state.pending_validation:
             self.validate()
-        steps = self.data.steps(self.cursor, self.mesh, self.costs)
-        self.feed = DeviceFeed(steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers)
-        if self.num_steps < self.plan.max_steps:
-            for axis in (self.mesh.cp, self.mesh.tp):
-                check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
-        self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
-        self.bar.note("first step")
-        mesh, say = self.mesh, self.console.say
-        profiler = StepProfiler(training.profile_steps, self.folder.path, mesh.rank, mesh.device, say)
-        while self.num_steps < self.plan.max_steps and not (self.boundary.stop_reason or self.end_reason):
-            self.watchdog.beat(f"in step {self.num_steps + 1}")
-            profiler.begin(self.num_steps + 1)
-            self.meter.start()
+        self.open_feed()
+        while self.num_steps < self.plan.max_steps and not (guards.stop_reason or self.metrics.end_reason):
+            guards.enter(f"in step {self.num_steps + 1}")
+            self.meter.start(self.num_steps + 1)
             ready = next(self.feed)
-            batches = ready.batches
             self.meter.lap("data")
-            seed_all(self.config.seed, self.num_steps, self.mesh.token_rank)
+            seed_all(config.seed, self.num_steps, self.mesh.token_rank)
             result = self.step(ready)
-            self.num_steps, self.cursor, self.val_loss = self.num_steps + 1, batches.after, None
-            logs = self.num_steps == 1 or self.is_due(training.log_every_steps)
-            validates = self.is_due(training.val_every_steps)
-            saves = self.checkpointer.is_due(self.num_steps, self.is_due(self.config.checkpoint.every_steps))
+            state.advance(ready.batches.after)
+            logs = self.num_steps == 1 or self.is_due(config.training.log_every_steps)
+            validates = self.is_due(config.training.val_every_steps)
+            saves = guards.checkpointer.is_due(self.num_steps, self.is_due(config.checkpoint.every_steps))
             if logs or validates or saves:
-                self.bad_steps.settle()
-            self.meter.stop(result.counts, batches.wait_s)
+                guards.settle()
+            self.meter.stop(self.num_steps, result.counts, ready.batches.wait_s)
             self.bar.add(1)
-            profiler.end(self.num_steps)
-            self.meter.lap("other")
             if logs:
-                self.log(result, batches.epoch)
+                self.log(result, ready.batches.epoch)
             if validates:
                 self.validate()
             if saves:
                 self.save()
-        profiler.end(self.num_steps, is_over=True)
-        self.bad_steps.settle()
-        self.bar.close()
-        if self.boundary.stop_reason:
-            return self.leave_early()
-        if self.end_reason:
-            self.console.print(f"{self.num_steps:7d}  ended early: {self.end_reason}")
-            self.save(wait=True)
-        return self.finish()
+        return self.end()
 
     def step(self, ready: ReadyStep) -> StepResult:
         """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step.
 
         Nothing here waits for the device: a nonfinite step is skipped on the device and detected one step later.
         """
-        counts = sum_counts(ready.micro_batches, self.mesh, self.costs)
-        loss_sum = torch.zeros((), device=self.mesh.device)
-        for number, batch in enumerate(ready.inputs, start=1):
-            with self.model.accumulate(is_last=number == len(ready.inputs)):
-                loss = self.model(batch)
-                self.meter.lap("forward")
-                (loss * (self.model.mean_ranks / (counts.num_label_tokens or 1))).backward()
-                self.meter.lap("backward")
-            loss_sum += loss.detach()
+        counts = sum_counts(ready.micro_batches, self.mesh, self.built.flops.attention)
+        loss_sum = self.forward_backward(ready, counts)
         if self.num_steps + 1 < self.plan.max_steps:
             self.feed.stage()
             self.meter.lap("data")
@@ -280,9 +192,31 @@ class TrainFinetuneRecipe:
         self.optimizer.zero_grad()
         self.meter.lap("optimizer")
         numbers = StepNumbers(loss_sum, grad_norm)
-        self.bad_steps.watch(self.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
-        self.boundary.agree()
+        self.guards.after_step(ready, numbers)
         return StepResult(numbers, lr, counts)
+
+    def forward_backward(self, ready: ReadyStep, counts: Counts) -> torch.Tensor:
+        """Accumulates the gradients of this rank's micro-batches; returns the sum of its losses, detached."""
+        loss_sum = torch.zeros((), device=self.mesh.device)
+        for number, batch in enumerate(ready.inputs, start=1):
+            with self.model.accumulate(is_last=number == len(ready.inputs)):
+                loss = self.model(batch)
+                self.meter.lap("forward")
+                # the engine takes the mean over ranks: times their number, the gradient is that of the sum over ranks
+                (loss * (self.model.mean_ranks / (counts.num_label_tokens or 1))).backward()
+                self.meter.lap("backward")
+            loss_sum += loss.detach()
+        return loss_sum
+
+    def open_feed(self) -> None:
+        """The steps from here on, each read and copied to the device while the one before it is computed."""
+        steps = self.data.steps(self.state.cursor, self.mesh, self.built.flops.attention)
+        self.feed = DeviceFeed(steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers)
+        if self.num_steps < self.plan.max_steps:
+            for axis in (self.mesh.cp, self.mesh.tp):
+                check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
+        self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
+        self.bar.note("first step")
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank."""
@@ -297,27 +231,19 @@ class TrainFinetuneRecipe:
         row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}, ETA {duration(row.eta_s)}")
-        self.tell(row.as_row() | self.data.left_out(self.cursor, self.mesh))
+        self.metrics.log_step(row.as_row() | self.data.left_out(self.state.cursor, self.mesh))
         self.page.update()
-
-    def tell(self, row: dict[str, Any] | None) -> None:
-        """Logs a row to metrics.jsonl and the callbacks, any of which may end the run."""
-        if row:
-            self.metrics.log(row)
-        self.extra |= self.metrics.state()
-        if self.config.callbacks:
-            self.end_reason = self.control.on_first(lambda: self.metrics.end_reason)
 
     def validate(self) -> None:
         """Mean loss over the label tokens of each validation set; every document is counted once. A stop signal
         interrupts it; the resumed run validates first.
         """
-        self.pending_validation = True
-        self.watchdog.beat(f"validating after step {self.num_steps}")
+        self.state.pending_validation = True
+        self.guards.enter(f"validating after step {self.num_steps}")
         losses = {}
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
-                loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.boundary.must_stop)
+                loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.guards.must_stop)
                 if loss is None:
                     return
                 losses[name] = loss
@@ -325,147 +251,50 @@ class TrainFinetuneRecipe:
         for name, loss in losses.items():
             self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
         if losses:
-            self.tell({"step": self.num_steps, **{f"val_loss/{name}": loss for name, loss in losses.items()}})
+            self.metrics.log_step({"step": self.num_steps, **{f"val_loss/{name}": losses[name] for name in losses}})
         for prompt, answer in answers:
             self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
             self.metrics.text(self.num_steps, prompt, answer)
         self.meter.lap("validation")
-        self.pending_validation, self.val_loss = False, sum(losses.values()) / len(losses) if losses else None
+        self.state.pending_validation = False
+        self.state.val_loss = sum(losses.values()) / len(losses) if losses else None
 
     def save(self, wait: bool = False) -> None:
         """Saves everything that the next step depends on; never after a nonfinite step."""
-        if self.bad_steps.in_a_row:
+        if not self.guards.are_savable(self.model.parameters()):
             return
-        self.watchdog.beat(f"saving step {self.num_steps}")
-        if not are_finite(self.model.parameters(), self.control):
-            self.console.print(f"{self.num_steps:7d}  WARNING: the step is not saved: its weights are not finite")
-            return
-        cursor = asdict(self.cursor.gathered(self.mesh))
+        self.guards.enter(f"saving step {self.num_steps}")
         self.average.settle()
-        self.state |= {"step": self.num_steps, "cursor": cursor, "extra": self.extra}
-        self.state |= {"owes_validation": self.pending_validation, "val_loss": self.val_loss}
-        is_last = self.num_steps == self.plan.max_steps
+        state = self.state.to_json(self.data, self.mesh, self.metrics.state())
+        wait |= self.num_steps == self.plan.max_steps
         with activity(f"saving step {self.num_steps}"):
-            self.checkpointer.save(
-                self.num_steps, self.model.loss_model, self.optimizer, self.state, wait=wait or is_last
-            )
+            self.guards.checkpointer.save(self.num_steps, self.model.loss_model, self.optimizer, state, wait=wait)
         self.meter.lap("checkpoint")
 
-    def leave_early(self) -> int:
-        """Saves the last step and reports that the same command continues the run."""
-        self.save(wait=True)
-        newest, reason = self.checkpointer.newest_name, self.boundary.stop_reason or ""
-        state, code = ending_of(reason)
-        if self.mesh.rank == 0:
-            self.folder.write_status(state, self.num_steps, reason, newest)
-        self.console.print(
-            f"stopped after step {self.num_steps} of {self.plan.max_steps} ({reason}); run the same command again to "
-            f"continue from {newest or 'the start'}"
-        )
-        self.close()
-        return code
-
-    def finish(self) -> int:
-        """Exports the model, answers the held-out questions, and marks the run as finished.
-
-        Raises RunStoppedError when what was trained is not on the disk, or is not finite.
-        """
-        self.watchdog.beat("exporting")
-        self.check_numbers()
-        if self.config.checkpoint.export_hf:
-            with activity("exporting"):
-                exported = self.export()
-            loader = "peft.PeftModel" if self.built.adapter else "AutoModelForCausalLM"
-            self.console.say("exported", f"{self.folder.shown}/{exported.name}: loads with {loader}.from_pretrained")
-            if self.config.evaluation and self.mesh.rank == 0:
-                is_foreign = runs_remote_code(self.built.model.loss_model.lm)
-                generator = load_generator(str(exported), is_foreign, on_cpu=True)  # the GPU is full
-                answers = build(self.config.evaluation).ask(generator, questions_of(self.data.documents))
-                self.console.print(answers.text())
-                self.metrics.log({"step": self.num_steps, **answers.as_row()})
-            if self.mesh.rank == 0:
-                publish(self.folder.path, exported, self.config.hub, self.console.say)
-            self.metrics.exported(exported)
-        self.check_saved()
-        if self.mesh.rank == 0:
-            self.folder.write_status("finished", self.num_steps, self.end_reason or "")
-        self.console.print(f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.folder.shown}")
-        if self.page.is_drawn:
-            self.console.say("report", f"{self.folder.shown}/{self.page.path.name}")
-        self.console.commands("next", self.folder.next_commands("finished"))
-        self.close()
-        return 0
-
-    def check_numbers(self) -> None:
-        """Raises RunStoppedError when the last steps were skipped, or the weights are not finite."""
-        is_good = are_finite(self.model.parameters(), self.control)
-        if bad := self.bad_steps.in_a_row or not is_good:
-            what = f"the loss or the gradient of the last {bad} steps was" if is_good else "the trained weights are"
-            raise RunStoppedError(
-                f"step {self.num_steps} is the last one, and {what} not finite: {self.newest_text()} Lower "
-                "optimizer.lr, raise the warm-up, or look at the data, and start a new run with name=... ."
+    def end(self) -> int:
+        """Finishes the run after its last step; saves it where it stops before. Returns the exit code."""
+        self.meter.close()
+        self.guards.settle()
+        self.bar.close()
+        code = 0
+        if self.guards.stop_reason:
+            self.save(wait=True)
+            code = self.guards.record_stop(self.plan.max_steps)
+        else:
+            if self.metrics.end_reason:
+                self.console.print(f"{self.num_steps:7d}  ended early: {self.metrics.end_reason}")
+                self.save(wait=True)
+            with self.average.applied(self.model):  # the averaged weights are what is exported
+                finish(self.guards, self.built, self.data, self.metrics, self.console)
+            self.console.print(
+                f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.guards.folder.shown}"
             )
-
-    def check_saved(self) -> None:
-        """Raises RunStoppedError unless the last step is on disk, as a checkpoint or an export."""
-        self.control.on_first(self.lock.check_held)
-        if self.checkpointer.holds(self.num_steps):
-            return
-        if not self.config.checkpoint.export_hf:
-            raise RunStoppedError(
-                f"the last step, {self.num_steps}, could not be saved: {self.newest_text()} Make room in "
-                f"{self.folder.path} and run the same command again to continue from there."
-            )
-        self.console.print(f"WARNING: the last step is exported, but not saved as a checkpoint: {self.newest_text()}")
-
-    def newest_text(self) -> str:
-        newest = self.checkpointer.newest_name
-        return f"the newest checkpoint is {newest}." if newest else "there is no checkpoint."
-
-    def place(self) -> Place:
-        """The last finished step, and the newest checkpoint."""
-        if self.lock.token is None:  # nothing is built yet
-            return None, None
-        return self.num_steps, self.checkpointer.newest_name
-
-    def leave_with(self, error: PeerError) -> None:
-        """Ends this rank, wherever it is, with the error of another."""
-        self.last_words("failed", str(error))
-        self.lock.release()
-        leave_from_thread(str(error), MISTAKE_EXIT)
-
-    def last_words(self, state: str, reason: str) -> None:
-        """Called before a thread ends the process."""
-        if self.lock.is_held():
-            self.folder.end(state, reason, *self.place())
-        self.watchdog.stop()
-
-    def export(self) -> Path:
-        """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
-        try:
-            with self.average.applied(self.model):
-                return export(
-                    self.folder.path,
-                    self.model,
-                    self.data.tokenizer,
-                    self.parts.model.dtype,
-                    self.num_steps,
-                    self.built.adapter,
-                )
-        except (OSError, ValueError, RuntimeError) as error:
-            if is_lost_peer(error) or is_out_of_memory(error):
-                raise
-            cure = f"make room in {self.folder.path}, and run the same command again to continue from there."
-            if self.checkpointer.holds(self.num_steps):
-                cure = f"python recipes/export_hf.py {self.folder.path} exports it, and so does the same command again."
-            reason = one_line(error)
-            raise RunStoppedError(f"the export failed ({reason}): {self.newest_text()[:-1]}; {cure}") from error
-
-    def close(self) -> None:
+            if self.page.is_drawn:
+                self.console.say("report", f"{self.guards.folder.shown}/{self.page.path.name}")
+            self.console.commands("next", self.guards.folder.next_commands("finished"))
         self.metrics.log({"step": self.num_steps, **self.meter.rest()})
-        self.peers.stop()
-        self.slow_control.barrier()  # launchers end the job soon after its first process
-        self.watchdog.stop()
-        del self.feed  # its workers leave
+        self.guards.close()
+        del self.feed  # shuts down its workers
         self.metrics.close()
         self.mesh.close()
+        return code

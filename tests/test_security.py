@@ -100,7 +100,9 @@ def test_own_code_is_allowed_on_the_command_line(tmp_path: Path, monkeypatch: py
 STREAM = ["dataset=streaming", "~dataset.num_chats"]
 
 
-@pytest.mark.parametrize("generator", ["os:abort", "my_rows:rows", "automodel_lite.data.reading.files:os.abort", "os.abort"])
+@pytest.mark.parametrize(
+    "generator", ["os:abort", "my_rows:rows", "automodel_lite.data.reading.files:os.abort", "os.abort"]
+)
 def test_a_generator_is_code_and_needs_the_permission(generator: str, tmp_path: Path) -> None:
     """Wherever it stands, also deep in a mixture, and before anything of it is imported."""
     rule = r"dataset\.generator=.*(names code: allow it on the command line, security.allow_targets|must be package)"

@@ -16,6 +16,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.parallel.peers import Control
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import json_line
 from automodel_lite.run.folder import RunFolder, plain
@@ -136,15 +137,29 @@ def value_of(row: Row, metric: str) -> float | None:
 class MetricsLog:
     """metrics.jsonl and all callbacks, as one. Silent on every rank but the first. No secret gets past here."""
 
-    def __init__(self, jsonl: JsonlLogger, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        jsonl: JsonlLogger,
+        say: Callable[[str], None],
+        ranks: Control | None = None,
+        states: dict[str, Any] | None = None,
+    ) -> None:
         self.jsonl, self.say = jsonl, say
         self.callbacks: dict[str, Callback] = {}
         self.end_reason: str | None = None  # of the first callback that ended the run
+        self._ranks = ranks  # that learn from the first one whether a callback has ended the run
+        self._states = states or {}  # of callbacks, when the run began
 
     def log(self, row: Row) -> None:
         row = scrub_tree(row)
         self.jsonl.log(row)
         self._each(lambda callback: callback.log(row))
+
+    def log_step(self, row: Row) -> None:
+        """Logs a row of the training; every rank calls it, and knows afterwards whether a callback ends the run."""
+        self.log(row)
+        if self._ranks:
+            self.end_reason = self._ranks.on_first(lambda: self.end_reason)
 
     def text(self, step: int, name: str, value: str) -> None:
         name, value = scrub(name), scrub(value)
@@ -159,9 +174,9 @@ class MetricsLog:
         self.end_reason = self.end_reason or reason
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: callback -> its state."""
-        state: dict[str, Any] = scrub_tree({name: callback.state() for name, callback in self.callbacks.items()})
-        return state
+        """For the checkpoint: callback -> its state; that of one which is not used any more stays."""
+        self._states |= scrub_tree({name: callback.state() for name, callback in self.callbacks.items()})
+        return self._states
 
     def close(self) -> None:
         self.jsonl.close()
@@ -177,14 +192,17 @@ class MetricsLog:
 
 
 def open_metrics(
-    config: Config, folder: RunFolder, is_first: bool, step: int, state: dict[str, Any], say: Callable[[str], None]
+    config: Config, folder: RunFolder, ranks: Control, step: int, state: dict[str, Any], say: Callable[[str], None]
 ) -> MetricsLog:
-    """metrics.jsonl, and on the first rank the configured callbacks; one that does not start costs a warning.
+    """metrics.jsonl, and on the first rank the configured callbacks; one that does not start costs a warning. Every
+    rank calls it.
 
     state   what `MetricsLog.state()` was at the checkpoint that the run continues from, {} for a fresh run
     """
+    is_first = ranks.is_first
     with folder.being_written():
-        metrics = MetricsLog(JsonlLogger(folder.metrics, is_silent=not is_first, say=say), say)
+        jsonl = JsonlLogger(folder.metrics, is_silent=not is_first, say=say)
+    metrics = MetricsLog(jsonl, say, ranks if config.callbacks else None, dict(state))
     values = plain(config) if is_first else {}
     for name, node in {**config.logger, **config.callbacks}.items() if is_first else ():
         info = RunInfo(scrub(config.name), folder.path, values, step, state.get(name, {}), metrics.end)
@@ -194,6 +212,8 @@ def open_metrics(
             raise
         except Exception as error:
             say(f"WARNING: {name} is turned off: {_one_line(error)}; metrics.jsonl is still written")
+    if config.callbacks:  # one may end the run at once, by what it has kept
+        metrics.end_reason = ranks.on_first(lambda: metrics.end_reason)
     return metrics
 
 

@@ -33,12 +33,19 @@ class Console:
 
     def __init__(self, is_silent: bool) -> None:
         self.is_silent = is_silent
+        self.lines: list[tuple[str, str]] = []  # of the start block
         self._rows = 0
 
     def say(self, topic: str, text: str) -> None:
         """A line of the start block: `packing    exact_fill: 61 packs ...`, wrapped at words on a terminal."""
         for number, line in enumerate(scrub(text).splitlines() or [""]):
             self.print(wrapped(f"{topic if number == 0 else '':<10} {line}", indent=11))
+
+    def show(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Lines of the start block: (topic, text), printed as soon as they are known and kept for run.json."""
+        self.lines += lines
+        for topic, text in lines:
+            self.say(topic, text)
 
     def commands(self, topic: str, commands: Sequence[str]) -> None:
         """Lines to copy: a terminal breaks those that are too long, and copies them whole."""

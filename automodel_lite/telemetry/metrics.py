@@ -174,6 +174,7 @@ class Meter:
 
     def __init__(self, mesh: Mesh, flops: StepFlops, compute_dtype: torch.dtype) -> None:
         self.mesh = mesh
+        self.profiler: StepProfiler | None = None
         self.flops = flops
         device_peak = peak_flops(mesh.device, compute_dtype)
         self.peak = None if device_peak is None else device_peak * mesh.shape.world_size
@@ -183,7 +184,13 @@ class Meter:
         self._total_s, self._total_steps = 0.0, 0
         self._reset()
 
-    def start(self) -> None:
+    def profile(self, steps: Sequence[int] | None, folder: Path, say: Callable[[str, str], None]) -> None:
+        """Profiles these steps (first and last), when they come."""
+        self.profiler = StepProfiler(steps, folder, self.mesh.rank, self.mesh.device, say)
+
+    def start(self, step: int) -> None:
+        if self.profiler:
+            self.profiler.begin(step)
         self.clock.lap("other")
         self._began = time.perf_counter()
 
@@ -191,8 +198,11 @@ class Meter:
         """The time since the last lap went into `phase` (see PhaseClock)."""
         self.clock.lap(phase)
 
-    def stop(self, counts: Counts, wait_s: float) -> None:
+    def stop(self, step: int, counts: Counts, wait_s: float) -> None:
         self.busy_s += time.perf_counter() - self._began
+        if self.profiler:
+            self.profiler.end(step)
+        self.clock.lap("other")
         self.wait_s += wait_s
         self.counts.append(counts)
 
@@ -235,6 +245,11 @@ class Meter:
         self._total_s += self.busy_s + time_s.get("validation", 0.0) + time_s.get("checkpoint", 0.0)
         self._total_steps += len(self.counts)
         return self._total_s / self._total_steps * steps_left
+
+    def close(self) -> None:
+        """The training is over: a profile that is under way is written."""
+        if self.profiler:
+            self.profiler.end(0, is_over=True)
 
     def rest(self) -> dict[str, float]:
         """The time since the last row, by phase: the last validation and checkpoint."""

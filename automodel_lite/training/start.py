@@ -18,18 +18,20 @@ import transformers
 from torch import nn
 
 from automodel_lite.config.components import text_of
-from automodel_lite.config.schema import Config
+from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
-from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, world_size
+from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
+from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel, plan_model
+from automodel_lite.training.guards import Guards
 from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts
@@ -173,6 +175,12 @@ def check_master_weights(parts: Parts) -> None:
         raise ConfigError(f"{what} computes in bf16: set training.precision=bf16, not {training.precision}.")
 
 
+def prepare_process(config: TrainingConfig) -> None:
+    """Threads and kernels of this process, before the first kernel runs."""
+    use_threads(config.num_threads)
+    use_deterministic(config.deterministic)
+
+
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -213,8 +221,10 @@ def data_lines(data: PackSource) -> list[Line]:
     return [("data", data.documents.description), *(("", note) for note in data.notes)]
 
 
-def position_line(folder: str, checkpoint: str | None, step: int, max_steps: int, save_every: int) -> str:
+def position_line(guards: Guards, max_steps: int) -> str:
     """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
+    folder, checkpoint, step = guards.folder.shown, guards.checkpointer.newest_name, guards.state.num_steps
+    save_every = guards.config.checkpoint.every_steps
     origin = f"continues from {checkpoint}" if checkpoint else "fresh"
     if step >= max_steps:
         return f"{folder}: {origin}"

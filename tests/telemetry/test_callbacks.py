@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.peers import Control
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.callbacks import Callback, EarlyStopping, JsonlLogger, RunInfo, open_metrics
 from tests.runs import config_of, rows_of, train
@@ -33,9 +34,15 @@ class Breaks(Callback):
         return {"id": "a1"}
 
 
+class SecondRank(Control):
+    """Of two, without a group: it sends nothing here."""
+
+    is_first = False
+
+
 def metrics_of(folder: Path, says: list[str], is_first: bool = True, **options: Any):
     config = Config(name="x", logger={"mine": {"_target_": f"{__name__}.Breaks", **options}})
-    return open_metrics(config, RunFolder(folder), is_first, 0, {}, says.append)
+    return open_metrics(config, RunFolder(folder), Control(None) if is_first else SecondRank(None), 0, {}, says.append)
 
 
 def test_a_tracker_that_fails_is_off_and_the_run_goes_on(tmp_path: Path):
@@ -115,7 +122,7 @@ def test_the_steps_to_profile_are_a_first_and_a_last(tmp_path: Path):
 
 def test_without_a_tracker_metrics_jsonl_is_written(tmp_path: Path):
     config = config_of("smoke", tmp_path)
-    metrics = open_metrics(config, RunFolder(tmp_path), True, 0, {}, print)
+    metrics = open_metrics(config, RunFolder(tmp_path), Control(None), 0, {}, print)
     metrics.log({"step": 1, "loss": 2.5})
     metrics.close()
     assert rows_of(tmp_path) == [{"step": 1, "loss": 2.5}]

@@ -33,9 +33,9 @@ def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
     now = [10.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     meter = Meter(ALONE, StepFlops(10.0, 5.0, COSTS), torch.float32)
-    meter.start()
+    meter.start(5)
     now[0] = 12.0
-    meter.stop(Counts(num_tokens=80, num_label_tokens=40, num_slots=100, num_pairs=200.0), wait_s=0.5)
+    meter.stop(5, Counts(num_tokens=80, num_label_tokens=40, num_slots=100, num_pairs=200.0), wait_s=0.5)
     counts = Counts(80, 40, 100, 200.0)
     row = meter.row(
         StepResult(StepNumbers(torch.tensor(20.0), torch.tensor(1.0)), 1e-3, counts), step=5, epoch=0, max_steps=7

@@ -1,0 +1,74 @@
+"""The end of a run that has trained its last step: export, held-out questions, model card, upload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from automodel_lite.config.components import build
+from automodel_lite.config.schema import Config
+from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.errors import RunStoppedError, is_lost_peer, is_out_of_memory, one_line
+from automodel_lite.models.generate import load_generator
+from automodel_lite.models.source import runs_remote_code
+from automodel_lite.run.export import check_exportable as check_model_exportable
+from automodel_lite.run.export import export
+from automodel_lite.telemetry.callbacks import MetricsLog
+from automodel_lite.telemetry.console import Console
+from automodel_lite.tools.trained import publish
+from automodel_lite.training.build import BuiltModel
+from automodel_lite.training.evaluation import questions_of
+from automodel_lite.training.guards import Guards
+
+
+def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
+    """Raises ConfigError at the start for an export that would fail after the training."""
+    if config.checkpoint.export_hf:
+        check_model_exportable(built.model.loss_model.lm, data.tokenizer)
+
+
+def finish(run: Guards, built: BuiltModel, data: PackSource, metrics: MetricsLog, console: Console) -> None:
+    """Exports the trained model and answers the held-out questions with it; every rank calls it.
+
+    Raises RunStoppedError when what was trained is not finite, or is not on the disk at the end.
+    """
+    run.enter("exporting")
+    run.check_finite(built.model.parameters())
+    if run.config.checkpoint.export_hf:
+        exported = _exported(run, built, data)
+        loader = "peft.PeftModel" if built.adapter else "AutoModelForCausalLM"
+        console.say("exported", f"{run.folder.shown}/{exported.name}: loads with {loader}.from_pretrained")
+        if run.ranks.is_first:
+            _answer_questions(run, exported, built, data, metrics, console.print)
+            publish(run.folder.path, exported, run.config.hub, console.say)
+        metrics.exported(exported)
+    run.check_saved()
+    if run.ranks.is_first:
+        run.folder.write_status("finished", run.state.num_steps, metrics.end_reason or "")
+
+
+def _exported(run: Guards, built: BuiltModel, data: PackSource) -> Path:
+    """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
+    dtype = built.plan.parts.model.dtype
+    try:
+        return export(run.folder.path, built.model, data.tokenizer, dtype, run.state.num_steps, built.adapter)
+    except (OSError, ValueError, RuntimeError) as error:
+        if is_lost_peer(error) or is_out_of_memory(error):
+            raise
+        folder = run.folder.path
+        cure = f"make room in {folder}, and run the same command again to continue from there."
+        if run.checkpointer.holds(run.state.num_steps):
+            cure = f"python recipes/export_hf.py {folder} exports it, and so does the same command again."
+        reason = one_line(error)
+        raise RunStoppedError(f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}") from error
+
+
+def _answer_questions(
+    run: Guards, exported: Path, built: BuiltModel, data: PackSource, metrics: MetricsLog, say: Callable[[str], None]
+) -> None:
+    """With the exported folder, as a user would load it; on the CPU, as the GPU is full."""
+    if run.config.evaluation:
+        generator = load_generator(str(exported), runs_remote_code(built.model.loss_model.lm), on_cpu=True)
+        answers = build(run.config.evaluation).ask(generator, questions_of(data.documents))
+        say(answers.text())
+        metrics.log({"step": run.state.num_steps, **answers.as_row()})

@@ -1,0 +1,200 @@
+"""What watches over a run while it trains: one object, so that the recipe is about training.
+
+lock         one job at a time works in the run's folder
+watchdog     writes the stacks of a rank that makes no progress
+peers        the failure of one rank ends all of them
+boundary     the ranks stop together: after a signal, or when the job's time is nearly over
+nonfinite    steps whose loss or gradient is not finite are skipped, and too many of them end the run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from automodel_lite.config.schema import Config
+from automodel_lite.data.feeding.feed import ReadyStep
+from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError
+from automodel_lite.parallel.mesh import rank
+from automodel_lite.parallel.peers import Control, Peers, flat, open_control
+from automodel_lite.run.checkpoint import Checkpointer
+from automodel_lite.run.failures import BadSteps, Place, StepNumbers, Watchdog, are_finite, recorded
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.lock import RunLock
+from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
+from automodel_lite.training.memory import MemoryEstimate, out_of_memory_text
+from automodel_lite.training.plan import Parts
+from automodel_lite.training.state import TrainState
+
+
+class Guards:
+    """The guards of one run, entered in this order:
+
+    with guards.recording():     an error is recorded, and the lock given back
+        guards.lock.check()      before anything is built: nobody else works in the folder
+        guards.open()            once the process groups exist: takes the folder
+        guards.watch_steps()     before the first step: from now on a stop signal is a request
+        guards.enter("in step 1")
+        guards.after_step(...)
+        guards.close()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        peers: Peers,
+        say: Callable[[str], None],
+        end_process: Callable[[str, int], object],
+    ) -> None:
+        self.config, self.peers, self.say, self.end_process = config, peers, say, end_process
+        self.folder = RunFolder(config.output_dir)
+        self.lock = RunLock(self.folder.lock)
+        self.watchdog = Watchdog(self.folder, rank(), config.training.stuck_after_s)
+        self.memory_text = ""  # what a full memory held, and what to change: see memory.out_of_memory_text
+        self.state = TrainState()
+        self.ranks = self.slow_ranks = Control(None)
+        self.checkpointer: Checkpointer
+        self.boundary: StepBoundary
+        self.nonfinite: BadSteps
+
+    @contextmanager
+    def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
+        """Records how the run ends; a rank that only noticed the end of another one reports that rank's error.
+        `at_end` is called in any case, unless the folder is another job's by then.
+        """
+        self.peers.watch(self._end_with_peer)
+        with self.lock:
+            try:
+                with self.watchdog, recorded(self.watchdog, self.lock, lambda: self.memory_text, self.place):
+                    yield
+            finally:
+                if not self.lock.is_taken():
+                    at_end()
+
+    def estimate_memory(self, parts: Parts, estimate: MemoryEstimate | None = None) -> None:
+        """What to tell a user whose memory is full, from here on."""
+        self.memory_text = out_of_memory_text(parts, estimate)
+
+    def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
+        """Raises RanksDifferError on every rank when these facts are not the same on all of them."""
+        self.peers.compare(topic, flat(facts))
+
+    def open(self) -> None:
+        """Opens the control groups and takes the folder; every rank calls it. Raises ConfigError when another job has
+        taken it meanwhile.
+        """
+        config = self.config
+        self.ranks, self.slow_ranks = open_control(config.mesh), open_control(config.mesh, is_slow=True)
+        self.checkpointer = Checkpointer(
+            self.folder, config, self.ranks, self.slow_ranks, self.say, self.lock.check_held
+        )
+        deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
+        self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
+        self.nonfinite = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.say)
+        self.lock.token = self.ranks.on_first(self.lock.acquire)
+
+    def watch_progress(self) -> None:
+        """From now on the stacks of a rank that makes no progress are written to its log."""
+        assert self.lock.token
+        self.watchdog.start(self.lock.token)
+
+    def watch_steps(self) -> None:
+        """Before the first step, a signal ends the process; from now on it is a request to save and exit."""
+        SIGNALS.defer()
+        SIGNALS.watch(self.watchdog, self.boundary, self._record_end)
+
+    def enter(self, doing: str) -> None:
+        """This rank begins something new: `in step 4`."""
+        self.watchdog.beat(doing)
+
+    def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> None:
+        """Looks at the numbers of the step before, which the device has finished, and agrees on a stop."""
+        self.nonfinite.watch(self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
+        self.boundary.agree()
+
+    def settle(self) -> None:
+        """Waits for the numbers of the last step; raises RunStoppedError after too many that are not finite."""
+        self.nonfinite.settle()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the ranks have agreed to stop before the last step: `SIGTERM`; None to go on."""
+        return self.boundary.stop_reason
+
+    def must_stop(self) -> bool:
+        """Agrees on a stop between steps; every rank calls it."""
+        return self.boundary.must_stop()
+
+    def are_savable(self, parameters: Iterable[Tensor]) -> bool:
+        """Is every weight finite, and was the last step? A checkpoint of anything else could not be continued from."""
+        if self.nonfinite.in_a_row:
+            return False
+        if not are_finite(parameters, self.ranks):
+            self.say(f"{self.state.num_steps:7d}  WARNING: the step is not saved: its weights are not finite")
+            return False
+        return True
+
+    def check_finite(self, parameters: Iterable[Tensor]) -> None:
+        """Raises RunStoppedError when the last steps were skipped, or the trained weights are not finite."""
+        is_good = are_finite(parameters, self.ranks)
+        if bad := self.nonfinite.in_a_row or not is_good:
+            what = f"the loss or the gradient of the last {bad} steps was" if is_good else "the trained weights are"
+            raise RunStoppedError(
+                f"step {self.state.num_steps} is the last one, and {what} not finite: {self.newest_text()} Lower "
+                "optimizer.lr, raise the warm-up, or look at the data, and start a new run with name=... ."
+            )
+
+    def check_saved(self) -> None:
+        """Raises RunStoppedError unless the last step is on disk, as a checkpoint or an export."""
+        self.ranks.on_first(self.lock.check_held)
+        if self.checkpointer.holds(self.state.num_steps):
+            return
+        if not self.config.checkpoint.export_hf:
+            raise RunStoppedError(
+                f"the last step, {self.state.num_steps}, could not be saved: {self.newest_text()} Make room in "
+                f"{self.folder.path} and run the same command again to continue from there."
+            )
+        self.say(f"WARNING: the last step is exported, but not saved as a checkpoint: {self.newest_text()}")
+
+    def newest_text(self) -> str:
+        newest = self.checkpointer.newest_name
+        return f"the newest checkpoint is {newest}." if newest else "there is no checkpoint."
+
+    def record_stop(self, max_steps: int) -> int:
+        """Records that the run stopped early, says how to go on, and returns the exit code."""
+        newest, reason = self.checkpointer.newest_name, self.stop_reason or ""
+        state, code = ending_of(reason)
+        if self.ranks.is_first:
+            self.folder.write_status(state, self.state.num_steps, reason, newest)
+        self.say(
+            f"stopped after step {self.state.num_steps} of {max_steps} ({reason}); run the same command again to "
+            f"continue from {newest or 'the start'}"
+        )
+        return code
+
+    def place(self) -> Place:
+        """The last finished step, and the newest checkpoint."""
+        if self.lock.token is None:  # nothing is built yet
+            return None, None
+        return self.state.num_steps, self.checkpointer.newest_name
+
+    def close(self) -> None:
+        """Waits for all ranks: launchers end a job soon after its first process."""
+        self.peers.stop()
+        self.slow_ranks.barrier()
+        self.watchdog.stop()
+
+    def _end_with_peer(self, error: PeerError) -> None:
+        """Ends this rank, wherever it is, with the error of another."""
+        self._record_end("failed", str(error))
+        self.lock.release()
+        self.end_process(str(error), MISTAKE_EXIT)
+
+    def _record_end(self, state: str, reason: str) -> None:
+        """Called before a thread ends the process."""
+        if self.lock.is_held():
+            self.folder.end(state, reason, *self.place())
+        self.watchdog.stop()

@@ -1,0 +1,68 @@
+"""How a run starts or continues, topic by topic: its settings, its position, its folder and its log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from automodel_lite.config.schema import CheckpointConfig, Config
+from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.data.packing.report import PackingReport
+from automodel_lite.data.prepare import check_same_data
+from automodel_lite.parallel.peers import Peers, flat, open_peers, together, versions
+from automodel_lite.run.folder import RunFolder, plain
+from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
+from automodel_lite.training.guards import Guards
+from automodel_lite.training.state import TrainState
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
+    """The other ranks, the configuration with what the run in its folder began with, and a message for a run that is
+    finished. A mistake that any rank meets inside ends all of them.
+
+    Raises RanksDifferError when the ranks were started differently, and ConfigError when the folder is another run's.
+    """
+    folder, peers = RunFolder(config.output_dir), open_peers(is_new_job=True)
+    with together(peers):
+        config = folder.with_saved_layout(config)
+        message = folder.finished_message(config)
+        state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
+        peers.compare("settings", versions() | flat(plain(config)) | state)
+        yield config, peers, message
+
+
+def state_of(saved: dict[str, Any] | None, data: PackSource, config: CheckpointConfig) -> TrainState:
+    """Where the checkpoint stood, or the beginning; raises ConfigError when its data were others."""
+    if saved is None:
+        return TrainState()
+    check_same_data(saved["data"], data.fingerprint(), config.accept_changes)
+    return TrainState.of_json(saved)
+
+
+def open_folder(
+    guards: Guards, data: PackSource, report: PackingReport | None, lines: Sequence[tuple[str, str]]
+) -> None:
+    """Writes what a run's folder tells from its start, and drops the rows of steps that come again; every rank calls
+    it. `lines` is the start block.
+    """
+    folder, step = guards.folder, guards.state.num_steps
+    if guards.ranks.is_first:
+        folder.open(guards.config, data.shape.global_batch_size, data.packer.slot_multiple)
+        with folder.being_written():
+            folder.write_status("running", step, checkpoint=guards.checkpointer.newest_name)
+            folder.write_facts(lines)
+            if report:
+                report.to_json(folder.packing)
+                folder.lengths.write_text(json.dumps(data.lengths()))
+            folder.rewind_metrics(step)
+    guards.ranks.barrier()
+    guards.watch_progress()
+
+
+def open_log(guards: Guards, saved: dict[str, Any] | None) -> MetricsLog:
+    """metrics.jsonl and the callbacks, with what these kept in the checkpoint."""
+    extra = saved["extra"] if saved else {}
+    return open_metrics(guards.config, guards.folder, guards.ranks, guards.state.num_steps, extra, guards.say)
