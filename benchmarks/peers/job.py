@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -36,6 +37,7 @@ class Job:
     warmup_steps: int
     data: str  # the raw JSON lines
     scratch: str  # an empty folder of this run
+    pretrained: str | None = None  # a folder with weights and tokenizer, trained in place of a shape
 
     @staticmethod
     def from_argv() -> Job:
@@ -95,7 +97,8 @@ class Clock:
         assert len(self.seconds) >= job.all_steps, f"{len(self.seconds)} steps were timed, not {job.all_steps}"
         timed = slice(job.warmup_steps, job.all_steps)
         rates = [tokens / seconds for tokens, seconds in zip(tokens_of_step[timed], self.seconds[timed], strict=True)]
-        print(RESULT + json.dumps({"tokens_per_cpu_s": rates, **more}), flush=True)
+        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(RESULT + json.dumps({"tokens_per_cpu_s": rates, "peak_gib": peak_gib, **more}), flush=True)
 
 
 def cpu_seconds() -> float:
@@ -110,10 +113,12 @@ def use_one_thread() -> None:
 
 
 def llama(job: Job) -> Any:
-    """The Hugging Face model as contestants get it that know nothing of our kernels: fp32, SDPA, the same seed."""
+    """The Hugging Face model as contestants get it that know nothing of our kernels: fp32, SDPA, the same weights."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+    if job.pretrained:
+        return AutoModelForCausalLM.from_pretrained(job.pretrained, dtype=torch.float32, use_cache=False).train()
     torch.manual_seed(0)
     config = LlamaConfig(**job.model_settings(), use_cache=False, attn_implementation="sdpa")
     return LlamaForCausalLM(config).train()

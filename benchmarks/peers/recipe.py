@@ -19,7 +19,12 @@ from recipes import train_ft
 
 def recipe_config(job: Job, *more: str) -> Config:
     """The preset `finetune` on the job's data; what is timed is what a user gets."""
-    model = [f"model.config.{key}={value}" for key, value in job.model_settings().items() if key != "vocab_size"]
+    if job.pretrained:
+        model = [f"model.pretrained={job.pretrained}"]
+    else:
+        settings = {key: value for key, value in job.model_settings().items() if key != "vocab_size"}
+        model = ["tokenizer=bpe", "tokenizer.vocab_size=8192", "model=llama_smoke"]
+        model += [f"model.config.{key}={value}" for key, value in settings.items()]
     return check_config(
         compose_config(
             "finetune",
@@ -28,9 +33,6 @@ def recipe_config(job: Job, *more: str) -> Config:
                 f"output_dir={job.scratch}/run",
                 f"cache_dir={job.folder}/cache",
                 f"dataset.path={job.data}",
-                "tokenizer=bpe",
-                "tokenizer.vocab_size=8192",
-                "model=llama_smoke",
                 *model,
                 f"packed_sequence.packed_sequence_size={PACK_TOKENS}",
                 f"training.precision={job.precision}",
