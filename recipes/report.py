@@ -2,6 +2,7 @@
 
 python recipes/report.py runs/llama_packed                        (written into the run's folder)
 python recipes/report.py runs/a runs/b runs/c --to comparison
+python recipes/report.py runs                                     (runs/index.html: a table of all runs in the folder)
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from automodel_lite.launched import check_alone
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code; raises ConfigError for a folder that is not a run's."""
     parser = argument_parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=argument(Path), help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=argument(Path), help="folders of runs, or one that holds them")
     parser.add_argument(
         "--to", type=argument(Path), help="where to write (default: the run's folder; of several: report)"
     )
     args = parser.parse_args(argv)
     check_alone()
 
-    from automodel_lite.tools.report import write_report
+    from automodel_lite.tools.report import write_index, write_report
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
     try:
-        print(write_report(args.runs, target))
+        is_collection = args.to is None and len(args.runs) == 1 and not (args.runs[0] / "config.yaml").is_file()
+        print(write_index(args.runs[0]) if is_collection else write_report(args.runs, target))
     except OSError as error:
         raise ConfigError(f"{error.filename or target} cannot be read or written ({error.strerror}).") from error
     except ConfigError:

@@ -15,9 +15,12 @@ from automodel_lite.tools.report import (
     facts_of,
     page_of,
     read_run,
+    samples_of,
     warnings_of,
+    write_index,
     write_report,
 )
+from recipes import report as report_recipe
 from tests.runs import train
 
 
@@ -37,6 +40,7 @@ def run_folder(path: Path, lr: float = 0.01, **more: object) -> Path:
             "slots_per_s": 120.0,
             "tflops_per_s": 0.1,
             "fill_frac": 0.9,
+            "step_s": 2.0,
             "time_s/forward": 2.0,
             "time_s/backward": 3.0,
             **more,
@@ -61,7 +65,8 @@ def test_what_is_read_from_a_run(tmp_path: Path):
         ("step", "4"),
         ("loss", "0.5000"),
         ("validation (held out)", "0.7000"),
-        ("tokens", "0"),
+        ("perplexity (held out)", "2.01"),
+        ("tokens", "2,000"),
         ("time", "0:25"),
         ("tokens/s", "300"),
         ("fill", "95.0%"),
@@ -80,6 +85,38 @@ def test_page_is_self_contained_and_escapes_what_it_shows(tmp_path: Path):
     assert run["curves"]["grad_norm"][0] == [1, 3, 4]  # the step that was not a number is left out
     assert run["curves"]["val_loss/held_out"] == [[4], [0.7]]
     assert run["phases"] == {"forward": 8.0, "backward": 12.0, "checkpoint": 5.0}
+
+
+def test_axes_count_tokens_and_minutes_until_each_row(tmp_path: Path):
+    axes = read_run(run_folder(tmp_path / "a")).axes()  # 2 s a step, 100 to 400 tokens per second
+    assert axes["tokens"] == ([0, 1, 2, 3, 4], [0, 200, 600, 1200, 2000])
+    assert axes["minutes"][1] == pytest.approx([0, 2 / 60, 4 / 60, 6 / 60, 8 / 60])
+
+
+def test_answers_are_grouped_by_prompt_newest_first(tmp_path: Path):
+    record = read_run(run_folder(tmp_path / "a"))
+    record.rows.extend([{"step": 2, "text/Hi": "x"}, {"step": 4, "text/Hi": "Hello", "text/Bye": "Bye"}])
+    assert samples_of(record) == [("Hi", [(4, "Hello"), (2, "x")]), ("Bye", [(4, "Bye")])]
+
+
+def test_an_index_lists_runs_and_is_kept_up_to_date(tmp_path: Path):
+    run = run_folder(tmp_path / "b")
+    run_folder(tmp_path / "a<i>")
+    (tmp_path / "notes").mkdir()
+    page = LiveReport(run, True, lambda topic, text: pytest.fail(text))
+    page.update(is_last=True)
+    assert not (tmp_path / "index.html").exists()  # made by hand once
+    assert report_recipe.main([str(tmp_path)]) == 0
+    text = (tmp_path / "index.html").read_text()
+    assert '<a href="b/report.html">b</a>' in text
+    assert "a&lt;i&gt;" in text
+    assert "<td>0.5000</td>" in text
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 6, "loss": 0.25}) + "\n")
+    page.update(is_last=True)
+    assert "<td>0.2500</td>" in (tmp_path / "index.html").read_text()
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_index(tmp_path / "notes")
 
 
 def test_what_is_noted_and_what_to_do_next(tmp_path: Path):

@@ -1,6 +1,7 @@
 """report.html: one self-contained page of a run, or of several, drawn by the browser; live while a run goes on.
 
-page.html.j2   the page, with page.css and page.js inside; the script draws the charts from the JSON in the page
+page.html.j2    the page, with page.css and page.js inside; the script draws the charts from the JSON in the page
+index.html.j2   a table of all runs of a folder; once made, every run there keeps it up to date
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,94 +19,8 @@ from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import duration
 from automodel_lite.run.durable import write_atomically
-from automodel_lite.run.folder import RunFolder, json_object, saved_config
-
-Curve = tuple[list[int], list[float]]  # steps, values
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """One run: its settings, its rows, what its packs look like and how it ended."""
-
-    path: Path
-    name: str
-    config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    packing: dict[str, Any]  # packing.json; empty when there is none
-    lengths: dict[str, Any]  # lengths.json; empty when there is none
-    status: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)  # run.json: the command and the start block
-
-    def curve(self, key: str) -> Curve:
-        """The finite values of `key` over the steps."""
-        points = [(row["step"], float(row[key])) for row in self.rows if key in row]
-        points = [(step, value) for step, value in points if math.isfinite(value)]
-        return [step for step, _ in points], [value for _, value in points]
-
-    def last(self, key: str) -> float | None:
-        values = self.curve(key)[1]
-        return values[-1] if values else None
-
-    def typical(self, key: str) -> float | None:
-        """The median, which the first slow steps do not move."""
-        values = sorted(self.curve(key)[1])
-        return values[len(values) // 2] if values else None
-
-    def validation_keys(self) -> list[str]:
-        return sorted({key for row in self.rows for key in row if key.startswith("val_loss/")})
-
-    def num_tokens(self) -> float:
-        """Document tokens trained on: each logged rate covers the steps since the row before it."""
-        total, before = 0.0, 0
-        for row in self.rows:
-            if "step_s" in row and "tokens_per_s" in row:
-                total += row["tokens_per_s"] * row["step_s"] * (row["step"] - before)
-                before = row["step"]
-        return total
-
-    def time_s(self) -> dict[str, float]:
-        """Phase -> seconds of the whole run."""
-        spent: dict[str, float] = {}
-        for row in self.rows:
-            for key, value in row.items():
-                if key.startswith("time_s/"):
-                    spent[key.removeprefix("time_s/")] = spent.get(key.removeprefix("time_s/"), 0.0) + value
-        return spent
-
-
-def read_run(path: Path) -> RunRecord:
-    """Raises ConfigError for a folder that is not a run's, or that has logged nothing yet."""
-    folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise ConfigError(f"{path} is not a run's folder: it has no config.yaml.")
-    rows = [_leaves(row) for row in folder.rows()]
-    if not rows:
-        raise ConfigError(f"{path} has logged no step yet.")
-    config, facts = saved_config(folder.config), json_object(folder.facts)
-    printed = facts.get("lines")
-    return RunRecord(
-        path=path,
-        name=str(config.get("name", folder.path.name)),
-        config=config,
-        rows=rows,
-        packing=_leaves(json_object(folder.packing)),
-        lengths=json_object(folder.lengths),
-        status=_leaves(folder.read_status()),
-        facts={**facts, "lines": [line for line in printed if _is_line(line)] if isinstance(printed, list) else []},
-    )
-
-
-def _leaves(found: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a row or a small file; one that is damaged, or another program's, may hold anything."""
-    texts = {key for key in found if key in _TEXTS or key.startswith("text/")}
-    return {key: value for key, value in found.items() if isinstance(value, str if key in texts else (int, float))}
-
-
-_TEXTS = ("state", "reason", "checkpoint", "strategy")
-
-
-def _is_line(line: Any) -> bool:
-    return isinstance(line, list) and len(line) == 2 and all(isinstance(text, str) for text in line)
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.tools.report.read import Curve, RunRecord, read_run
 
 
 def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
@@ -120,10 +36,12 @@ def _setting(value: Any) -> str:
     return "-" if value in (None, {}) else str(value)
 
 
+INDEX = "index.html"
 MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
 REFRESH_S = 10
 _OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
-_CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu_frac", "tflops_per_s", "fill_frac", "memory_gib")
+_RATES = ("tokens_per_s", "mfu_frac", "tflops_per_s", "data_wait_s")
+_CURVES = ("loss", "token_accuracy", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
 @dataclass
@@ -149,6 +67,8 @@ class LiveReport:
             return
         try:
             write_report([self.run], self.run, refresh_s=None if is_last else REFRESH_S)
+            if is_last and (self.run.parent / INDEX).is_file():
+                write_index(self.run.parent)
         except Exception as error:
             self.is_drawn = False
             self.warn("report", f"WARNING: not drawn: {type(error).__name__}: {error}")
@@ -169,15 +89,10 @@ def write_report(runs: list[Path], to: Path, refresh_s: int | None = None) -> Pa
 
 def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
     """The whole page as text."""
-    from jinja2 import Environment, PackageLoader  # a run without a report does not wait for it
-
-    template = Environment(loader=PackageLoader(__name__, "."), autoescape=True, trim_blocks=True).get_template(
-        "page.html.j2"
-    )
     facts = [facts_of(record) for record in records]
     names = dict.fromkeys(name for of_run in facts for name, _ in of_run)
     first = records[0]
-    return template.render(
+    return _template("page.html.j2").render(
         runs=records,
         refresh_s=refresh_s,
         progress=progress_frac(first),
@@ -193,6 +108,29 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
     )
 
 
+def write_index(folder: Path) -> Path:
+    """Writes `folder`/index.html, a table of the runs in it that links to their pages; returns its path.
+
+    Raises ConfigError when the folder holds no run.
+    """
+    records = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
+        with suppress(ConfigError, OSError):  # other folders, and runs that have logged nothing
+            records.append(read_run(path))
+    if not records:
+        raise ConfigError(f"{folder} holds no run that has logged a step.")
+    facts = [dict(facts_of(record)) for record in records]
+    names = list(dict.fromkeys(name for of_run in facts for name in of_run))
+    write_atomically(folder / INDEX, _template("index.html.j2").render(runs=records, facts=facts, names=names))
+    return folder / INDEX
+
+
+def _template(name: str) -> Any:
+    from jinja2 import Environment, PackageLoader  # a run without a report does not wait for it
+
+    return Environment(loader=PackageLoader(__name__, "."), autoescape=True, trim_blocks=True).get_template(name)
+
+
 def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     """The numbers that one looks for first."""
     last = record.rows[-1]
@@ -200,10 +138,14 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     if (loss := record.last("loss")) is not None:
         facts.append(("loss", f"{loss:.4f}"))
     for key in record.validation_keys():
-        facts.append((f"validation ({key.removeprefix('val_loss/').replace('_', ' ')})", f"{record.last(key):.4f}"))
+        name, value = key.removeprefix("val_loss/").replace("_", " "), record.last(key) or 0.0
+        facts.append((f"validation ({name})", f"{value:.4f}"))
+        facts.append((f"perplexity ({name})", f"{math.exp(min(value, 700.0)):,.2f}"))
+    if (accuracy := record.last("token_accuracy")) is not None:
+        facts.append(("token accuracy", f"{accuracy:.1%}"))
     if (right := record.last("answers_right")) is not None:
         facts.append(("answers right", f"{right:.0f} of {record.last('answers'):.0f}"))
-    facts.append(("tokens", f"{record.num_tokens():,.0f}"))
+    facts.append(("tokens", f"{record.axes()['tokens'][1][-1]:,.0f}"))
     facts.append(("time", duration(sum(record.time_s().values()))))
     if (rate := record.typical("tokens_per_s")) is not None:
         facts.append(("tokens/s", f"{rate:,.0f}"))
@@ -225,11 +167,14 @@ def progress_frac(record: RunRecord) -> float:
     return done / (done + left / step_s) if step_s and done else float(not left and done > 0)
 
 
-def samples_of(record: RunRecord) -> list[tuple[int, str, str]]:
-    """(step, prompt, answer) of the last steps at which the model was asked."""
-    asked = [(row["step"], key, str(row[key])) for row in record.rows for key in row if key.startswith("text/")]
-    latest = sorted({step for step, _, _ in asked})[-2:]
-    return [(step, key.removeprefix("text/"), answer) for step, key, answer in asked if step in latest]
+def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
+    """Returns (prompt, [(step, answer), ...]) of everything that the model was asked, the newest answer first."""
+    asked: dict[str, list[tuple[int, str]]] = {}
+    for row in reversed(record.rows):
+        for key in row:
+            if key.startswith("text/"):
+                asked.setdefault(key.removeprefix("text/"), []).append((row["step"], str(row[key])))
+    return list(asked.items())
 
 
 def warnings_of(record: RunRecord) -> list[str]:
@@ -259,19 +204,20 @@ def packing_of(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _run_data(record: RunRecord) -> dict[str, Any]:
-    keys = [*_CURVES, "data_wait_s", *record.validation_keys()]
+    keys = [*_CURVES, *record.validation_keys()]
     curves = {key: curve for key in keys if (curve := _thinned(*record.curve(key)))[0]}
     size = record.packing.get("packed_sequence_size", 0)
     return {
         "name": record.name,
         "curves": curves,
+        "axes": {name: _thinned(*curve) for name, curve in record.axes().items()},
         "phases": record.time_s(),
         "lengths": record.lengths,
         "packSize": size,
     }
 
 
-def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+def _thinned(steps: list[int], values: list[float]) -> Curve:
     """At most MOST_POINTS points: of every stretch the lowest and the highest, so that no spike is lost."""
     if len(steps) <= MOST_POINTS:
         return steps, values

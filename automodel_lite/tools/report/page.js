@@ -4,9 +4,10 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const COLORS = ["#2f7ed8", "#e0741b", "#1f9d6b", "#b4519d", "#8a72d4", "#9a7b4f"];
 const PHASES = { data: "#e0741b", forward: "#2f7ed8", backward: "#1f9d6b", optimizer: "#8a72d4", validation: "#b4519d", checkpoint: "#9a7b4f", other: "#8b8f98" };
 const KEY = "report:" + location.pathname;
-let state = { smooth: 0, log: false, hidden: [] };
+let state = { smooth: 0, log: false, axis: "step", hidden: [] };
 try { state = { ...state, ...JSON.parse(localStorage.getItem(KEY) || "{}") }; } catch (error) { /* storage is off */ }
 const keep = () => { try { localStorage.setItem(KEY, JSON.stringify(state)); } catch (error) { /* storage is off */ } };
+const AXES = { step: "step", tokens: "tokens trained on", minutes: "minutes of training" };
 const color = (i) => COLORS[i % COLORS.length];
 const svgNode = (name, attributes, text) => {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -26,6 +27,19 @@ const short = (v) => {
 function smoothed(ys, weight) {
   let sum = 0, mass = 0;
   return ys.map((y) => { sum = weight * sum + (1 - weight) * y; mass = weight * mass + (1 - weight); return sum / mass; });
+}
+
+// A run's curve over the chosen axis: tokens and minutes are known at logged steps, and interpolated between them.
+function placed(run, curve) {
+  const axis = run.axes[state.axis];
+  if (!axis || axis[0].length < 2) return curve;
+  const [steps, values] = axis;
+  let k = 1;
+  return [curve[0].map((step) => {
+    while (k < steps.length - 1 && steps[k] < step) k++;
+    const part = (step - steps[k - 1]) / (steps[k] - steps[k - 1]);
+    return values[k - 1] + part * (values[k] - values[k - 1]);
+  }), curve[1]];
 }
 
 function ticks(low, high, isLog, count = 4) {
@@ -67,9 +81,9 @@ function lineChart(title, lines, { isWide = false, isLog = false, fromZero = fal
     return { ...l, xs: ok.map((i) => l.xs[i]), ys: ok.map((i) => l.ys[i]) };
   }).filter((l) => l.xs.length);
   if (!lines.length) return null;
-  const [W, H] = chartSize(isWide), L = 46, R = 8, T = 6, B = 22;
+  const [W, H] = chartSize(isWide), L = 46, R = 8, T = 6, B = 34;
   const xs = lines.flatMap((l) => l.xs), ys = lines.flatMap((l) => l.ys);
-  const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
+  const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + (state.axis === "minutes" ? 1e-3 : 1));
   let y0 = Math.min(...ys), y1 = Math.max(...ys);
   if (fromZero && !isLog) y0 = Math.min(0, y0);
   if (y1 <= y0) { y1 = y0 + (Math.abs(y0) || 1) * 0.1; if (!fromZero && !isLog) y0 -= (Math.abs(y0) || 1) * 0.1; }
@@ -81,8 +95,9 @@ function lineChart(title, lines, { isWide = false, isLog = false, fromZero = fal
     svg.append(svgNode("line", { class: "grid", x1: L, x2: W - R, y1: Y(v), y2: Y(v) }));
     svg.append(svgNode("text", { x: L - 5, y: Y(v) + 4, "text-anchor": "end" }, short(v)));
   }
-  for (const v of ticks(x0, x1, false).filter((v) => Number.isInteger(v)))
-    svg.append(svgNode("text", { x: X(v), y: H - 6, "text-anchor": v === x1 ? "end" : "middle" }, short(v)));
+  for (const v of ticks(x0, x1, false).filter((v) => state.axis === "minutes" || Number.isInteger(v)))
+    svg.append(svgNode("text", { x: X(v), y: H - B + 14, "text-anchor": v === x1 ? "end" : "middle" }, short(v)));
+  svg.append(svgNode("text", { x: (L + W - R) / 2, y: H - 5, "text-anchor": "middle" }, AXES[state.axis]));
   for (const l of lines) {
     const path = (values) => values.map((y, i) => `${i ? "L" : "M"}${X(l.xs[i]).toFixed(1)},${Y(y).toFixed(1)}`).join("");
     const isSmooth = state.smooth > 0 && l.smooth;
@@ -110,7 +125,7 @@ function hover(figure, svg, lines, X, Y, box) {
     const first = lines[0].xs[near[0]];
     cursor.setAttribute("x1", X(first)); cursor.setAttribute("x2", X(first)); cursor.setAttribute("visibility", "visible");
     tip.replaceChildren();
-    const head = document.createElement("div"); head.textContent = "step " + first; tip.append(head);
+    const head = document.createElement("div"); head.textContent = `${AXES[state.axis]} ${short(first)}`; tip.append(head);
     lines.forEach((l, k) => {
       if (Math.abs(l.xs[near[k]] - first) > (box.x1 - box.x0) / 20) return;
       const row = document.createElement("div"), dot = document.createElement("span");
@@ -200,22 +215,25 @@ function maskChart(run) {
 }
 
 const PANELS = [["grad_norm", "Gradient norm", 1], ["lr", "Learning rate", 1], ["tokens_per_s", "Tokens per second", 1], ["mfu_frac", "MFU (%)", 100],
-  ["tflops_per_s", "Useful TFLOP/s", 1], ["fill_frac", "Fill (%)", 100], ["memory_gib", "Peak memory (GiB)", 1], ["data_wait_s", "Data wait (ms per step)", 1000]];
+  ["tflops_per_s", "Useful TFLOP/s", 1], ["token_accuracy", "Next token right (%)", 100], ["fill_frac", "Fill (%)", 100], ["memory_gib", "Peak memory (GiB)", 1], ["data_wait_s", "Data wait (ms per step)", 1000]];
 
 function charts() {
   const main = document.getElementById("charts");
   main.querySelectorAll("figure").forEach((figure) => figure.remove());
   const runs = DATA.runs.map((run, i) => ({ ...run, color: color(i) })).filter((run) => !state.hidden.includes(run.name));
   const several = DATA.runs.length > 1;
+  const points = (run, key, scale = 1) => {
+    const [xs, ys] = placed(run, run.curves[key] || [[], []]);
+    return { xs, ys: ys.map((y) => y * scale) };
+  };
   const loss = runs.flatMap((run) => [
-    { name: several ? run.name : "training", color: run.color, smooth: true, xs: (run.curves.loss || [[], []])[0], ys: (run.curves.loss || [[], []])[1] },
+    { name: several ? run.name : "training", color: run.color, smooth: true, ...points(run, "loss") },
     ...Object.keys(run.curves).filter((key) => key.startsWith("val_loss/")).map((key, i) => ({
-      name: (several ? run.name + " " : "") + key.slice(9).replaceAll("_", " "), color: several ? run.color : color(i + 1), dots: true, dash: "5 4",
-      xs: run.curves[key][0], ys: run.curves[key][1] }))]);
-  const figures = [lineChart("Loss", loss, { isWide: true, isLog: state.log })];
+      name: (several ? run.name + " " : "") + key.slice(9).replaceAll("_", " "), color: several ? run.color : color(i + 1), dots: true, dash: "5 4", ...points(run, key) }))]);
+  const figures = [lineChart("Loss (nats per token)", loss, { isWide: true, isLog: state.log })];
   if (figures[0]) figures[0].append(legend(loss.filter((l) => l.xs.length).map((l) => [l.name, l.color])));
   for (const [key, title, scale] of PANELS) {
-    const lines = runs.filter((run) => run.curves[key]).map((run) => ({ name: several ? run.name : "", color: run.color, smooth: key === "grad_norm", xs: run.curves[key][0], ys: run.curves[key][1].map((y) => y * scale) }));
+    const lines = runs.filter((run) => run.curves[key]).map((run) => ({ name: several ? run.name : "", color: run.color, smooth: key === "grad_norm", ...points(run, key, scale) }));
     const spread = lines.flatMap((l) => l.ys).filter((y) => y > 0).sort((a, b) => a - b);
     const spikes = key === "grad_norm" && spread.length && spread[spread.length - 1] > 15 * spread[spread.length >> 1];
     if (key === "tflops_per_s" && runs.every((run) => run.curves.mfu_frac)) continue;
@@ -235,6 +253,9 @@ function controls() {
     box.append(element);
   };
   const field = (attributes) => Object.assign(document.createElement("input"), attributes);
+  const select = Object.assign(document.createElement("select"));
+  for (const axis in AXES) select.append(new Option(AXES[axis], axis, false, axis === state.axis));
+  control("horizontal axis", select, (input) => { state.axis = input.value; });
   control("logarithmic loss", field({ type: "checkbox", checked: state.log }), (input) => { state.log = input.checked; });
   control("smoothing", field({ type: "range", min: 0, max: 0.99, step: 0.01, value: state.smooth }), (input) => { state.smooth = +input.value; });
   if (DATA.runs.length > 1) DATA.runs.forEach((run, i) => {
