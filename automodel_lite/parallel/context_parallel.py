@@ -29,6 +29,7 @@ from automodel_lite.attention.spec import config_value, layer_chunk, layer_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import AllGatherKV, DealtMixers, TransformerEngine, Ulysses, check_heads_divide
 from automodel_lite.parallel.ring import Ring
+from automodel_lite.paths import concatenated_ranges, find_nodes
 from automodel_lite.thd import (
     PER_TOKEN,
     AttentionPlan,
@@ -64,7 +65,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         columns={name: column[mine] for name, column in batch.columns.items()},
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
-        mixers=batch.mixers and replace(batch.mixers, exchange=deal_mixers(cu, group, cp_size, cp_rank)),
+        mixers=batch.mixers and replace(batch.mixers, exchange=deal_mixers(batch, group, cp_size, cp_rank)),
     )
 
 
@@ -72,14 +73,22 @@ def attention_plan(
     batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int, exchange: str
 ) -> AttentionPlan:
     """What the kernel of rank `cp_rank` gets, for a batch that is not sharded yet."""
-    cu = batch.cu_seqlens_padded
+    cu, tree = batch.cu_seqlens_padded, batch.attention.tree
     if exchange == "te":
+        if tree is not None:
+            raise ConfigError(
+                "mesh.cp_exchange=te knows documents that begin with their own tokens, not trees: set "
+                "packed_sequence.tree=off, or use mesh.cp_exchange=all_gather."
+            )
         return replace(batch.attention, exchange=TransformerEngine(group))
     to_ranks = rank_order(cu, cp_size)
     to_stream = inverse_permutation(to_ranks)
     if exchange == "all_to_all":
         return replace(batch.attention, exchange=Ulysses(group, to_stream, to_ranks))
     segments = owned_segments(cu, cp_size, cp_rank)
+    if tree is not None:
+        # A ring passes whole chunks of documents around, of which a branch sees some tokens: it gathers, too.
+        return tree_plan(segments, batch.attention.segments, tree.paths, to_stream, group)
     q_lens, k_lens = segments.end - segments.start, segments.end - segments.document_start
     key_rows = to_stream[concatenated_ranges(segments.document_start, segments.end)]
     is_late = (torch.arange(len(k_lens)) % 2).repeat_interleave(k_lens)
@@ -91,6 +100,28 @@ def attention_plan(
         return AttentionPlan(own, gather)
     longest = batch.max_seqlen
     return AttentionPlan(own._replace(max_k=longest), ring(segments, gather, longest))
+
+
+def tree_plan(
+    owned: OwnedSegments, nodes: Segments, paths: Tensor, to_stream: Tensor, group: dist.ProcessGroup
+) -> AttentionPlan:
+    """The plan of a rank whose runs are cut at the nodes of trees; each piece sees its path up to its own last token.
+
+    nodes  those of the whole stream; `paths` are their keys (see `TreeKeys`)
+    """
+    node_starts, path_ends = nodes.cu_q.long(), nodes.cu_k.long()[1:]
+    # A rank's runs are ascending in the stream, so all cuts in order are its pieces in its local order.
+    cuts = torch.cat([owned.start, owned.end, node_starts]).unique()
+    start, end = cuts[:-1], cuts[1:]
+    run = torch.searchsorted(owned.start, start, right=True) - 1
+    is_owned = (run >= 0) & (start < owned.end[run])
+    start, end = start[is_owned], end[is_owned]
+    node = torch.searchsorted(node_starts, start, right=True) - 1
+    path_starts = nodes.cu_k.long()[node]
+    path_stops = path_ends[node] - (node_starts[node + 1] - end)
+    q_lens, k_lens = end - start, path_stops - path_starts
+    keys = AllGatherKV(group, to_stream[paths[concatenated_ranges(path_starts, path_stops)]], None)
+    return AttentionPlan(Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max())), keys)
 
 
 def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
@@ -110,8 +141,9 @@ def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
     )
 
 
-def deal_mixers(cu_seqlens: Tensor, group: dist.ProcessGroup, cp_size: int, cp_rank: int) -> DealtMixers:
-    """The exchange of rank `cp_rank`."""
+def deal_mixers(batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int) -> DealtMixers:
+    """The exchange of rank `cp_rank`, for a batch that is not sharded yet."""
+    cu_seqlens = batch.cu_seqlens_padded
     to_ranks, lens = rank_order(cu_seqlens, cp_size), cu_seqlens.diff().long()
     owners = document_owners(lens.tolist(), cp_size)
     owner = torch.tensor(owners).repeat_interleave(lens)[to_ranks].view(cp_size, -1)  # of each rank's local tokens
@@ -121,12 +153,15 @@ def deal_mixers(cu_seqlens: Tensor, group: dist.ProcessGroup, cp_size: int, cp_r
     received = to_ranks.view(cp_size, -1)[to_me]
     place = torch.empty_like(to_ranks)
     place[received] = torch.arange(len(received))
-    arrange = place[concatenated_ranges(cu_seqlens[:-1].long()[mine], cu_seqlens[1:].long()[mine])]
+    of_owned = concatenated_ranges(cu_seqlens[:-1].long()[mine], cu_seqlens[1:].long()[mine])
+    arrange = place[of_owned]
+    cu_owned = F.pad(lens[mine].cumsum(0), (1, 0))
+    nodes = find_nodes(cu_owned, batch.position_ids[of_owned], batch.cu_seqlens.diff()[mine])
     return DealtMixers(
         group=group,
         to_stream=inverse_permutation(to_ranks),
         to_ranks=to_ranks,
-        owned=document_rows(F.pad(lens[mine].cumsum(0), (1, 0))),
+        owned=document_rows(cu_owned, nodes),
         send=send,
         unsend=inverse_permutation(send),
         arrange=arrange,
@@ -197,13 +232,6 @@ def shard_indices(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Tens
 def rank_order(cu_seqlens_padded: Tensor, cp_size: int) -> Tensor:
     """Positions in the stream, rank after rank, int64 [T]."""
     return torch.cat([shard_indices(cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)])
-
-
-def concatenated_ranges(starts: Tensor, ends: Tensor) -> Tensor:
-    """arange(start, end) of all pairs, one after the other: starts [0, 5], ends [2, 8] -> [0, 1, 5, 6, 7]."""
-    lengths = ends - starts
-    first = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    return first + torch.arange(len(first), device=starts.device)
 
 
 def inverse_permutation(permutation: Tensor) -> Tensor:

@@ -115,17 +115,22 @@ class AllGatherKV(Tensors):
     """Gathers keys and values in one collective; one row selection reorders them and cuts the document prefixes.
 
     key_rows  int64 [Tk]: rows of the rank-ordered gathered keys, one document prefix after the other
-    places    int64 [2, T]: where a gathered row went, in the early and in the late prefix of its document; Tk = nowhere
+    places    int64 [2, T]: where a gathered row went, in the early and the late prefix of its document; Tk = nowhere;
+              None where trees send a row to as many prefixes as they have branches
     """
 
     group: dist.ProcessGroup
     key_rows: Tensor
-    places: Tensor
+    places: Tensor | None
 
     def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
         """See `Exchange`."""
         kv = AllGatherRows.apply(joined(inputs.k, inputs.v), self.group)
-        k, v = split(SelectRows.apply(kv, self.key_rows, self.places), inputs.k, inputs.v)
+        if self.places is None:
+            rows = kv.index_select(0, self.key_rows)
+        else:
+            rows = SelectRows.apply(kv, self.key_rows, self.places)
+        k, v = split(rows, inputs.k, inputs.v)
         return kernel(*inputs._replace(k=k, v=v))
 
 

@@ -83,4 +83,5 @@ def batch_of(trees: list[list[Row]], multiple: int = 1) -> tuple[ThdBatch, Tenso
     names = ("input_ids", "labels", "position_ids")
     batch = {name: torch.tensor([column]) for name, column in zip(names, columns)}
     batch |= {"seq_lens": torch.tensor([lens]), "seq_lens_padded": torch.tensor([slots])}
+    batch["loss_weights"] = torch.tensor([columns[3]])
     return to_thd(batch), torch.tensor(columns[3])

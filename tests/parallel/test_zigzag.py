@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.parallel.context_parallel import (
-    concatenated_ranges,
     inverse_permutation,
     owned_segments,
     shard_indices,
@@ -41,11 +40,6 @@ def test_segments_know_their_document() -> None:
 def test_a_slot_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"slot of 6 tokens is not a multiple of 4 \(2 \* cp\): pack with "):
         shard_indices(torch.tensor([0, 4, 10]), 2, 0)
-
-
-def test_concatenated_ranges() -> None:
-    got = concatenated_ranges(torch.tensor([0, 5, 7]), torch.tensor([2, 8, 7]))
-    assert got.tolist() == [0, 1, 5, 6, 7]
 
 
 def test_inverse_permutation() -> None:

@@ -1,0 +1,89 @@
+"""Trees over context-parallel ranks: loss and gradients are those of one rank."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.context_parallel import cp_shard, owned_segments, tree_plan
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch
+from tests.attention.families import FAMILIES, VOCAB, build, gradients
+from tests.attention.hybrids import build_hybrid
+from tests.attention.trees import batch_of, random_rows
+from tests.ranks import run_ranks
+
+ATTENTION = ["llama", "gemma2_softcap_window", "gpt_oss_sinks_window", "llama4_chunks", "deepseek_v3_latent"]
+MIXERS = ["qwen3_next", "qwen3_next-odd-heads", "mamba", "lfm2", "minimax"]
+"""Of the mixers, odd heads and lightning attention get whole documents, the others all tokens of some heads."""
+
+
+def trees_of(cp: int) -> tuple[ThdBatch, torch.Tensor]:
+    r = random.Random(5)
+    return batch_of([random_rows(r, VOCAB, most=6), random_rows(r, VOCAB, 0), random_rows(r, VOCAB, 2, 3)], 2 * cp)
+
+
+def step(family: str, batch: ThdBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model = build(family) if family in FAMILIES else build_hybrid(family).double()
+    install(model, ReferenceAttention())
+    logits = model(**batch.model_inputs()).logits[0]
+    weights = batch.columns["loss_weights"].to(logits.dtype)
+    loss = (F.cross_entropy(logits, batch.labels, reduction="none", ignore_index=IGNORE_INDEX) * weights).sum()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def errors(rank: int, cp: int, families: list[str], exchange: str) -> dict[str, tuple[float, float]]:
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    found = {}
+    for family in families:
+        batch, _ = trees_of(cp)
+        want_loss, want = step(family, batch)
+        loss, grads = step(family, cp_shard(batch, mesh, exchange))
+        for tensor in (loss, *grads.values()):
+            dist.all_reduce(tensor)
+        largest = max(x.abs().max() for x in want.values())
+        assert grads.keys() == want.keys()
+        worst = max((grads[name] - want[name]).abs().max() / largest for name in want)
+        found[family] = (float(abs(loss - want_loss) / want_loss), float(worst))
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "ring"])
+def test_a_tree_over_ranks_equals_one_rank(cp: int, exchange: str) -> None:
+    for of_rank in run_ranks(errors, cp, ATTENTION + MIXERS, exchange):
+        for family, (loss, gradient) in of_rank.items():
+            assert loss < 1e-6, family
+            assert gradient < 1e-5, family
+
+
+def refusal(rank: int, cp: int) -> str:
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    with pytest.raises(ConfigError) as error:
+        cp_shard(trees_of(cp)[0], mesh, "te")
+    return str(error.value)
+
+
+def test_transformer_engines_own_exchange_refuses_trees() -> None:
+    assert all("set packed_sequence.tree=off" in sentence for sentence in run_ranks(refusal, 2))
+
+
+def test_the_pieces_of_a_rank() -> None:
+    """Rank 0 of 2 owns tokens 0 1 6 7: the root, and the last two tokens of a branch at token 5 that follows token 1."""
+    nodes = batch_of([[([1, 2, 3, 4, 5], [1] * 5), ([1, 2, 3, 6, 7, 8], [1] * 6)]])[0].attention
+    assert nodes.segments.cu_q.tolist() == [0, 5, 9]
+    cu = torch.tensor([0, 8])
+    one_tree = nodes.segments._replace(cu_q=torch.tensor([0, 5, 8]), cu_k=torch.tensor([0, 5, 10]))
+    paths = torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6, 7])
+    plan = tree_plan(owned_segments(cu, 2, 0), one_tree, paths, torch.arange(8), None)  # type: ignore[arg-type]
+    assert plan.segments.cu_q.tolist() == [0, 2, 4]
+    assert plan.segments.cu_k.tolist() == [0, 2, 7]
+    assert plan.exchange.key_rows.tolist() == [0, 1, 0, 1, 5, 6, 7]  # type: ignore[union-attr]
