@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NewType
 
@@ -64,8 +64,20 @@ def text_of(part: Mapping[str, Any]) -> str:
 
 
 def _build_nested(value: Any) -> Any:
+    """Builds the parts inside a value. A function whose first arguments are not given is handed over, not called."""
     if isinstance(value, dict):
-        return build(value) if "_target_" in value else {key: _build_nested(item) for key, item in value.items()}
+        if "_target_" not in value:
+            return {key: _build_nested(item) for key, item in value.items()}
+        target = locate(value["_target_"])
+        constants = {key: item for key, item in value.items() if key != "_target_"}
+        parameters = inspect.signature(target).parameters if inspect.isfunction(target) else {}
+        first = next(iter(parameters.values()), None)
+        if first is not None and first.default is first.empty and first.name not in constants:
+            bound = {key: _build_nested(item) for key, item in constants.items()}
+            if unknown := [key for key in bound if key not in parameters]:
+                raise ConfigError(f"{value['_target_']}: got an unexpected keyword argument '{unknown[0]}'.")
+            return partial(target, **bound) if bound else target
+        return build(value)
     if isinstance(value, list):
         return [_build_nested(item) for item in value]
     return value

@@ -12,6 +12,7 @@ import numpy as np
 from automodel_lite.config.rules import Seed
 from automodel_lite.data.feeding.streams import StreamingDataset
 from automodel_lite.data.reading.documents import Documents, DocumentSet, Question, TokenizedData
+from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.cache import short_hash
 from automodel_lite.data.tokens.token_rows import Rows
@@ -69,11 +70,26 @@ class Mixture:
         if weighted and len(weighted) < len(self.sources):
             other = next(name for name in self.sources if name not in weighted)
             raise ConfigError(f"dataset.sources.{other}.weight=null: give all datasets weights, or none.")
+        self._check_held_out()
         self.stop: Stop = stop
         self.seed = seed
         self.kind = "mixture"
         self.questions: Sequence[Question] = [q for source in self.sources.values() for q in source.dataset.questions]
         self.description = "; ".join(f"{name} = {source.dataset.description}" for name, source in self.sources.items())
+
+    def _check_held_out(self) -> None:
+        """Raises ConfigError for a file that one source trains on and another one validates on."""
+        files = {name: s.dataset for name, s in self.sources.items() if isinstance(s.dataset, FilesDataset)}
+        for name, dataset in files.items():
+            for other, trained in files.items():
+                # The part that one source holds out of a file is trained on where another one takes it whole.
+                held = dataset.val_files + (dataset.train_files if dataset.val_frac and other != name else [])
+                shared = next((one for one in trained.train_files for h in held if one.is_same(h)), None)
+                if shared is not None:
+                    raise ConfigError(
+                        f"dataset.sources.{other} trains on {shared.path}, which dataset.sources.{name} validates on: "
+                        "hold documents out by val_frac in a source of their own, or name other files."
+                    )
 
     @property
     def datasets(self) -> dict[str, Documents]:

@@ -45,17 +45,21 @@ from automodel_lite.data.packing.packs import (
     packed_sequence_thd_collater,
 )
 from automodel_lite.data.prepare import source_of
+from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import Document, DocumentList, Documents, DocumentSet, Question
 from automodel_lite.data.reading.files import (
     NUM_SNIFFED_ROWS,
     Delimiter,
-    FilesDataset,
+    ReadOptions,
+    TextUnit,
     ValPath,
-    is_file_name,
+    kind_of_first,
     open_rows,
+    open_validation,
 )
-from automodel_lite.data.reading.formats import detect
-from automodel_lite.data.reading.readers import RawRow, RawRows, without_nulls
+from automodel_lite.data.reading.paths import FileStamp, is_file_name
+from automodel_lite.data.reading.readers import RawRow, RawRows, RowList
+from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.cache import short_hash
 from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
 from automodel_lite.data.tokens.token_rows import flatten
@@ -79,6 +83,7 @@ class RawStream(ABC):
 
     name: str
     identity: str
+    content: str = ""  # the identity without times and places of files; empty: the same as it
 
     @abstractmethod
     def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
@@ -89,7 +94,7 @@ class RawStream(ABC):
 class FileStream(RawStream):
     """Local files; any row is found at once."""
 
-    rows: RawRows
+    rows: RawRows = field(default=RowList((), "", ()), compare=False)
 
     def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         for index in range(shard + start * num_shards, len(self.rows), num_shards):
@@ -103,9 +108,9 @@ class FileStream(RawStream):
 class HubStream(RawStream):
     """A dataset of the hub, streamed; files are distributed to shards where there are enough of them, else rows are."""
 
-    path: str
-    config: str | None
-    split: str
+    path: str = ""
+    config: str | None = None
+    split: str = "train"
 
     def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         import datasets
@@ -149,11 +154,13 @@ class StreamingDataset:
     generator: CodePath | None = None  # package.module:function that yields the same rows on every call
     name: str | None = None  # configuration of the hub dataset
     split: str = "train"  # of a hub dataset
-    format: str | None = None  # null = detected from the columns
+    format: str | OwnFormat | None = None  # null = detected from the columns; or a _target_, a function of a raw row
     columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
     val_path: ValPath | None = None  # validation files, or several sets by name
     num_shards: NumShards = 8  # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
     delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
+    encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
+    text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
 
     stream: RawStream = field(init=False)
     val: dict[str, DocumentSet] = field(init=False)
@@ -161,24 +168,33 @@ class StreamingDataset:
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
     identity: str = field(init=False)
+    content: str = field(init=False)
+    notes: Sequence[str] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        self.stream = self._open()
+        options = ReadOptions(self.delimiter, self.encoding, self.text_unit)
+        val_sources = open_validation(self.val_path, self.split, options)
+        self.stream = self._open(options, [one for opened in val_sources.values() for one in opened.files])
         first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
         columns = {column: None for _, row in first if not isinstance(row, DataError) for column in row}
         if not columns:
             empty = DataError(f"{self.stream.name}: the stream is empty: it holds no row.")
             raise next((row for _, row in first if isinstance(row, DataError)), empty)
         self._detected = detect(list(columns), self.format, self.columns)
-        self.kind = self._detected.format.kind
+        first_document = next((doc for _, doc in map(self._document, first) if not isinstance(doc, DataError)), None)
+        self.kind = kind_of_first(first_document, self._detected)
         if self.kind == "tokens":
             raise ConfigError(
                 f"{self.stream.name} contains token ids, but streams are tokenized during training: use dataset=files."
             )
-        self.val = dict(self._val())
+        self.val = {name: NormalizedRows(opened.rows, self._detected) for name, opened in val_sources.items()}
         self.description = f"{self.stream.name}: a stream in {self.num_shards} shards, {self._detected.description}"
-        self.identity = f"stream({self.stream.identity}; {self._detected.format.name}; "
-        self.identity += f"{dict(self._detected.renames)}; num_shards={self.num_shards})"
+        self.description += "".join(f"; {note}" for note in self.notes)
+        read_as = f"{self._detected.format.name}{self._detected.source}; {dict(self._detected.renames)}; "
+        read_as += f"num_shards={self.num_shards}"
+        val = "; ".join(f"{name}: {opened.identity}" for name, opened in val_sources.items())
+        self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
+        self.content = f"stream({self.stream.content or self.stream.identity}; {read_as})"
 
     def read(self, shard: int, start: int) -> Iterator[tuple[str, Document | DataError]]:
         """(place, document) of every document of a shard but the first `start`."""
@@ -199,7 +215,7 @@ class StreamingDataset:
         except DataError as error:
             return place, error
 
-    def _open(self) -> RawStream:
+    def _open(self, options: ReadOptions, held_out: Sequence[FileStamp]) -> RawStream:
         if (self.path is None) == (self.generator is None):
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
@@ -208,16 +224,10 @@ class StreamingDataset:
         assert self.path is not None
         if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
             shown = f"{self.path}/{self.name}" if self.name else self.path
-            return HubStream(shown, f"{shown} {self.split}", self.path, self.name, self.split)
-        source = open_rows(self.path, self.name, self.split, "dataset.path", self.delimiter)
-        return FileStream(source.description, source.identity, source.rows)
-
-    def _val(self) -> Iterator[tuple[str, DocumentSet]]:
-        if self.val_path is not None:
-            named = self.val_path if isinstance(self.val_path, Mapping) else {"val": self.val_path}
-            for name, path in named.items():
-                held_out = FilesDataset(path, None, self.split, self.format, self.columns, delimiter=self.delimiter)
-                yield name, held_out.train
+            return HubStream(shown, f"{shown} {self.split}", path=self.path, config=self.name, split=self.split)
+        source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
+        self.notes = source.notes
+        return FileStream(source.description, source.identity, source.content, source.rows)
 
 
 def _locate(function: str) -> Callable[[], Iterable[Any]]:
@@ -346,7 +356,7 @@ class StreamedPacks(PackSource):
     def fingerprint(self) -> dict[str, Any]:
         packer = self.packer
         packs = f"{packer.packed_sequence_size} {packer.overlong} {packer.slot_multiple}"
-        return {"tokens": short_hash(self.documents.identity), "packs": packs}
+        return {"tokens": short_hash(self.documents.content), "packs": packs}
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
         """The costs of packs are not used: they are not known together.

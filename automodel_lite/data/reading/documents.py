@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -119,7 +120,7 @@ class TokenizedData:
 
 
 @runtime_checkable
-class MadeOfRows(Protocol):
+class RowDataset(Protocol):
     """A dataset without documents of its own to tokenize: a tokenized corpus, or a mixture of datasets."""
 
     @property
@@ -157,8 +158,10 @@ ROLES = {
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_KEYS = ("text", "value", "content")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-MASKS = ("train", "training", "trainable", "train_detail", "loss", "loss_mask", "mask", "masked", "learn")
+MASKS = re.compile(r"(.*_)?(train|training|trainable|trained|loss|mask|masked|learn|learnable|supervised?)(_.*)?")
 """Keys by which other programs say what is trained on; here it is `weight`."""
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipython", "environment", "context")
+"""Roles of which it is clear whether they are trained on; others are, if at all, by another program."""
 
 
 def read_turn(turn: Any, where: str) -> Message:
@@ -189,13 +192,18 @@ def read_turn(turn: Any, where: str) -> Message:
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     if "weight" in message:
         message["weight"] = _weight(message["weight"], where)
+    if message["role"] not in KNOWN_ROLES and message.get("weight") != 0:
+        raise DataError(
+            f"{where}.role={message['role']!r} is written by many templates, and never trained on: call it assistant, "
+            "or set weight: 0 for such turns if that is meant."
+        )
     message["content"] = _content(message.get("content"), where, may_lack=bool(message.get("tool_calls")))
     return message
 
 
 def _check_keys(message: Message, where: str) -> None:
-    for key in MASKS:
-        if key in message:
+    for key in message:
+        if MASKS.fullmatch(key):
             raise DataError(
                 f"{where}.{key}={message[key]!r} is another program's loss mask: set weight: 1 for a turn to train "
                 "on and weight: 0 for the others."

@@ -6,13 +6,12 @@ From what a user calls their data (a file, a folder, a glob, a hub name) to raw 
 from __future__ import annotations
 
 import bz2
-import glob
+import codecs
 import gzip
 import lzma
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,26 +20,66 @@ import numpy as np
 import pyarrow
 
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
-from automodel_lite.data.reading.documents import DocumentSet, Question, question_of
-from automodel_lite.data.reading.formats import Alignment, NormalizedRows, detect, find_alignment
+from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
+from automodel_lite.data.reading.documents import Document, DocumentSet, Question, question_of
+from automodel_lite.data.reading.labels import Alignment, find_alignment
+from automodel_lite.data.reading.paths import (
+    COMPRESSIONS,
+    KINDS,
+    FileStamp,
+    find_files,
+    is_file_name,
+    kind_of,
+    stamp,
+    stamps,
+)
 from automodel_lite.data.reading.readers import (
     DELIMITERS,
-    ArrowRows,
+    TEXT_UNITS,
     ConcatenatedRows,
     RawRow,
     RawRows,
+    TextSpans,
     find_delimiter,
-    open_arrow,
     open_csv,
     open_json,
     open_json_lines,
+    open_text,
 )
+from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
 from automodel_lite.data.tokens.cache import build_once, cache_root
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 NUM_SNIFFED_ROWS = 20
 Delimiter = Annotated[str, OneOf(("comma", "semicolon", "tab", "pipe", ",", ";", "|", "\\t"))]
+TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files are read.
+
+    Raises:
+        ConfigError: an encoding that is unknown, or in which a line does not end as in ASCII.
+    """
+
+    delimiter: str | None = None
+    encoding: str = "utf-8"
+    text_unit: str = "file"
+
+    def __post_init__(self) -> None:
+        try:
+            name = codecs.lookup(self.encoding).name
+            is_ascii = "\n{".encode(name) == b"\n{"
+        except (LookupError, ValueError) as error:
+            raise ConfigError(f"dataset.encoding={self.encoding} is unknown: use utf-8, cp1252, latin-1 ...") from error
+        if not is_ascii:
+            raise ConfigError(
+                f"dataset.encoding={self.encoding} cannot be read line by line: convert the files, iconv -f "
+                f"{self.encoding} -t utf-8."
+            )
+        object.__setattr__(self, "encoding", name)
 
 
 @dataclass
@@ -48,13 +87,14 @@ class FilesDataset:
     """Documents from files: JSON lines, JSON, CSV, TSV, text, Parquet, Arrow; or from the hub.
 
     Raises:
-        ConfigError: nothing at `path`, unknown format, columns of no known format.
+        ConfigError: nothing at `path`, unknown format, columns of no known format, or a file that is trained on and
+            validated on.
     """
 
     path: PathStr | Sequence[PathStr]  # a file, a folder, a glob, a list of these, or a hub name
     name: str | None = None  # configuration of the hub dataset
     split: str = "train"  # split of a hub dataset or a saved DatasetDict
-    format: str | None = None  # null = detected from the columns
+    format: str | OwnFormat | None = None  # null = detected from the columns; or a _target_, a function of a raw row
     columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
     val_path: ValPath | None = None  # validation files, or several sets by name, {easy: a.jsonl, hard: b.jsonl}
     val_split: str | None = None  # or another split of the dataset
@@ -62,6 +102,8 @@ class FilesDataset:
     max_documents: Positive | None = None  # use only the first documents
     labels: Alignment | None = None  # of token rows: aligned (labels[i] = input_ids[i+1]) | unshifted; null = detected
     delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
+    encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
+    text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
     seed: Seed = 0  # for val_frac
 
     train: DocumentSet = field(init=False)
@@ -70,51 +112,78 @@ class FilesDataset:
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
     identity: str = field(init=False)
+    train_files: list[FileStamp] = field(init=False)
+    val_files: list[FileStamp] = field(init=False)
 
     def __post_init__(self) -> None:
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
             raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
-        source = open_rows(self.path, self.name, self.split, "dataset.path", self.delimiter)
-        detected = detect(sniff_columns(source.rows, source.description), self.format, self.columns)
+        options = ReadOptions(self.delimiter, self.encoding, self.text_unit)
+        val_sources = self._val_sources(options)
+        # Files of validation are known first: training leaves them out of its folders.
+        self.val_files = [one for opened in val_sources.values() for one in opened.files]
+        held_out = self.val_files if self.val_path is not None else ()
+        source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
+        self.train_files = list(source.files)
+        detected = detect_in(source, self.format, self.columns)
         labels = ""
         if detected.format.kind == "tokens":
-            detected = replace(detected, labels=self.labels or _found_labels(NormalizedRows(source.rows, detected)))
+            alignment = self.labels or find_alignment(_readable(NormalizedRows(source.rows, detected)))
+            detected = replace(detected, labels=alignment, is_checked=self.labels is None)
             how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
             labels = f", labels {how[detected.labels]}"
-        val_sources = self._val_sources()
         val: dict[str, DocumentSet] = {name: NormalizedRows(s.rows, detected) for name, s in val_sources.items()}
         train: DocumentSet = NormalizedRows(source.rows, detected)
         if self.max_documents is not None:
             train = SelectedRows(train, np.arange(min(self.max_documents, len(train))))
         if self.val_frac:
             train, val["val"] = split_rows(train, self.val_frac, self.seed)
-        self.train, self.val, self.kind = train, val, detected.format.kind
+        self.train, self.val = train, val
+        first = next(_readable(train), ("", None))[1] if detected.format.kind == "own" else None
+        self.kind = kind_of_first(first, detected)
         self.description = f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
+        self.description += "".join(f"; {note}" for note in source.notes)
         sources = "; ".join([source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())])
-        self.identity = (
-            f"{Path(source.description).stem}({sources}; {detected.format.name}; {dict(detected.renames)}{labels}; "
-        )
-        delimiter = f", delimiter={self.delimiter}" if self.delimiter else ""
-        self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}{delimiter})"
+        read_as = f"{detected.format.name}{detected.source}; {dict(detected.renames)}{labels}; "
+        self.identity = f"{Path(source.description).stem}({sources}; {read_as}"
+        self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}, {options})"
 
-    def _val_sources(self) -> dict[str, OpenedRows]:
+    def _val_sources(self, options: ReadOptions) -> dict[str, OpenedRows]:
         if self.val_split is not None:
-            return {"val": open_rows(self.path, self.name, self.val_split, "dataset.val_split")}
-        if self.val_path is None:
-            return {}
-        paths = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
-        return {
-            name: open_rows(path, None, self.split, "dataset.val_path", self.delimiter) for name, path in paths.items()
-        }
+            return {"val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)}
+        return open_validation(self.val_path, self.split, options)
 
 
-def _found_labels(rows: DocumentSet) -> Alignment:
-    """The convention that the labels of the first documents follow."""
-    documents = []
-    for index in range(min(NUM_SNIFFED_ROWS, len(rows))):
-        with suppress(DataError):  # left to the tokenizer to report
-            documents.append(rows[index])
-    return find_alignment(documents)
+def open_validation(val_path: ValPath | None, split: str, options: ReadOptions) -> dict[str, OpenedRows]:
+    """Opens the validation sets by name."""
+    if val_path is None:
+        return {}
+    paths = dict(val_path) if isinstance(val_path, Mapping) else {"val": val_path}
+    return {name: open_rows(path, None, split, "dataset.val_path", options) for name, path in paths.items()}
+
+
+def _readable(rows: DocumentSet) -> Iterator[tuple[str, Document]]:
+    """Yields (place, document) of the rows that can be read; the others are left to the tokenizer to report."""
+    for index in range(len(rows)):
+        try:
+            yield rows.where(index), rows[index]
+        except DataError:
+            continue
+
+
+def detect_in(source: OpenedRows, format_name: str | OwnFormat | None, columns: Mapping[str, str] | None) -> Detected:
+    """Finds the format of opened rows."""
+    return detect(sniff_columns(source.rows, source.description), format_name, columns)
+
+
+_KINDS_BY_KEY = {"messages": "messages", "completion": "prompt_completion", "text": "text"}
+
+
+def kind_of_first(document: Document | None, detected: Detected) -> str:
+    """Returns the kind of the documents; a format of the user's shows it in its first document that can be read."""
+    if detected.format.kind != "own":
+        return detected.format.kind
+    return next((kind for key, kind in _KINDS_BY_KEY.items() if key in (document or {})), "messages")
 
 
 def sniff_columns(rows: RawRows, description: str) -> list[str]:
@@ -142,7 +211,7 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
 
     Raises ConfigError for columns of no known format, DataError for a row that does not fit.
     """
-    source = open_rows(path, None, "train", "--prompts")
+    source = open_rows(path, None, "train", "--prompts", ReadOptions(text_unit="line"))
     columns = sniff_columns(source.rows, source.description)
     try:
         detected = detect(columns, None, None)
@@ -184,138 +253,110 @@ def split_rows(rows: DocumentSet, val_frac: float, seed: int) -> tuple[SelectedR
     return SelectedRows(rows, np.sort(drawn[num_val:])), SelectedRows(rows, np.sort(drawn[:num_val]))
 
 
-MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
-
-
 @dataclass(frozen=True)
 class OpenedRows:
-    """Opened files."""
+    """Opened files.
+
+    notes     what was left out, what a document is
+    identity  what the cache key says of them; content: the same without the times and places of the files
+    """
 
     rows: RawRows
     description: str
     identity: str
+    content: str
+    files: Sequence[FileStamp] = ()
+    notes: Sequence[str] = ()
 
 
 def open_rows(
-    path: str | Sequence[str], name: str | None, split: str, key: str, delimiter: str | None = None
+    path: str | Sequence[str],
+    name: str | None,
+    split: str,
+    key: str,
+    options: ReadOptions = ReadOptions(),
+    held_out: Sequence[FileStamp] = (),
 ) -> OpenedRows:
-    """Opens files, or a hub dataset when nothing local has that name."""
+    """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of validation."""
     paths = [path] if isinstance(path, str) else list(path)
     if address := next((one for one in paths if "://" in one), None):
         raise ConfigError(f"{key}={address} is a URL: download the file, or use the name of a hub dataset.")
-    found = {one: _local_files(one, key) for one in paths}
-    files = [file for one in paths for file in found[one]]
-    if files and (missing := [one for one in paths if not found[one]]):
-        raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
-    if files:
-        rows = []
-        for file in files:
-            try:
-                rows.append(_open_file(file, split, delimiter))
-            except OSError as error:
-                raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
-        shown = files[0].name if len(files) == 1 else f"{len(files)} files from {files[0].name}"
-        identity = ", ".join(f"{file} {_stamp(file)}" for file in files)
-        return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, f"{identity}, split {split}")
-    if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
-        raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
-    return _open_hub(paths[0], name, split, key)
+    found = find_files(paths, key, held_out)
+    if not found.files:
+        if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
+            raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
+        return _open_hub(paths[0], name, split, key)
+    rows, files = [], []
+    for file in found.files:
+        try:
+            files += stamps(file)
+            rows.append(_open_file(file, split, options))
+        except OSError as error:
+            raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
+    shown = found.files[0].name if len(rows) == 1 else f"{len(rows)} files from {found.files[0].name}"
+    identity = f"{', '.join(map(str, files))}, split {split}"
+    content = f"{', '.join(f'{one.path.name} {one.size} {one.content}' for one in files)}, split {split}"
+    notes = [note for note in (_text_note(rows, options), found.note) if note]
+    return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, content, files, notes)
 
 
-def _local_files(path: str, key: str) -> list[Path]:
-    if not path.strip():
-        raise ConfigError(f"{key}={path} is empty: was a shell variable not set?")
-    expanded = Path(path).expanduser()
-    try:
-        if expanded.is_dir():
-            is_saved_dataset = (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists()
-            return [expanded] if is_saved_dataset else _files_below(expanded.rglob("*"), path, key)
-        if expanded.is_file():
-            return [expanded]
-        if expanded.exists():
-            raise ConfigError(f"{key}={path} is neither a file nor a folder, and rows need random access to a file.")
-        return _files_below(map(Path, glob.iglob(str(expanded), recursive=True)), path, key, is_glob=True)
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
+def _text_note(rows: Sequence[RawRows], options: ReadOptions) -> str:
+    sizes = [one.sizes for one in rows if isinstance(one, TextSpans) and len(one)]
+    if not sizes:
+        return ""
+    median = int(np.median(np.concatenate(sizes)))
+    return f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)"
 
 
-def _files_below(found: Iterator[Path], path: str, key: str, is_glob: bool = False) -> list[Path]:
-    """The files among them that hold data, in order; of a glob all files."""
-    files: list[Path] = []
-    for number, one in enumerate(found):
-        if number >= MAX_ENTRIES:
-            raise ConfigError(f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the data.")
-        if one.is_file() and (is_glob or (not one.name.startswith(".") and _kind(one) in KINDS)):
-            files.append(one)
-    if not files and not is_glob:
-        raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it.")
-    return sorted(files)
-
-
-def _kind(path: Path) -> str:
-    """The ending that says what is in the file: `.jsonl` of `a.jsonl.gz`."""
-    compressed = path.suffix in COMPRESSIONS and len(path.suffixes) > 1
-    return (path.suffixes[-2] if compressed else path.suffix).lower()
-
-
-def is_file_name(path: str) -> bool:
-    """Does it end as a file of data does? Then it is not the name of a hub dataset."""
-    return _kind(Path(path)) in KINDS
-
-
-def _stamp(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return ",".join(f"{file.stat().st_size} B at {file.stat().st_mtime_ns}" for file in files)
-
-
-def _open_file(path: Path, split: str, delimiter: str | None) -> RawRows:
+def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     if path.is_dir():
-        return open_arrow(path, path.name, "", split)
+        return open_saved(path, path.name, split)
     if split != "train":
         raise ConfigError(f"dataset.split={split}: {path} has no splits: name its files in path or val_path.")
-    kind = _kind(path)
+    kind = kind_of(path)
     if kind not in KINDS:
         raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
-    plain = _decompressed(path) if path.suffix in COMPRESSIONS else path
+    plain = _decompressed(path) if path.suffix.lower() in COMPRESSIONS else path
     if kind in (".jsonl", ".ndjson"):
-        return open_json_lines(plain, path.name)
+        return open_json_lines(plain, path.name, options.encoding)
     if kind == ".json":
-        return open_json(plain, path.name)
+        return open_json(plain, path.name, options.encoding)
     if kind in (".csv", ".tsv"):
         usual = "\t" if kind == ".tsv" else ","
-        return open_csv(plain, path.name, DELIMITERS[delimiter] if delimiter else find_delimiter(plain, usual))
-    return open_arrow(plain, path.name, KINDS[kind], split)
+        given = options.delimiter
+        delimiter = DELIMITERS[given] if given else find_delimiter(plain, usual, options.encoding)
+        return open_csv(plain, path.name, delimiter, options.encoding)
+    if kind == ".txt":
+        return open_text(plain, path.name, options.text_unit, options.encoding)
+    return TableRows(_as_arrow(plain, path.name) if kind == ".parquet" else plain, path.name)
+
+
+def _as_arrow(path: Path, name: str) -> Path:
+    """Unpacks a Parquet file in the cache, once; any row of it is then read at once."""
+    key = {"file": str(stamp(path)), "as": "arrow"}
+    build = lambda folder: parquet_to_arrow(path, name, folder / "data")  # noqa: E731 - one call
+    return build_once(cache_root(), "decompressed", name, key, build).folder / "data"
 
 
 def _decompressed(path: Path) -> Path:
-    """The file unpacked in the cache, once; rows are then read from any place of it."""
+    """Unpacks a file in the cache, once; rows are then read from any place of it."""
 
     def unpack(folder: Path) -> None:
         try:
-            with COMPRESSIONS[path.suffix](path) as packed, (folder / "data").open("wb") as plain:
+            with _READERS[path.suffix.lower()](path) as packed, (folder / "data").open("wb") as plain:
                 shutil.copyfileobj(packed, plain, 2**20)
         except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
             raise DataError(f"{path.name}: cannot be decompressed: {error}.") from error
 
-    key = {"file": str(path.resolve()), "stamp": _stamp(path)}
-    return build_once(cache_root(), "decompressed", path.name, key, unpack).folder / "data"
+    return build_once(cache_root(), "decompressed", path.name, {"file": str(stamp(path))}, unpack).folder / "data"
 
 
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
+_READERS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
+    ".lzma": lzma.open,
     ".zst": lambda path: pyarrow.CompressedInputStream(str(path), "zstd"),
-}
-KINDS = {  # file ending -> builder of `datasets` ("": read here)
-    ".jsonl": "",
-    ".ndjson": "",
-    ".json": "",
-    ".csv": "",
-    ".tsv": "",
-    ".txt": "text",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
 }
 
 
@@ -330,4 +371,5 @@ def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
             f"{one_line(error)}"
         ) from error
     shown = f"{path}/{name}" if name else path
-    return OpenedRows(ArrowRows(loaded, shown), shown, f"{shown} {split} {loaded._fingerprint}")
+    identity = f"{shown} {split} {loaded._fingerprint}"
+    return OpenedRows(DatasetRows(loaded, shown), shown, identity, identity)

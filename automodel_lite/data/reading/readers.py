@@ -1,8 +1,9 @@
 """Files as rows of raw columns, each of which knows its place: `train.jsonl:17`.
 
-JSON and CSV are read here and not through `datasets`: it reports a bad line without its file, turns `"007"` into 7
-and `"NA"` into nothing, and pads tool schemas of different shapes with nulls. Lines are indexed by their byte offsets
-and parsed when they are asked for, so a file of any size costs 8 bytes per row.
+Files are read here and not through `datasets`: it reports a bad line without its file, turns `"007"` into 7 and `"NA"`
+into nothing, pads tool schemas of different shapes with nulls, takes a file's name for a pattern, and gives the old
+rows of a file that was replaced by one of the same time. Lines are indexed by their byte offsets and parsed when they
+are asked for, so a file of any size costs 16 bytes per row.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +23,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import DataError
 
 RawRow = dict[str, Any]
 INDEX_BLOCK_BYTES = 64 * 2**20
+MAX_ROW_BYTES = 64 * 2**20  # of one line, paragraph or text file: more takes a tokenizer gigabytes
 
 
 class RawRows(Protocol):
@@ -38,52 +41,113 @@ class RawRows(Protocol):
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """One JSON object per line; blank lines are not rows. Picklable: a worker indexes nothing again.
+class SpanRows(ABC):
+    """Rows that are stretches of a text file. Picklable: a worker indexes nothing again.
 
-    Lines are read, not mapped: a mapped file that somebody cuts short ends the process by a signal.
+    They are read, not mapped: a mapped file that somebody cuts short ends the process by a signal.
     """
 
     path: Path
     name: str
-    starts: np.ndarray  # byte offset of each row's line, int64
-    line_numbers: np.ndarray  # from 1
-    num_bytes: int
+    starts: np.ndarray  # byte offset of each row, int64
+    line_numbers: np.ndarray  # of the line where it starts, from 1
+    num_bytes: int  # of the file
+    encoding: str = "utf-8"
 
     @cached_property
     def _file(self) -> FileIO:
         return FileIO(self.path)
 
     def __reduce__(self) -> tuple:
-        return JsonLines, (self.path, self.name, self.starts, self.line_numbers, self.num_bytes)
+        return type(self), (self.path, self.name, self.starts, self.line_numbers, self.num_bytes, self.encoding)
 
     def __len__(self) -> int:
         return len(self.line_numbers)
 
-    def __getitem__(self, index: int) -> RawRow:
-        return parse_json_object(self.line(index), self.where(index))
+    @abstractmethod
+    def __getitem__(self, index: int) -> RawRow: ...
 
-    def line(self, index: int) -> bytes:
-        """The bytes of one row; the next row starts behind them, white space between is no JSON."""
+    @property
+    def sizes(self) -> np.ndarray:
+        """Bytes of each row, line breaks behind it included, int64."""
+        return np.diff(self.starts, append=self.num_bytes)
+
+    def span(self, index: int) -> bytes:
+        """Returns the bytes of one row, up to where the next one starts."""
         start = int(self.starts[index])
         stop = int(self.starts[index + 1]) if index + 1 < len(self) else self.num_bytes
-        line = os.pread(self._file.fileno(), stop - start, start)
-        if len(line) != stop - start:
+        if stop - start > MAX_ROW_BYTES:
+            raise DataError(
+                f"{self.where(index)}: has {stop - start:,} bytes, over the {MAX_ROW_BYTES:,} of a row: split it into "
+                "documents (a text file: dataset.text_unit=paragraph or line)."
+            )
+        span = os.pread(self._file.fileno(), stop - start, start)
+        if len(span) != stop - start:
             raise DataError(
                 f"{self.where(index)}: the file was truncated while it was being read: it had {self.num_bytes:,} "
                 "bytes. Restore it and start again."
             )
-        return line
+        return span
 
     def where(self, index: int) -> str:
         return f"{self.name}:{self.line_numbers[index]}"
 
 
-def open_json_lines(path: Path, name: str) -> JsonLines:
+class JsonLines(SpanRows):
+    """One JSON object per line; blank lines are not rows."""
+
+    def __getitem__(self, index: int) -> RawRow:
+        return parse_json_object(self.span(index), self.where(index), self.encoding)
+
+
+class TextSpans(SpanRows):
+    """Plain text, a row per line, per paragraph or per file."""
+
+    def __getitem__(self, index: int) -> RawRow:
+        span = self.span(index)
+        try:
+            text = span.decode(with_bom(self.encoding) if not self.starts[index] else self.encoding)
+        except UnicodeDecodeError as error:
+            line = self.line_numbers[index] + span.count(b"\n", 0, error.start)
+            raise DataError(f"{self.name}:{line}: {undecodable(span[error.start], self.encoding)}") from error
+        return {"text": text.strip("\r\n")}
+
+
+TEXT_UNITS = ("file", "paragraph", "line")
+
+
+def open_text(path: Path, name: str, unit: str, encoding: str) -> TextSpans:
+    """Indexes the documents of a text file: the whole file, its paragraphs (blank lines between) or its lines."""
+    starts, stops = _line_bounds(path)
+    is_row = ~_blank_lines(path, starts, stops)
+    num_bytes = int(stops[-1])
+    if unit == "paragraph":  # a line with text behind a line without
+        is_row = is_row & ~np.append(False, is_row[:-1])
+    if unit == "file":
+        first = np.zeros(int(is_row.any()), np.int64)
+        return TextSpans(path, name, first, first + 1, num_bytes, encoding)
+    return TextSpans(path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding)
+
+
+def open_json_lines(path: Path, name: str, encoding: str = "utf-8") -> JsonLines:
     """Indexes the lines of a file."""
     starts, stops = _line_bounds(path)
     blank = _blank_lines(path, starts, stops)
-    return JsonLines(path, name, starts[~blank], np.flatnonzero(~blank) + 1, int(stops[-1]))
+    return JsonLines(path, name, starts[~blank], np.flatnonzero(~blank) + 1, int(stops[-1]), encoding)
+
+
+def with_bom(encoding: str) -> str:
+    """Returns the encoding in which a byte order mark at the beginning is no text."""
+    return "utf-8-sig" if encoding == "utf-8" else encoding
+
+
+def undecodable(byte: int, encoding: str) -> str:
+    """Describes a byte that cannot be read, and what it would be in the encoding that is the usual cause."""
+    if encoding != "utf-8":
+        return f"byte {byte:#04x} is not {encoding}: set dataset.encoding to what the file was written in."
+    meant = bytes([byte]).decode("cp1252", errors="ignore")
+    cure = f"; in cp1252 (Excel, Windows) it is {meant!r}: if so, set dataset.encoding=cp1252" if meant else ""
+    return f"byte {byte:#04x} is not UTF-8{cure}."
 
 
 def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -107,16 +171,16 @@ def _blank_lines(path: Path, starts: np.ndarray, stops: np.ndarray) -> np.ndarra
     return blank
 
 
-def parse_json_object(line: bytes, where: str) -> RawRow:
+def parse_json_object(line: bytes, where: str, encoding: str = "utf-8") -> RawRow:
     """Parses one row.
 
     Raises:
         DataError: names `where` and the column (character) of the fault.
     """
     try:
-        row = _read_json(line.decode("utf-8-sig").rstrip())
+        row = _read_json(line.decode(with_bom(encoding)).rstrip())
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}:{error.start + 1}: byte {line[error.start]:#04x} is not UTF-8.") from error
+        raise DataError(f"{where}:{error.start + 1}: {undecodable(line[error.start], encoding)}") from error
     except json.JSONDecodeError as error:
         shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
         raise DataError(f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}.") from error
@@ -188,20 +252,20 @@ class NumberedRows:
         return f"{self.name}[{index + 1}]"
 
 
-def open_json(path: Path, name: str) -> RawRows:
-    """A `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
-    lines = open_json_lines(path, name)
-    return lines if _has_row_a_line(lines) else NumberedRows(_json_array(path, name), name)
+def open_json(path: Path, name: str, encoding: str = "utf-8") -> RawRows:
+    """Opens a `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
+    lines = open_json_lines(path, name, encoding)
+    return lines if _has_row_a_line(lines) else NumberedRows(_json_array(path, name, encoding), name)
 
 
 def _has_row_a_line(lines: JsonLines) -> bool:
     """Whether the first line is a row (a broken one too), and not the opening of something that goes on."""
     if not len(lines):
         return True
-    first = lines.line(0).strip().removeprefix(b"\xef\xbb\xbf")
+    first = lines.span(0).strip().removeprefix(b"\xef\xbb\xbf")
     if not (first.startswith(b"{") and first.endswith(b"}")):
         return False
-    return len(lines) > 1 or not _rows_in(parse_json_object(first, lines.where(0)))
+    return len(lines) > 1 or not _rows_in(parse_json_object(first, lines.where(0), lines.encoding))
 
 
 def _rows_in(whole: RawRow) -> list[list[Any]]:
@@ -210,11 +274,13 @@ def _rows_in(whole: RawRow) -> list[list[Any]]:
     return [rows for rows in lists if all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in rows)]
 
 
-def _json_array(path: Path, name: str) -> list[Any]:
+def _json_array(path: Path, name: str, encoding: str) -> list[Any]:
+    content = path.read_bytes()
     try:
-        whole = _read_json(path.read_bytes().decode("utf-8-sig"))
+        whole = _read_json(content.decode(with_bom(encoding)))
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: byte {error.start + 1} is not UTF-8.") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
         raise DataError(f"{name}: not JSON: {error}.") from error
     if isinstance(whole, list):
@@ -229,10 +295,10 @@ DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", ",": ","
 NUM_SNIFFED_LINES = 20
 
 
-def find_delimiter(path: Path, usual: str) -> str:
-    """What stands between the values: `usual` unless only another one gives the same number (over 1) on every line."""
+def find_delimiter(path: Path, usual: str, encoding: str = "utf-8") -> str:
+    """Finds what separates values: `usual` unless only another one gives the same number (over 1) on every line."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with path.open(newline="", encoding=with_bom(encoding)) as file:
             text = "".join(islice(file, NUM_SNIFFED_LINES))
     except UnicodeDecodeError:
         return usual  # the bad byte is named when its line is read
@@ -250,12 +316,12 @@ def find_delimiter(path: Path, usual: str) -> str:
     return others[0] if columns(usual) == 1 and len(others) == 1 else usual
 
 
-def open_csv(path: Path, name: str, delimiter: str) -> RowList:
+def open_csv(path: Path, name: str, delimiter: str, encoding: str = "utf-8") -> RowList:
     """Reads a CSV or TSV file with a header line; every value stays the text that it is."""
     csv.field_size_limit(2**31 - 1)
     rows: list[RawRow | DataError] = []
     line_numbers = []
-    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+    with path.open(newline="", encoding=with_bom(encoding), errors="surrogateescape") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         header: list[str] | None = None
         while True:
@@ -269,36 +335,41 @@ def open_csv(path: Path, name: str, delimiter: str) -> RowList:
             if values is None:
                 return RowList(rows, name, line_numbers)
             if header is None:
-                header = _csv_header(values, f"{name}:{line}")
+                header = _csv_header(values, f"{name}:{line}", encoding)
             elif values:
-                rows.append(_csv_row(header, values, f"{name}:{line}"))
+                rows.append(_csv_row(header, values, f"{name}:{line}", encoding))
                 line_numbers.append(line)
 
 
-def _csv_header(names: list[str], where: str) -> list[str]:
+def _csv_header(names: list[str], where: str, encoding: str) -> list[str]:
     """The names of the columns, if they can be told apart; raises DataError."""
-    if fault := _not_utf8(names):
+    if fault := _undecoded(names, encoding):
         raise DataError(f"{where}: {fault}")
-    twice = next((column for column in names if names.count(column) > 1), None)
-    if twice is not None:
-        raise DataError(f"{where}: two columns are called {twice!r}: give each its own name.")
+    check_names(names, where)
     return names
 
 
-def _csv_row(header: list[str], values: list[str], where: str) -> RawRow | DataError:
+def _csv_row(header: list[str], values: list[str], where: str, encoding: str) -> RawRow | DataError:
     if len(values) != len(header):
         return DataError(f"{where}: {len(values)} values for {len(header)} columns.")
-    if fault := _not_utf8(values):
+    if fault := _undecoded(values, encoding):
         return DataError(f"{where}: {fault}")
     return dict(zip(header, values))
 
 
-def _not_utf8(values: list[str]) -> str:
-    """The byte that reading has kept as half of a surrogate pair; empty without one."""
+def check_names(names: Sequence[str], where: str) -> None:
+    """Raises DataError for two columns of one name."""
+    twice = next((column for column in names if names.count(column) > 1), None)
+    if twice is not None:
+        raise DataError(f"{where}: two columns are called {twice!r}: give each its own name.")
+
+
+def _undecoded(values: list[str], encoding: str) -> str:
+    """Describes the byte that reading has kept as half of a surrogate pair; empty without one."""
     try:
         "".join(values).encode()
     except UnicodeEncodeError as error:
-        return f"byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8."
+        return undecodable(ord(error.object[error.start]) - 0xDC00, encoding)
     return ""
 
 
@@ -325,41 +396,3 @@ class ConcatenatedRows:
             raise IndexError(index)
         position = bisect_right(self._starts, index) - 1
         return self.parts[position], index - self._starts[position]
-
-
-def open_arrow(path: Path, name: str, builder: str, split: str) -> RawRows:
-    """What `datasets` reads: Parquet, Arrow, text, and folders that it saved."""
-    import datasets
-    import pyarrow.parquet
-
-    try:
-        if builder == "parquet" and not pyarrow.parquet.read_metadata(path).num_rows:
-            return RowList([], name, [])  # `datasets` fails; writers of many parts leave empty ones
-        loaded = (
-            datasets.load_from_disk(str(path))
-            if path.is_dir()
-            else datasets.load_dataset(builder, data_files=str(path), split="train")
-        )
-    except Exception as error:  # whatever a damaged file makes of its reader
-        reason = one_line(error.__cause__ or error)
-        raise DataError(f"{name}: cannot be read as {builder or 'a saved dataset'}: {reason}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise ConfigError(f"dataset.split={split} is not in {path}, which has {', '.join(loaded)}.")
-        loaded = loaded[split]
-    return ArrowRows(loaded, name)
-
-
-class ArrowRows(NumberedRows):
-    """Nulls that Arrow fills into objects of different shapes are taken out."""
-
-    def __getitem__(self, index: int) -> RawRow:
-        return {column: without_nulls(value) for column, value in super().__getitem__(index).items()}
-
-
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [without_nulls(item) for item in value]
-    return value

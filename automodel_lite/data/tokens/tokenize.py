@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.components import build_with
 from automodel_lite.config.schema import Config, TokenizeConfig
-from automodel_lite.data.reading.documents import Document, Documents, DocumentSet, MadeOfRows, TokenizedData
+from automodel_lite.data.reading.documents import Document, Documents, DocumentSet, RowDataset, TokenizedData
 from automodel_lite.data.tokens.cache import (
     CacheEntry,
     Key,
@@ -300,7 +300,7 @@ def tokenize_validation(
 
 
 def _tokenize(documents: Documents, job: Job, cache_dir: Path) -> TokenizedData:
-    if isinstance(documents, MadeOfRows):
+    if isinstance(documents, RowDataset):
         datasets = {name: _tokenize(dataset, job, cache_dir) for name, dataset in documents.datasets.items()}
         return documents.tokenized(datasets, len(job.tokenizer))
     entries = {one.name: one.tokenized() for one in _sets_of(documents, job, cache_dir)}
@@ -315,7 +315,7 @@ def _tokenize(documents: Documents, job: Job, cache_dir: Path) -> TokenizedData:
 
 def _sets_of(documents: Documents, job: Job, cache_dir: Path) -> Iterator[_Set]:
     """What is to be tokenized: the training documents and every validation set, of each dataset of a mixture."""
-    if isinstance(documents, MadeOfRows):
+    if isinstance(documents, RowDataset):
         for dataset in documents.datasets.values():
             yield from _sets_of(dataset, job, cache_dir)
         return

@@ -14,9 +14,10 @@ import datasets
 import pyarrow
 import pytest
 
-from automodel_lite.data.reading import files
+from automodel_lite.data.reading import paths
+from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.reading.formats import FORMATS, detect
+from automodel_lite.data.reading.formats import FORMATS
 from automodel_lite.errors import ConfigError, DataError
 
 
@@ -171,7 +172,7 @@ def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("alpaka", None), "dataset.format=alpaka is none of packed, tokens, messages"),
+        (("alpaka", None), "dataset.format=alpaka is not one of packed, tokens, messages"),
         (("alpaca", None), "dataset.format=alpaca needs the columns instruction + output, the data have question,"),
         ((None, {"answer": "x"}), "dataset.columns.answer=x is not a column of the data, which has question, answer"),
     ],
@@ -389,9 +390,34 @@ def test_globs_folders_and_lists_keep_their_order(tmp_path: Path) -> None:
     assert [rows.where(i) for i in (0, 2, 3, 4)] == ["a.json[1]", "a.json[3]", "b.jsonl:1", "b.jsonl:2"]
 
 
-def test_text_files_are_plain_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    assert documents(str(tmp_path / "a.txt")) == [{"text": "one"}, {"text": "two"}]
+@pytest.mark.parametrize(
+    ("unit", "texts", "places"),
+    [
+        ("file", ["one\ntwo\n\n\nthree"], ["a.txt:1"]),
+        ("paragraph", ["one\ntwo", "three"], ["a.txt:1", "a.txt:5"]),
+        ("line", ["one", "two", "three"], ["a.txt:1", "a.txt:2", "a.txt:5"]),
+    ],
+)
+def test_text_files_are_plain_text(tmp_path: Path, unit: str, texts: list[str], places: list[str]) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n\n\nthree\n")
+    found = FilesDataset(str(tmp_path / "a.txt"), text_unit=unit)
+    assert [found.train[i] for i in range(len(found.train))] == [{"text": text} for text in texts]
+    assert [found.train.where(i) for i in range(len(found.train))] == places
+    assert f"a document is a {unit} of text, median " in found.description
+
+
+def test_an_encoding_can_be_given(tmp_path: Path) -> None:
+    """Excel writes cp1252; the error names the cure."""
+    (tmp_path / "a.csv").write_bytes("question,answer\nGrüße?,Öl\n".encode("cp1252"))
+    with pytest.raises(DataError, match=r"a.csv:2: byte 0xfc is not UTF-8; in cp1252 .* it is 'ü'.*encoding=cp1252"):
+        documents(str(tmp_path / "a.csv"))
+    assert documents(str(tmp_path / "a.csv"), encoding="cp1252") == [{"prompt": "Grüße?", "completion": "Öl"}]
+    (tmp_path / "a.txt").write_bytes("Grüße".encode("latin-1"))
+    assert documents(str(tmp_path / "a.txt"), encoding="latin-1") == [{"text": "Grüße"}]
+    with pytest.raises(ConfigError, match=r"dataset.encoding=utf-16 cannot be read line by line: convert"):
+        documents(str(tmp_path / "a.txt"), encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"dataset.encoding=utf-9 is unknown"):
+        documents(str(tmp_path / "a.txt"), encoding="utf-9")
 
 
 SEPARATED = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
@@ -441,7 +467,7 @@ def test_what_is_not_a_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.Mo
         documents(str(tmp_path))
     with pytest.raises(ConfigError, match=r"dataset.path= is empty"):
         documents("")
-    monkeypatch.setattr(files, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(paths, "MAX_ENTRIES", 3)
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"holds over 3 files and folders: name the one with the data"):
@@ -482,7 +508,8 @@ def test_nulls_that_arrow_fills_in_are_taken_out(tmp_path: Path) -> None:
 def test_validation_documents(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS)
     other = jsonl(tmp_path / "b.jsonl", ROWS[:2])
-    by_name = FilesDataset(path, val_path={"one": other, "two": path})
+    third = jsonl(tmp_path / "c.jsonl", ROWS[::-1])
+    by_name = FilesDataset(path, val_path={"one": other, "two": third})
     assert {name: len(rows) for name, rows in by_name.val.items()} == {"one": 2, "two": 5}
     split = FilesDataset(path, val_frac=0.4, seed=3)
     again = FilesDataset(path, val_frac=0.4, seed=3)

@@ -1,0 +1,299 @@
+"""One judge of every raw row: the format of a set, found from its first rows, and what each row has beside it.
+
+Columns may begin anywhere in a file. The set of columns of a row is judged once, and again for each other set that
+rows have: other names of a column are taken, and columns that change what the rest means are refused with their place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from automodel_lite.data.reading.documents import MEDIA, Document
+from automodel_lite.data.reading.formats import FORMATS, Format, own_format
+from automodel_lite.data.reading.labels import Alignment, align, check_alignment
+from automodel_lite.data.reading.readers import RawRow, RawRows
+from automodel_lite.data.tokens.cache import short_hash
+from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line
+
+OwnFormat = Callable[[RawRow], Any]
+
+# Other names of the same columns; the printed line names what it was taken for.
+ALIASES = {
+    "messages": ("conversation", "dialogue", "chat"),
+    "output": ("response", "completion"),
+    "completion": ("response", "chosen_response", "target"),
+    "prompt": ("query", "problem", "source"),
+    "answer": ("solution", "response"),
+    "text": ("content", "document"),
+    "input": ("context",),
+    "loss_mask": ("completion_mask", "assistant_masks", "assistant_mask"),
+}
+REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)  # a column of the answer that is not wanted
+CHOSEN = re.compile(r"chosen|prefer|winner|accepted|better", re.IGNORECASE)
+VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
+WEIGHTS = re.compile(r"(sample_|loss_|row_|example_)?weights?|importance", re.IGNORECASE)
+MASKS = re.compile(r"(do_|is_)?(train|trained|trainable|learn|masked)|(loss|train)_mask|train_on\w*", re.IGNORECASE)
+MOST_COLUMN_SETS = 10_000  # that are remembered
+
+
+@dataclass(frozen=True)
+class Detected:
+    """The format of a set and the names that its columns have there.
+
+    renames   canonical name -> column, of the first rows
+    typed     those that the user named
+    is_given  the user named the format: other columns are left out on purpose
+    """
+
+    format: Format
+    renames: Mapping[str, str]
+    description: str
+    typed: Mapping[str, str] = field(default_factory=dict)
+    is_given: bool = False
+    source: str = ""  # hash of the code of a format of the user's
+    labels: Alignment = "aligned"  # of token rows
+    is_checked: bool = False  # compare the labels of every row with it
+    _judged: dict[tuple[str, ...], tuple[dict[str, str], dict[str, str]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def document(self, row: RawRow, where: str) -> Document:
+        """Makes a document of a raw row; raises `DataError` with the row's place and the file's own column names."""
+        renames: Mapping[str, str] = self.renames
+        try:
+            renames, problems = self._judge(tuple(row))
+            for column, problem in problems.items():
+                if not _is_nothing(column, row[column]):
+                    raise DataError(f"column {column} {problem}")
+            named = {**row, **{canonical: row.get(column) for canonical, column in renames.items()}}
+            document = self._normalize(named)
+            if self.is_checked:
+                check_alignment(document, self.labels)
+            return align(document) if self.labels == "unshifted" else document
+        except DataError as error:
+            message = str(error)
+            for canonical, column in renames.items():
+                message = message.replace(f"column {canonical} ", f"column {column} ")
+            raise DataError(f"{where}: {message}") from error
+
+    def _normalize(self, row: RawRow) -> Document:
+        try:
+            return self.format.normalize(row)
+        except (DataError, ConfigError):
+            raise
+        except KeyError as error:
+            raise DataError(f"{self.format.name}: there is no {error} in this row.") from error
+        except Exception as error:  # of a function of the user's, or of a row that nobody has thought of
+            raise DataError(f"{self.format.name} fails: {type(error).__name__}: {one_line(error)}") from error
+
+    def _judge(self, columns: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the renames and the problems of rows with these columns."""
+        if columns not in self._judged:
+            named = {*columns, *self.typed}
+            required = _other_names(self.format.columns, named)
+            optional = _other_names(self.format.optional, named - {*required.values()})
+            renames = {**optional, **required, **self.typed}
+            problems = {} if self.is_given else dict(_problems(columns, self.format, renames, self.typed))
+            if len(self._judged) >= MOST_COLUMN_SETS:
+                self._judged.clear()
+            self._judged[columns] = renames, problems
+        return self._judged[columns]
+
+
+def _is_nothing(column: str, value: Any) -> bool:
+    """Returns whether a column that is not understood says nothing in this row."""
+    says_all = WEIGHTS.fullmatch(column) or MASKS.fullmatch(column)
+    return value is None or (isinstance(value, (list, dict, str)) and not value) or bool(says_all and value == 1)
+
+
+def _problems(
+    columns: Sequence[str], found: Format, renames: Mapping[str, str], typed: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yields the columns that would change what is trained, and what a row with a value in one of them is told."""
+    is_chat = found.kind in ("messages", "prompt_completion")
+    meant = f"set dataset.format={found.name} to train without it."
+    is_chosen = bool(_named_answers(typed))
+    for name in columns:
+        if name in renames.values() or name in found.columns or name in found.optional:
+            continue
+        if found.kind == "tokens":
+            if "mask" in name.lower():
+                yield name, f"would be ignored: call it loss_mask if its zeros are not trained on, or {meant}"
+        elif name in MEDIA:
+            what = "this program trains only on text; set dataset.format=... to train without it."
+            yield name, f"would be ignored: {what}"
+        elif name in VERDICTS and is_chat:
+            yield name, _verdict(found)
+        elif REJECTED.search(name) and not is_chosen:
+            yield name, f"is the answer that is not wanted, of a preference pair: keep one answer, or {meant}"
+        elif WEIGHTS.fullmatch(name):
+            yield name, f"would be ignored: all rows weigh the same; leave rows of weight 0 out, or {meant}"
+        elif MASKS.fullmatch(name):
+            yield name, f"is another program's loss mask: set weight: 0 for turns that are not trained on, or {meant}"
+
+
+def _verdict(found: Format) -> str:
+    return (
+        "says which answers are good and which are bad (KTO), and all rows would be trained on the same way: keep only "
+        f"the good rows, or set dataset.format={found.name} to train on all."
+    )
+
+
+def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames: Mapping[str, str] | None) -> Detected:
+    """Finds the format from the columns, or checks the given one.
+
+    Columns that change what the others mean (an answer that was rejected, a verdict, pictures) are refused unless the
+    format is given, which says that they are left out on purpose.
+
+    Args:
+        format_name: or a function from a raw row to messages, or to prompt and completion.
+        renames: canonical name -> column of the file (`{"question": "Frage"}`).
+
+    Raises:
+        ConfigError: unknown format, a column that is not there, or columns of no known format.
+    """
+    renames = dict(renames or {})
+    if format_name is not None and not isinstance(format_name, str):
+        return _by_function(format_name, renames)
+    for canonical, column in renames.items():
+        if column not in columns:
+            raise ConfigError(
+                f"dataset.columns.{canonical}={column} is not a column of the data, which has {', '.join(columns)}."
+            )
+    if format_name is None:
+        _check_preferences(columns, renames)
+    candidates = [known for known in FORMATS if format_name in (None, known.name)]
+    if not candidates:
+        known = ", ".join(known.name for known in FORMATS)
+        raise ConfigError(f"dataset.format={format_name} is not one of {known}, nor a block with a _target_.")
+    typed = dict(renames)
+    found, renames = _find(candidates, columns, renames)
+    _check_names(tuple(typed), found)
+    verdict = next((name for name in VERDICTS if name in columns), None)
+    if format_name is None and verdict and found.kind in ("messages", "prompt_completion"):
+        raise ConfigError(f"column {verdict} {_verdict(found)}")
+    return Detected(found, renames, _describe(found, columns, renames), typed, format_name is not None)
+
+
+def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:
+    """Returns what reads rows by a function of the user's; its identity is the text of its module."""
+    if renames:
+        raise ConfigError("dataset.columns: a dataset.format of your own reads the columns by itself: remove them.")
+    if not callable(function):
+        raise ConfigError(f"dataset.format={function!r:.60} must be a name, or a _target_ that is a function of a row.")
+    plain = function.func if isinstance(function, partial) else function
+    code = plain if inspect.isroutine(plain) else type(plain)
+    name = f"{code.__module__}.{code.__qualname__}"
+    options = repr(function.keywords) if isinstance(function, partial) else ""
+    try:
+        source = short_hash(Path(inspect.getfile(code)).read_bytes() + options.encode())
+    except (TypeError, OSError):  # written in C, or typed into a prompt
+        source = options
+    description = f"read by {name}{f' {options}' if options else ''}"
+    return Detected(own_format(name, function), {}, description, is_given=True, source=source)
+
+
+def _check_names(typed: Sequence[str], found: Format) -> None:
+    """Raises ConfigError for a column that the user named as something that the format does not have."""
+    has = [*found.columns, *found.optional]
+    for name in typed:
+        if name not in has:
+            near = did_you_mean(name, has) or "."
+            raise ConfigError(
+                f"dataset.columns.{name}: the data are taken for {found.name}, which has no {name}{near} It has "
+                f"{', '.join(has)}."
+            )
+
+
+def _named_answers(typed: Mapping[str, str]) -> list[str]:
+    """Returns the columns that the user named as what is trained on."""
+    return [column for name, column in typed.items() if name in ("completion", "output", "answer", "messages", "text")]
+
+
+def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> None:
+    """Raises ConfigError for pairs of a wanted and a rejected answer, unless the wanted one is named."""
+    rejected = [name for name in columns if REJECTED.search(name)]
+    chosen = [name for name in columns if CHOSEN.search(name) and name not in rejected]
+    named = set(renames.values())
+    if not rejected or (_named_answers(renames) and not named & set(rejected)):
+        return
+    wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][0 if chosen else -2]
+    taken = [name for name in rejected if name in named]
+    what = f"{taken[0]} would be trained on" if taken else "this program trains on one answer"
+    raise ConfigError(
+        f"the columns {', '.join([*chosen, *rejected])} are preference pairs, and {what}: select the chosen answers "
+        f"with dataset.columns.completion={wanted} (texts after a prompt), dataset.columns.messages={wanted} (chats) "
+        f"or dataset.columns.text={wanted} (whole texts), or set dataset.format=... to train on the columns you "
+        "named."
+    )
+
+
+def _find(
+    candidates: Sequence[Format], columns: Sequence[str], renames: Mapping[str, str]
+) -> tuple[Format, dict[str, str]]:
+    """The first format whose columns are there, under their own names before other ones; and all renames."""
+    named = {*columns, *renames}
+    for takes_others in (False, True):
+        for candidate in candidates:
+            others = _other_names(candidate.columns, named) if takes_others else {}
+            if named.issuperset({*candidate.columns} - others.keys()):
+                optional = _other_names(candidate.optional, named - {*others.values()})
+                return candidate, {**optional, **others, **renames}
+    if len(candidates) == 1:
+        wanted = " + ".join(candidates[0].columns)
+        raise ConfigError(
+            f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have {', '.join(columns)}: "
+            f"name them with dataset.columns."
+        )
+    known = ", ".join(" + ".join(known.columns) for known in FORMATS)
+    raise ConfigError(
+        f"the columns {', '.join(columns)} match no known format: name them, for instance {_hint(columns)}. Known "
+        f"formats are {known}."
+    )
+
+
+def _hint(columns: Sequence[str]) -> str:
+    """Settings that take every column, where that can be said of so many."""
+    names = {1: ("text",), 2: ("prompt", "completion"), 3: ("instruction", "input", "output")}.get(len(columns))
+    pairs = zip(names, columns) if names else [("prompt", columns[0]), ("completion", columns[-1])]
+    hint = " ".join(f"dataset.columns.{name}={column}" for name, column in pairs)
+    return hint if names else f"{hint} (which leaves out {', '.join(columns[1:-1])})"
+
+
+def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:
+    """Other names under which columns are there: Dolly's `context` is Alpaca's `input`."""
+    others = {name: [other for other in ALIASES.get(name, ()) if other in named] for name in wanted}
+    return {name: there[0] for name, there in others.items() if there and name not in named}
+
+
+def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str]) -> str:
+    """`columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)`."""
+    mapped = ", ".join(f"{canonical} = {column}" for canonical, column in renames.items())
+    description = f"columns {','.join(columns)}" + (f" → {found.name}" if list(columns) != [found.name] else "")
+    description += f" ({mapped})" if mapped else ""
+    used = {*renames.values(), *found.columns, *found.optional}
+    ignored = [name for name in columns if name not in used]
+    return description + (f", ignored: {', '.join(ignored)}" if ignored else "")
+
+
+@dataclass(frozen=True)
+class NormalizedRows:
+    """Raw rows as documents."""
+
+    raw: RawRows
+    detected: Detected
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.detected.document(self.raw[index], self.where(index))
+
+    def where(self, index: int) -> str:
+        return self.raw.where(index)

@@ -1,0 +1,239 @@
+"""Which files a path names, which of them are left out and why, and what tells one file from another.
+
+    find_files(["data"], "dataset.path")
+    data/train.jsonl        taken
+    data/train.jsonl.gz     left out: beside its unpacked twin
+    data/test.jsonl         left out: a held-out split
+    data/old -> /archive    left out: a linked folder
+    data/README.txt         left out: about the data
+
+A name is taken as it stands where something of that name is there: `part[1].jsonl` is a file before it is a pattern.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from automodel_lite.data.tokens.cache import cache_root
+from automodel_lite.errors import ConfigError
+
+KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
+OTHER_COMPRESSIONS = (".lz4", ".zip", ".7z", ".br", ".z", ".sz", ".snappy", ".rar")
+MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
+SHOWN_NAMES = 3  # of the files that are left out for one reason
+_HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing|held.?out)(?![a-z])", re.I)
+_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.I)
+_ABOUT = re.compile(r"(read.?me|licen[cs]e|copying|notice|changelog|authors|contributing|citation|requirement).*", re.I)
+
+_EDGE_BYTES, _BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 1 << 12, 16
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What tells a file from another one, and from what it was before: a copy that kept its times is another file."""
+
+    path: Path
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    content: str  # hash of its head, its tail and some blocks between
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.size} B at {self.mtime_ns}, inode {self.inode}, {self.content}"
+
+    def is_same(self, other: FileStamp) -> bool:
+        """Returns whether both hold the same rows: one file under two names, or a copy of it."""
+        if (self.device, self.inode) == (other.device, other.inode):
+            return True
+        return bool(self.size) and (self.size, self.content) == (other.size, other.content)
+
+
+def stamp(path: Path) -> FileStamp:
+    """Returns the stamp of a file; reads at most 192 KiB of it."""
+    with path.open("rb") as file:
+        stat = os.fstat(file.fileno())
+        digest = hashlib.sha256(os.pread(file.fileno(), _EDGE_BYTES, 0))
+        digest.update(os.pread(file.fileno(), _EDGE_BYTES, max(0, stat.st_size - _EDGE_BYTES)))
+        for number in range(1, _NUM_BLOCKS + 1):
+            digest.update(os.pread(file.fileno(), _BLOCK_BYTES, stat.st_size * number // (_NUM_BLOCKS + 1)))
+    return FileStamp(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, digest.hexdigest()[:16])
+
+
+def stamps(path: Path) -> list[FileStamp]:
+    """Returns the stamp of a file, or those of all files of a saved dataset."""
+    return [stamp(path)] if path.is_file() else [stamp(p) for p in sorted(path.rglob("*")) if p.is_file()]
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """files      what is read, in order; the folder of a saved dataset counts as one
+    left_out   reason -> names of what is not
+    is_named   whether each file was named, and not found in a folder or by a pattern
+    """
+
+    files: Sequence[Path]
+    left_out: dict[str, list[str]]
+    is_named: Sequence[bool]
+
+    @property
+    def note(self) -> str:
+        """`left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or nothing."""
+        parts = []
+        for reason, names in self.left_out.items():
+            shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+            parts.append(f"{len(names):,} {reason} ({shown})")
+        return f"left out: {', '.join(parts)}" if parts else ""
+
+
+def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = ()) -> FoundFiles:
+    """Finds the files that paths name; none of them when there is nothing of that name here.
+
+    A file that is named twice, by links or in a folder and by itself, is taken once. For training, `held_out` files of
+    validation are left out of folders and patterns.
+
+    Raises:
+        ConfigError: a path that is missing beside others that are there, a folder without data, or a file of
+            validation that is named for training too.
+    """
+    left_out: dict[str, list[str]] = defaultdict(list)
+    taken: dict[tuple[int, int], tuple[Path, bool]] = {}
+    missing = []
+    for path in paths:
+        found = _found(path, key, left_out)
+        if not found.files:
+            missing.append(path)
+        for file, is_named in zip(found.files, found.is_named):
+            stat = file.stat()
+            if (stat.st_dev, stat.st_ino) in taken:
+                left_out["named twice"].append(str(file))
+                continue
+            shared = next((h for h in held_out for own in stamps(file) if own.is_same(h)), None)
+            if shared is not None and is_named:
+                raise ConfigError(
+                    f"{key}={file} is also validated on, as {shared.path}: what was trained on measures nothing; hold "
+                    "documents out by dataset.val_frac=0.05, or name other files for validation."
+                )
+            if shared is not None:
+                left_out["held out for validation"].append(file.name)
+                continue
+            taken[stat.st_dev, stat.st_ino] = file, is_named
+    if taken and missing:
+        raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
+    if left_out["held out for validation"] and not taken:
+        raise ConfigError(f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train on.")
+    files = [file for file, _ in taken.values()]
+    reasons = {reason: names for reason, names in left_out.items() if names}
+    return FoundFiles(files, reasons, [is_named for _, is_named in taken.values()])
+
+
+def kind_of(path: Path) -> str:
+    """Returns the ending that says what is in the file: `.jsonl` of `a.jsonl.gz`."""
+    is_compressed = path.suffix.lower() in COMPRESSIONS and len(path.suffixes) > 1
+    return (path.suffixes[-2] if is_compressed else path.suffix).lower()
+
+
+def is_file_name(path: str) -> bool:
+    """Returns whether a path ends as a file of data does; then it is not the name of a hub dataset."""
+    return kind_of(Path(path)) in KINDS
+
+
+def _found(path: str, key: str, left_out: dict[str, list[str]]) -> FoundFiles:
+    """Finds the files of one path."""
+    if not path.strip():
+        raise ConfigError(f"{key}={path} is empty: was a shell variable not set?")
+    expanded = Path(path).expanduser()
+    try:
+        if expanded.is_dir():
+            if (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists():
+                return FoundFiles([expanded], {}, [True])
+            files = _selected(_walk(expanded, path, key, left_out), expanded, key, left_out)
+            if not files:
+                why = f"; {FoundFiles([], left_out, []).note}" if left_out else ""
+                raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it{why}.")
+            return FoundFiles(files, {}, [False] * len(files))
+        if expanded.is_file():
+            return FoundFiles([expanded], {}, [True])
+        if expanded.exists():
+            raise ConfigError(f"{key}={path} is neither a file nor a folder, and rows need random access to a file.")
+        matches = list(islice(glob.iglob(str(expanded), recursive=True), MAX_ENTRIES))
+        _check_number(len(matches), path, key)
+        files = _selected([Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out)
+        return FoundFiles(files, {}, [False] * len(files))
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
+
+
+def _check_number(num_entries: int, path: str, key: str) -> None:
+    if num_entries >= MAX_ENTRIES:
+        raise ConfigError(f"{key}={path} holds over {MAX_ENTRIES:,} files and folders: name the one with the data.")
+
+
+def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> list[Path]:
+    """Lists the files of data below a folder. Links to folders are not followed: they may lead in a circle."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    files = []
+    num_entries = 0
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        num_entries += len(folders) + len(names)
+        _check_number(num_entries, path, key)
+        # The cache may lie inside the folder of the data.
+        folders[:] = [name for name in folders if Path(parent, name) != cache_root()]
+        linked = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        left_out["linked folders"] += linked
+        left_out["hidden"] += [name for name in (*folders, *names) if name.startswith(".")]
+        folders[:] = sorted(name for name in folders if name not in linked and not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            file = Path(parent, name)
+            if not file.exists():
+                left_out["links to nothing"].append(name)
+            elif not file.is_file():
+                left_out["neither files nor folders"].append(name)
+            elif kind_of(file) in KINDS:
+                files.append(file)
+            elif file.suffix.lower() in OTHER_COMPRESSIONS:
+                left_out["in a compression that is not read"].append(name)
+            else:
+                left_out["of other kinds"].append(name)
+    for reason in [reason for reason, names in left_out.items() if not names]:
+        del left_out[reason]
+    return sorted(files)
+
+
+def _selected(files: Sequence[Path], root: Path, key: str, left_out: dict[str, list[str]]) -> list[Path]:
+    """Leaves out what a folder or a pattern holds beside the data that is meant."""
+    kept = []
+    unpacked = {file for file in files if file.suffix.lower() not in COMPRESSIONS}
+    stems: set[Path] = set()
+    for file in sorted(files, key=lambda file: (file not in unpacked, file)):
+        stem = file if file in unpacked else file.with_suffix("")
+        if stem in stems:
+            left_out["compressed twins of others"].append(file.name)
+        elif kind_of(file) == ".txt" and _ABOUT.fullmatch(file.stem):
+            left_out["about the data"].append(file.name)
+        else:
+            stems.add(stem)
+            kept.append(file)
+    # Only beside others: a folder of nothing but test files was named for them.
+    held = [file for file in kept if _is_held_out(file, root)]
+    if key == "dataset.path" and 0 < len(held) < len(kept):
+        left_out["of held-out splits"] += [file.name for file in sorted(held)]
+        kept = [file for file in kept if file not in held]
+    return sorted(kept)
+
+
+def _is_held_out(file: Path, root: Path) -> bool:
+    inside = str(file.relative_to(root)) if root in file.parents else file.name
+    return bool(_HELD_OUT.search(inside)) and not _TRAIN.search(inside)

@@ -1,0 +1,104 @@
+"""Parquet, Arrow and saved datasets as raw rows, read by pyarrow from exactly the file that was named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from automodel_lite.data.reading.readers import NumberedRows, RawRow, RawRows, check_names
+from automodel_lite.data.tokens.token_rows import WholeFile, check_not_cut
+from automodel_lite.errors import ConfigError, DataError, one_line
+
+BLOCK_ROWS = 512  # made into Python objects together
+
+
+class TableRows:
+    """Rows of an Arrow file, mapped; a block of them is made into Python objects at a time.
+
+    Nulls that Arrow fills into objects of different shapes are taken out. Picklable: the file is mapped again.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self._block: tuple[int, list[RawRow]] = (-1, [])
+        self._file = WholeFile(path)
+        try:
+            source = pyarrow.memory_map(str(path))
+            try:
+                reader = pyarrow.ipc.open_file(source)
+            except pyarrow.ArrowInvalid:  # written as a stream
+                reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+            self._table = reader.read_all()
+        except Exception as error:  # whatever a damaged file makes of its reader
+            raise DataError(f"{name}: cannot be read as arrow: {one_line(error)}") from error
+        check_names(self._table.column_names, name)
+
+    def __reduce__(self) -> tuple:
+        return TableRows, (self.path, self.name)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> RawRow:
+        number, place = divmod(int(index), BLOCK_ROWS)
+        if number != self._block[0]:
+            check_not_cut([self._file])
+            part = self._table.slice(number * BLOCK_ROWS, BLOCK_ROWS)
+            try:
+                part.validate(full=True)
+                rows = part.to_pylist()
+            except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+                raise DataError(f"{self.where(index)}: cannot be read as arrow: {one_line(error)}") from error
+            self._block = number, [{name: without_nulls(value) for name, value in row.items()} for row in rows]
+        return self._block[1][place]
+
+    def where(self, index: int) -> str:
+        return f"{self.name}[{index + 1}]"
+
+
+def parquet_to_arrow(path: Path, name: str, target: Path) -> None:
+    """Writes the rows of a Parquet file as an Arrow file, which any row can be read from at once."""
+    try:
+        parquet = pyarrow.parquet.ParquetFile(path, memory_map=False)
+        check_names(parquet.schema_arrow.names, name)
+        with pyarrow.ipc.new_file(str(target), parquet.schema_arrow) as writer:
+            for batch in parquet.iter_batches(BLOCK_ROWS):
+                writer.write_batch(batch)
+    except DataError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of its reader
+        raise DataError(f"{name}: cannot be read as parquet: {one_line(error)}") from error
+
+
+def open_saved(path: Path, name: str, split: str) -> RawRows:
+    """Opens a folder that `datasets` saved."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # whatever a damaged file makes of its reader
+        raise DataError(f"{name}: cannot be read as a saved dataset: {one_line(error.__cause__ or error)}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise ConfigError(f"dataset.split={split} is not in {path}, which has {', '.join(loaded)}.")
+        loaded = loaded[split]
+    return DatasetRows(loaded, name)
+
+
+class DatasetRows(NumberedRows):
+    """Rows of a `datasets.Dataset`, without the nulls that Arrow fills in."""
+
+    def __getitem__(self, index: int) -> RawRow:
+        return {column: without_nulls(value) for column, value in super().__getitem__(index).items()}
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [without_nulls(item) for item in value]
+    return value

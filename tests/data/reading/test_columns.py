@@ -1,0 +1,112 @@
+"""Every row is judged, whatever its number: columns and roles that change the meaning are met where they begin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_lite.data.feeding.streams import StreamingDataset
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.errors import ConfigError, DataError
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+PAIR = {"prompt": "q", "completion": "a"}
+
+
+def late(path: Path, first: dict[str, Any], row: dict[str, Any]) -> str:
+    """`row` behind 29 others, beyond the rows by which a format is found."""
+    path.write_text("".join(json.dumps(one) + "\n" for one in [*[first] * 29, row]))
+    return str(path)
+
+
+LATE = {
+    "a verdict": (PAIR, {**PAIR, "label": False}, "column label says which answers are good and which are bad"),
+    "a picture": ({"messages": CHAT}, {"messages": CHAT, "images": ["x.png"]}, "column images would be ignored"),
+    "a rejected answer": (PAIR, {**PAIR, "rejected": "b"}, "column rejected is the answer that is not wanted"),
+    "a weight": (PAIR, {**PAIR, "weight": 0.2}, "column weight would be ignored: all rows weigh the same"),
+    "a mask": ({"messages": CHAT}, {"messages": CHAT, "do_train": 0}, "column do_train is another program's loss mask"),
+    "a mask of a turn": (
+        {"messages": CHAT},
+        {"messages": [CHAT[0], {**CHAT[1], "do_train": False}]},
+        r"messages\[1\].do_train=False is another program's loss mask",
+    ),
+    "a role nobody trains": (
+        {"messages": CHAT},
+        {"messages": [CHAT[0], {"role": "bot", "content": "x"}, CHAT[1]]},
+        r"messages\[1\].role='bot' is written by many templates, and never trained on",
+    ),
+    "a mask of tokens": (
+        {"input_ids": [1, 2], "labels": [2, -100]},
+        {"input_ids": [1, 2], "labels": [2, -100], "special_tokens_mask": [0, 1]},
+        "column special_tokens_mask would be ignored",
+    ),
+    "two system prompts": (
+        {"messages": CHAT},
+        {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
+        "column system would be ignored: the first message is another system prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_row_is_judged_wherever_it_stands(tmp_path: Path, case: str) -> None:
+    first, row, message = LATE[case]
+    path = late(tmp_path / "a.jsonl", first, row)
+    rows = FilesDataset(path).train
+    assert len(rows[28]) > 0
+    with pytest.raises(DataError, match=rf"^a.jsonl:30: {message}"):
+        rows[29]
+    if "input_ids" not in first:
+        (_, error), *_ = list(StreamingDataset(path, num_shards=1).read(0, 29))
+        assert isinstance(error, DataError)
+
+
+def test_columns_that_say_nothing_are_no_problem(tmp_path: Path) -> None:
+    row = {**PAIR, "weight": 1.0, "images": [], "label": None, "rejected": None, "do_train": True}
+    assert FilesDataset(late(tmp_path / "a.jsonl", PAIR, row)).train[29] == PAIR
+
+
+def test_another_name_of_a_column_may_begin_anywhere(tmp_path: Path) -> None:
+    first = {"instruction": "Add", "output": "2"}
+    rows = FilesDataset(late(tmp_path / "a.jsonl", first, {**first, "context": "1+1"})).train
+    assert rows[29] == {"prompt": "Add\n\n1+1", "completion": "2"}
+    rows = FilesDataset(late(tmp_path / "b.jsonl", first, {"instruction": "Add", "response": "3"})).train
+    assert rows[29] == {"prompt": "Add", "completion": "3"}
+
+
+def test_a_wanted_answer_that_is_named_is_taken(tmp_path: Path) -> None:
+    """The cure that the refusal of preference pairs names works."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "q", "answer": "a", "rejected_answer": "b"}) + "\n")
+    with pytest.raises(ConfigError, match=r"dataset.columns.completion=answer"):
+        FilesDataset(str(tmp_path / "a.jsonl"))
+    assert FilesDataset(str(tmp_path / "a.jsonl"), columns={"completion": "answer"}).train[0] == {
+        "prompt": "q",
+        "completion": "a",
+    }
+
+
+# ------------------------------------------------------------------------------------- a format from outside
+def dialog(row: dict[str, Any], assistant: str = "bot") -> list[dict[str, str]]:
+    """`{"dialog": [{"who", "said"}]}`, as the example of the page about extending has it."""
+    return [
+        {"role": "assistant" if turn["who"] == assistant else "user", "content": turn["said"]} for turn in row["dialog"]
+    ]
+
+
+def test_a_format_of_ones_own(tmp_path: Path) -> None:
+    turns = [{"who": "me", "said": "Hi"}, {"who": "bot", "said": "Hello!"}]
+    path = late(tmp_path / "a.jsonl", {"dialog": turns}, {"chat": turns})
+    dataset = FilesDataset(path, format=dialog)
+    assert dataset.kind == "messages"
+    assert dataset.train[0] == {"messages": CHAT}
+    assert "read by tests.data.reading.test_columns.dialog" in dataset.description
+    with pytest.raises(DataError, match=r"^a.jsonl:30: tests.*dialog: there is no 'dialog' in this row\.$"):
+        dataset.train[29]
+    texts = FilesDataset(path, format=len)
+    with pytest.raises(
+        DataError, match=r"^a.jsonl:1: dataset.format=.*len.* must return a list of messages, .* not int '1'"
+    ):
+        texts.train[0]
