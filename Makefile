@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving real survey newest lint clean
+.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving real survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -69,6 +69,15 @@ newest:
 	.venv-newest/bin/python -m pip install --quiet --constraint constraints.txt torch
 	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]"
 	.venv-newest/bin/python -m pip install --quiet --upgrade transformers
+
+# the pages of docs/ as a site, in build/site; a dead link is an error
+site: .venv-site/.ready
+	.venv-site/bin/mkdocs build --strict
+
+.venv-site/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

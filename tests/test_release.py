@@ -1,0 +1,96 @@
+"""What a release needs: one address, links that lead somewhere, an image whose commands run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path, PurePosixPath
+
+import pytest
+import yaml
+
+from automodel_lite.version import __version__
+from docs.site_links import repository, with_repository_links
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_address_of_the_repository_stands_in_one_file():
+    address = repository().removeprefix("https://")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*.txt"), *ROOT.glob("docs/**/*.md"), ROOT / "CITATION.cff"]:
+        assert address not in path.read_text(), path
+    project = (ROOT / "pyproject.toml").read_text()
+    assert len(re.findall(r"https://(?:raw\.)?github(?:usercontent)?\.com/", project)) == 5
+    assert project.count("automodel-lite/automodel_lite") == 5
+
+
+def test_the_version_is_the_same_everywhere():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    assert f'\nversion = "{__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob(".github/**/*.yml")), ids=lambda path: path.name)
+def test_workflows_and_templates_are_yaml(path: Path):
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_links_out_of_the_docs_lead_to_the_repository():
+    text = "[a](../../README.md) [b](../packing.md) [c](#x)"
+    found = with_repository_links(text, PurePosixPath("cookbook"))
+    assert found == f"[a]({repository()}/blob/main/README.md) [b](../packing.md) [c](#x)"
+    with pytest.raises(FileNotFoundError, match="leads nowhere"):
+        with_repository_links("[a](../nothing.md)", PurePosixPath("."))
+
+
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), ROOT / "llms.txt"]), ids=lambda path: path.name)
+def test_links_of_the_top_pages_lead_to_files(page: Path):
+    for target, _ in LINK.findall(page.read_text()):
+        assert (ROOT / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_index_of_packages_gets_absolute_links(tmp_path: Path):
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=120)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+        metadata = Parser().parsestr(wheel.read(name).decode())
+    text = metadata.get_payload()
+    assert isinstance(text, str)
+    assert LINK.findall(text) == []
+    assert f"({repository()}/blob/main/docs/architecture.md)" in text
+    assert metadata["Author"] == "automodel_lite developers"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_image_run_in_order(tmp_path: Path):
+    """All of the Dockerfile but its base image and the two packages that need a CUDA compiler."""
+    image = tmp_path / "image"
+    environment = {**os.environ, "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    subprocess.run([tmp_path / "venv/bin/pip", "install", "-q", torch], check=True)  # what the base image brings
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    done = []
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        if word == "COPY":
+            *sources, target = shlex.split(rest)
+            for source in sources:
+                to = image / target if len(sources) == 1 and target != "./" else image / source
+                copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+                to.parent.mkdir(parents=True, exist_ok=True)
+                copy(ROOT / source, to)
+        elif word == "RUN" and "flash-attn" not in rest:
+            subprocess.run(rest.replace("/tmp/", f"{tmp_path}/"), shell=True, check=True, cwd=image, env=environment)
+            done.append(rest)
+    assert done
+    subprocess.run(["automodel-lite", "train", "--help"], check=True, cwd=tmp_path, env=environment)
