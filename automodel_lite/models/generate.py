@@ -17,10 +17,8 @@ from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import locate
 from automodel_lite.errors import ConfigError, is_out_of_memory, one_line
-from automodel_lite.interpreter import Deadline
 from automodel_lite.models.source import check_finite, check_source, embedding_rows, load_whole
 
-MAX_RENDER_S = 20.0
 _PROBE_TOKENS = 12
 
 
@@ -133,8 +131,7 @@ def prompt_ids(
     if not is_chat or tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"])["input_ids"])
     try:
-        with Deadline(MAX_RENDER_S):
-            inputs = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+        inputs = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
     except Exception as error:  # whatever a template does wrong
         reason = one_line(error)
         raise ConfigError(

@@ -36,7 +36,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from automodel_lite.data.reading.documents import Document, Message, sound_text
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.interpreter import Deadline, DeadlineExceeded
 
 Span = tuple[int, int]
 
@@ -47,7 +46,7 @@ _MARKS = re.compile("[\ufdd0\ufdd1]")  # code points that Unicode keeps free for
 _PROBE = "PROBE"
 _PROBE_CALL = {"type": "function", "function": {"name": _PROBE, "arguments": {}}}
 _REWRITTEN_ROLES = ("assistant", "model", "tool", "ipython")  # templates take thoughts out, or write JSON
-MAX_RENDER_S = 20.0  # of one chat, which takes a template some 0.0002 s
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of what a model thought before it answered
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ class ChatRenderer:
         self._template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._without_tools = _template(tokenizer.get_chat_template())
         self._with_tools = _template(tokenizer.get_chat_template(tools=[{}]))
-        self._deadline = Deadline(MAX_RENDER_S)
         self.stop_tokens = self._probe_stop_tokens({token.content for token in tokenizer.added_tokens_decoder.values()})
 
     def renderings(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendering]:
@@ -107,20 +105,50 @@ class ChatRenderer:
         self._check_tool_calls(messages)
         turns = self._trained_turns(messages)
         template = self._with_tools if tools else self._without_tools
+        render = partial(self._render, tools, template.plain)
+        whole = self._whole(tools, template, render, messages, turns)
+        # A turn whose thoughts are missing may have lost them as history: alone it is the last one.
+        if whole is None or (self._train_on != "all" and any(_lost(messages[turn], whole.text) for turn in turns)):
+            renderings = [self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns]
+        else:
+            renderings = [whole]
+        of_turn = renderings if whole is None or len(renderings) > 1 else renderings * len(turns)
+        for turn, rendering in zip(turns, of_turn):
+            if part := _lost(messages[turn], rendering.text):
+                raise DataError(
+                    f"message {turn} has {part} that the chat template does not write, so the turn would be trained on "
+                    "without: use a template that writes it, tokenizer.chat_template=template.jinja, or remove it."
+                )
+        names = [tool.get("function", tool).get("name") for tool in tools or [] if isinstance(tool, dict)]
+        if renderings and any(name and str(name) not in renderings[0].text for name in names):
+            raise DataError(
+                "has tools that the chat template does not write, so calls would be learned of tools that the model "
+                "cannot see: use a template that writes them, tokenizer.chat_template=template.jinja."
+            )
+        return renderings
+
+    def _whole(
+        self,
+        tools: list[Any] | None,
+        template: _Template,
+        render: Callable[..., str],
+        messages: list[Message],
+        turns: list[int],
+    ) -> Rendering | None:
+        """Renders the whole chat; None when the template rewrites earlier turns, so that none of it is a prefix."""
         if self._train_on != "all" and template.marked is not None:
             marked = self._marked(self._render(tools, template.marked, messages), messages, turns)
             if marked is not None:
                 _check_whole(messages, marked.text)
-                return [marked]
-        render = partial(self._render, tools, template.plain)
+                return marked
         text = render(messages)
         _check_whole(messages, text)
-        if self._train_on == "all":
-            return [Rendering(text, ((0, len(text)),))]
-        spans = [self._span(render, messages, text, turn) for turn in turns]
-        if all(span is not None for span in spans):
-            return [Rendering(text, tuple(span for span in spans if span is not None))]
-        return [self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns]
+        if self._train_on == "all":  # what follows the last stop token (a line break, in half of the families) is none
+            stops = [text.rfind(token) + len(token) for token in self.stop_tokens if token in text]
+            end = max(stops, default=len(text))
+            return Rendering(text, ((0, len(text) if text[end:].strip() else end),))
+        spans = [span for span in (self._span(render, messages, text, turn) for turn in turns) if span is not None]
+        return Rendering(text, tuple(spans)) if len(spans) == len(turns) else None
 
     def _trained_turns(self, messages: list[Message]) -> list[int]:
         """Indices of the assistant messages that are trained on."""
@@ -155,18 +183,13 @@ class ChatRenderer:
 
     def _render(self, tools: list[Any] | None, template: str, messages: list[Message], prompt: bool = False) -> str:
         try:
-            with self._deadline:
-                texts, _ = render_jinja_template(  # type: ignore[str-unpack]
-                    conversations=[messages],
-                    tools=tools,
-                    chat_template=template,
-                    add_generation_prompt=prompt,
-                    **self._template_kwargs,
-                )
-        except DeadlineExceeded:
-            raise DataError(
-                f"the chat template was stopped after {MAX_RENDER_S:.0f} s: does it contain nested loops?"
-            ) from None
+            texts, _ = render_jinja_template(  # type: ignore[str-unpack]
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=prompt,
+                **self._template_kwargs,
+            )
         except Exception as error:  # whatever a template does wrong
             raise DataError(f"is refused by the chat template: {error}") from error
         return texts[0]
@@ -268,6 +291,16 @@ def _check_whole(messages: Sequence[Message], text: str) -> None:
             )
 
 
+def _lost(message: Message, text: str) -> str:
+    """Returns the key of a part of a trained turn that is not in its text: its thoughts, or words beside a call."""
+    for key in REASONING:
+        thought = message.get(key)
+        if isinstance(thought, str) and thought.strip() and thought.strip() not in text:
+            return key
+    said = message["content"].rpartition("</think>")[2].strip()
+    return "content beside its tool calls" if message.get("tool_calls") and said not in text else ""
+
+
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] in ("assistant", "model")]
 
@@ -291,9 +324,21 @@ class Renderer:
         self._chat = ChatRenderer(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
         self._bos, self._eos = _text_frame(tokenizer)
+        specials = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
         stop_tokens = [*self._chat.stop_tokens] if self._chat is not None else []
         stop_tokens += [self._eos] if self._eos else []
         self.stop_ids = frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
+
+    def special_in(self, document: Document) -> str:
+        """Returns a special token that stands in the text of a document, where it becomes a real one; or nothing."""
+        if self._special is None:
+            return ""
+        said = [m["content"] for m in document.get("messages", ()) if m["role"] not in ("assistant", "model")]
+        for text in (*said, document.get("system", ""), document.get("prompt", ""), document.get("text", "")):
+            if found := self._special.search(text):
+                return found[0]
+        return ""
 
     def renderings(self, document: Document) -> list[Rendering]:
         """The renderings of one document; more than one for a chat whose template rewrites earlier turns.

@@ -22,17 +22,27 @@ PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}{{- '<|system|>Tools: ' + (tools | tojson) + '<|end|>' -}}{%- endif -%}
 {%- for message in messages -%}
 {{- '<|' + message['role'] + '|>' -}}
 {%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] -}}<|end|>{%- endgeneration -%}
+{%- set thought = message.reasoning_content or message.thinking or message.reasoning -%}
+{%- generation -%}
+{%- if thought -%}{{- '<think>' + thought + '</think>' -}}{%- endif -%}
+{{- message['content'] -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' -}}
+{%- endfor -%}
+<|end|>{%- endgeneration -%}
 {%- else -%}
 {{- message['content'] -}}<|end|>
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
 """
-"""A turn is `<|role|>content<|end|>`; what an assistant says, its end token included, is marked as generated."""
+"""A turn is `<|role|>content<|end|>`; what an assistant thinks, says and calls, its end token included, is marked as
+generated.
+"""
 
 
 def load_tokenizer(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from automodel_lite.data.tokens import encode as chat
-from automodel_lite.data.tokens.encode import ChatRenderer, Rendering
+from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.reading.documents import DocumentList
+from automodel_lite.data.tokens.encode import ChatRenderer, Renderer, Rendering
+from automodel_lite.data.tokens.tokenize import Job, tokenize_in_memory
+from automodel_lite.data.tokens.tokenizer import CHAT_TEMPLATE
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, MISTRAL, QWEN3, Family, byte_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
+ALL = TokenizeConfig(train_on="all")
 SUM, FOUR = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
@@ -93,11 +97,83 @@ def test_last_assistant_trains_the_last_turn_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_trains_every_character(family: str) -> None:
+def test_all_trains_up_to_the_last_stop_token(family: str) -> None:
+    """Qwen and Gemma put a line break behind it, which would be the last thing that a model learns to write."""
     (text,) = rendered(family, [HI, HELLO, SUM, FOUR], "all")
     assert text[0] == "⟦"
-    assert text[-1] == "⟧"
+    assert text.rstrip().endswith("⟧")
     assert text.count("⟦") == 1
+    (chat,) = ([HI, HELLO],)
+    found = tokenize_in_memory(DocumentList([{"messages": chat}], "x"), Job(byte_tokenizer(FAMILIES[family]), ALL))
+    assert int(found[0]["labels"][found[0]["labels"] != -100][-1]) >= 256  # a special token
+
+
+DROPPED = {
+    "thoughts": ({**HELLO, "reasoning_content": "Hm."}, None, "message 1 has reasoning_content that the chat template"),
+    "other thoughts": ({**HELLO, "thinking": "Hm."}, None, "message 1 has thinking that the chat template does not"),
+    "words beside a call": (
+        {**HELLO, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
+        [{"type": "function", "function": {"name": "f"}}],
+        "message 1 has content beside its tool calls that the chat template does not write",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_parts_that_a_template_drops_are_refused(case: str) -> None:
+    answer, tools, message = DROPPED[case]
+    renderer = ChatRenderer(byte_tokenizer(LLAMA3), "assistant")
+    with pytest.raises(DataError, match=message):
+        renderer.renderings([HI, answer], tools)
+
+
+def test_tools_that_a_template_drops_are_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    with pytest.raises(DataError, match="has tools that the chat template does not write"):
+        ChatRenderer(byte_tokenizer(MARKED), "assistant").renderings([HI, HELLO], tools)
+    assert ChatRenderer(byte_tokenizer(LLAMA3), "assistant").renderings([HI, HELLO], tools)
+
+
+def test_thoughts_of_earlier_turns_make_a_row_each() -> None:
+    """A marked template that drops the history's thoughts would train the first turn without its own."""
+    marks = QWEN3.template.replace(
+        "{{- message.content + '<|im_end|>\\n' -}}",
+        "{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}{{- '\\n' -}}",
+    )
+    marks = marks.replace(
+        "{%- set thought",
+        "{%- if message.role != 'assistant' -%}{{- message.content + '<|im_end|>\\n' -}}{%- else -%}{%- set thought",
+    ).replace("{{- '\\n' -}}\n{%- endfor -%}", "{{- '\\n' -}}{%- endif -%}\n{%- endfor -%}")
+    tokenizer = byte_tokenizer(Family(marks, QWEN3.specials, QWEN3.eos))
+    chat = [HI, {**HELLO, "reasoning_content": "First."}, SUM, {**FOUR, "reasoning_content": "Second."}]
+    texts = [rendering.text for rendering in ChatRenderer(tokenizer, "assistant").renderings(chat)]
+    assert ["First." in text for text in texts] == [True, False]
+    assert ["Second." in text for text in texts] == [False, True]
+
+
+def test_the_template_of_trained_tokenizers_writes_every_part() -> None:
+    template = Family(CHAT_TEMPLATE, MARKED.specials, MARKED.eos)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    chat = [HI, {**HELLO, "reasoning_content": "Hm.", "tool_calls": [call]}]
+    (whole,) = ChatRenderer(byte_tokenizer(template), "assistant").renderings(chat, [{"name": "f"}])
+    assert marked(whole) == (
+        '<|system|>Tools: [{"name": "f"}]<|end|><|user|>Hi<|end|><|assistant|>⟦<think>Hm.</think>Hello!'
+        '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|end|>⟧'
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "token"),
+    [
+        ({"messages": [{**HI, "content": "a<|end|><|assistant|>b"}, HELLO]}, "<|end|>"),
+        ({"messages": [HI, {**HELLO, "content": "a<|end|>"}]}, ""),
+        ({"prompt": "<|user|>", "completion": "x"}, "<|user|>"),
+        ({"text": "x<|system|>"}, "<|system|>"),
+    ],
+    ids=["user", "assistant", "prompt", "text"],
+)
+def test_special_tokens_in_a_text_are_found(document: dict, token: str) -> None:
+    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).special_in(document) == token
 
 
 def test_reasoning_of_earlier_turns_is_trained_where_the_model_would_write_it() -> None:
@@ -157,15 +233,6 @@ def test_a_template_that_leaves_something_out_is_a_bad_row() -> None:
     assert len(renderer.renderings([HI, HELLO])) == 1
     with pytest.raises(DataError, match=r"^message 0 \(role system\) is omitted by the chat template"):
         renderer.renderings([SYSTEM, HI, HELLO])
-
-
-def test_a_template_of_endless_loops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sandbox allows 100,000 rounds of one loop, and ten thousand million of two."""
-    monkeypatch.setattr(chat, "MAX_RENDER_S", 0.6)
-    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    tokenizer = byte_tokenizer(Family(f"{loops}{QWEN3.template}", QWEN3.specials, QWEN3.eos))
-    with pytest.raises(DataError, match=r"the chat template was stopped after .* does it contain nested loops"):
-        ChatRenderer(tokenizer, "assistant")
 
 
 @pytest.mark.parametrize("family", ["llama3", "marked", "qwen3"])
