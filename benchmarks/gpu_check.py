@@ -1,15 +1,18 @@
-"""One command for a GPU that has half an hour: kernels, features, speed beside rivals, memory, idle time, in one table.
+"""One command for a GPU that has half an hour: kernels, speed beside rivals, loss curves, memory, features, in one table.
 
     python benchmarks/gpu_check.py --minutes 30             the most valuable first; results as they come
-    python benchmarks/gpu_check.py --minutes 30             again: goes on with what is missing
-    python benchmarks/gpu_check.py --only kernel-varlen kernel-flex
+    python benchmarks/gpu_check.py --minutes 9              where commands are ended after ten minutes; call it again
+    python benchmarks/gpu_check.py --only step-packed step-compiled
     python benchmarks/gpu_check.py --list-wheels            what to bring along to a machine without a network
     python benchmarks/gpu_check.py --plan smoke --device cpu
 
-Needs torch, transformers and those wheels; the last of them, without versions, are on most machines. Each part is a
-process of its own with a deadline; its result is a line of gpu_check.jsonl. A part whose package is missing says so; what
-is missing, fails or runs out of time is tried again by the next call. One GPU shows nothing of NCCL, of FSDP's traffic
-and of context parallelism: see docs/scaling.md.
+Needs torch, transformers and those wheels; the last of them, without versions, are on most machines. The package need
+not be installed. Each result is a line of gpu_check.jsonl, in the folder that $OUT names (else here), written as soon as
+it is there; a call goes on with what is missing there and in a gpu_check.jsonl of the checkout, where the file of the
+last call belongs when $OUT is a new folder every time. What is missing, fails or runs out of time is tried again.
+gpu_calibration.json, beside it, has the measured rates of the card.
+
+One GPU shows nothing of NCCL, of FSDP's traffic and of context parallelism.
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu.plan import PLANS, Part, full_plan, groups, smoke_plan
+from benchmarks.gpu.table import last_words, table
+from benchmarks.gpu.workers import run_group, run_here
 
 WHEELS = {  # what to install -> what is imported; 7 MB
     "hydra-core==1.3.8": "hydra",
@@ -45,94 +49,7 @@ OPTIONAL = {  # a part that needs one says that it is missing
     "torchao==0.18.0": "torchao",
     "trl==1.16.0": "trl",
 }
-PLANS = ("full", "smoke")
-LEAST_S = 20.0  # a part is not begun with less
-
-
-@dataclass(frozen=True)
-class Part:
-    """One line of the table: a function of `benchmarks/gpu`, in a process of its own."""
-
-    name: str
-    call: str  # module.function
-    limit_s: int
-    arguments: dict[str, Any] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()  # packages
-    least_gib: float = 0.0  # of the GPU
-
-
-def step(name: str, limit_s: int, least_gib: float = 0.0, needs: tuple[str, ...] = (), **settings: Any) -> Part:
-    return Part(f"step-{name}", "steps.measure", limit_s, {"settings": settings}, needs, least_gib)
-
-
-def kernel(name: str, limit_s: int) -> Part:
-    packages = {"flash": ("flash_attn",), "te": ("transformer_engine",)}
-    return Part(f"kernel-{name}", "kernels.run", limit_s, {"kernel_name": name}, packages.get(name, ()))
-
-
-def feature(name: str, overrides: list[str], needs: tuple[str, ...] = ()) -> Part:
-    return Part(f"feature-{name}", "recipe.feature", 150, {"overrides": overrides}, needs)
-
-
-def full_plan() -> list[Part]:
-    """The most valuable first; some 28 minutes by estimate."""
-    one_b, eight_b = {"shape": "1b", "pack": 8192}, {"shape": "8b", "pack": 8192, "recompute": "full", "steps": 4}
-    return [
-        Part("imports", "machine.imports", 120),
-        Part("expandable-segments", "machine.expandable_segments", 60),
-        Part("ceilings", "machine.ceilings", 90),
-        kernel("varlen", 120),
-        kernel("flex", 240),
-        Part("strict-step", "recipe.strict_step", 120),
-        Part("built-in-job", "recipe.built_in_job", 180),
-        step("packed", 120, **one_b),
-        step("compiled", 150, compiled=True, **one_b),
-        Part("recipe-1b", "recipe.rate", 180),
-        Part("recipe-1b-compiled", "recipe.rate", 180, {"overrides": ["training.compile=true"]}),
-        step("sorted", 120, attention="sorted", **one_b),
-        step("padded", 120, attention="padded", **one_b),
-        step("mask", 120, attention="mask", **one_b),
-        step("position_ids", 120, attention="position_ids", **one_b),
-        Part("trl-packed", "recipe.trl", 150, {}, ("trl",)),
-        feature("adamw_8bit", ["optimizer=adamw_8bit"]),
-        feature("flex", ["attention=flex"]),
-        feature("compile", ["training.compile=true"]),
-        feature("fp8-compile", ["training.fp8=tensorwise", "training.compile=true"], ("torchao",)),
-        feature("liger", ["loss=liger"], ("liger_kernel",)),
-        feature("async-save", ["checkpoint.mode=async"]),
-        Part("verify", "recipe.verify", 150),
-        Part("idle-1b", "recipe.idle", 150),
-        step("8b", 200, 130, **eight_b),
-        step("8b-accumulated", 200, 132, **eight_b | {"micro_steps": 2, "steps": 2}),
-        step("8b-compiled", 240, 130, compiled=True, **eight_b),
-        step("8b-lora", 150, 60, ("peft",), shape="8b", pack=4096, lora=True, recompute="full"),
-        step("8b-lora-compiled", 200, 60, ("peft",), shape="8b", pack=4096, lora=True, recompute="full", compiled=True),
-        step("packed-liger", 120, needs=("liger_kernel",), loss="liger", **one_b),
-        step("packed-plain-loss", 120, loss="plain", **one_b),
-        step("packed-gsm8k", 120, documents="gsm8k", **one_b),
-        kernel("flash", 120),
-        kernel("te", 240),
-        kernel("reference", 120),
-    ]
-
-
-def smoke_plan() -> list[Part]:
-    """The same functions in miniature."""
-    tiny = {"shape": "tiny", "pack": 256, "steps": 1, "repeats": 2, "warmup": 1}
-    return [
-        Part("imports", "machine.imports", 120),
-        Part("ceilings", "machine.ceilings", 120),
-        kernel("reference", 120),
-        *(step(a, 120, attention=a, **tiny) for a in ("packed", "padded", "sorted", "mask", "position_ids")),
-        step("plain-loss", 120, loss="plain", **tiny),
-        step("lora", 120, needs=("peft",), lora=True, **tiny),
-        Part("strict-step", "recipe.strict_step", 180),
-        Part("recipe-1b", "recipe.rate", 180, {"is_tiny": True}),
-        Part("idle-1b", "recipe.idle", 180, {"is_tiny": True}),
-        Part("built-in-job", "recipe.built_in_job", 180, {"steps": 2}),
-        feature("adamw_8bit", ["optimizer=adamw_8bit"]),
-        Part("trl-packed", "recipe.trl", 150, {"is_tiny": True}, ("trl",)),
-    ]
+FILE = "gpu_check.jsonl"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -140,17 +57,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="the whole call ends by then")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--plan", default="full", choices=PLANS)
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT, FILE))
     parser.add_argument("--only", nargs="*", default=[], help="these parts alone, again if they are done")
     parser.add_argument("--list-wheels", action="store_true")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.list_wheels:
         print("\n".join({**WHEELS, **OPTIONAL, **COMMON}))
         return 0
     parts = full_plan() if arguments.plan == "full" else smoke_plan()
-    if arguments.part:
-        return run_here(next(part for part in parts if part.name == arguments.part), arguments)
+    if arguments.parts:
+        chosen = {part.name: part for part in parts}
+        return run_here([chosen[name] for name in arguments.parts], arguments.device, read_results(arguments.out, {}))
     if missing := [wheel for wheel, module in {**WHEELS, **COMMON}.items() if find_spec(module) is None]:
         print(f"Nothing was checked; first: pip install {' '.join(missing)}")
         return 2
@@ -162,22 +80,48 @@ def main(argv: list[str] | None = None) -> int:
     machine = {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"}
     machine |= {"torch": torch.__version__, "plan": arguments.plan}
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if arguments.device == "cuda" else 0.0
-    from benchmarks.gpu.table import last_words, table
-
-    deadline = time.monotonic() + 60 * arguments.minutes
-    results = read_results(arguments.out, machine)
-    for part in parts:
-        if arguments.only and part.name not in arguments.only:
-            continue
-        if part.name not in arguments.only and results.get(part.name, {}).get("verdict") == "pass":
-            continue
-        found = skipped(part, arguments, gib) or run_apart(part, arguments, deadline)
-        results[part.name] = {"part": part.name, **machine, **found}
-        with arguments.out.open("a") as file:
-            file.write(json.dumps(results[part.name]) + "\n")
-        print(f"{part.name:22s} {found['verdict']:8s} {last_words(found.get('why'))}", flush=True)
+    results = check_all(parts, arguments, machine, gib)
     print("\n" + table([part.name for part in parts], results, machine))
     return int(any(result["verdict"] in ("FAIL", "timeout") for result in results.values()))
+
+
+def check_all(
+    parts: list[Part], arguments: argparse.Namespace, machine: dict[str, Any], gib: float
+) -> dict[str, dict[str, Any]]:
+    """Runs what has not passed yet, and returns the results of this call and of those before it."""
+    deadline = time.monotonic() + 60 * arguments.minutes
+    results = read_results(ROOT / FILE, machine) | read_results(arguments.out, machine)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("a") as file:
+        known = read_results(arguments.out, machine)
+        for name in results.keys() - known.keys():  # so that this file is whole
+            file.write(json.dumps(results[name]) + "\n")
+        file.flush()
+
+        def record(part: Part, found: dict[str, Any]) -> None:
+            results[part.name] = {"part": part.name, **machine, **found}
+            file.write(json.dumps(results[part.name]) + "\n")
+            file.flush()
+            if part.name == "ceilings" and found["verdict"] == "pass":
+                keys = ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s")
+                rates = {"device": machine["device"], "torch": machine["torch"], **{key: found[key] for key in keys}}
+                arguments.out.with_name("gpu_calibration.json").write_text(json.dumps(rates) + "\n")
+            print(f"{part.name:28s} {found['verdict']:8s} {last_words(found.get('why'))}", flush=True)
+
+        for group in groups(parts):
+            waiting = []
+            for part in group:
+                is_done = results.get(part.name, {}).get("verdict") == "pass"
+                if (is_done and part.name not in arguments.only) or (
+                    arguments.only and part.name not in arguments.only
+                ):
+                    continue
+                if reason := skipped(part, arguments, gib):
+                    record(part, reason)
+                else:
+                    waiting.append(part)
+            run_group(waiting, arguments, deadline, record)
+    return results
 
 
 def read_results(path: Path, machine: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -201,42 +145,6 @@ def skipped(part: Part, arguments: argparse.Namespace, gib: float) -> dict[str, 
     if arguments.device == "cuda" and gib < part.least_gib:
         return {"verdict": "missing", "why": f"needs {part.least_gib:.0f} GiB, this GPU has {gib:.0f}"}
     return None
-
-
-def run_apart(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """The part in a process of its own, whose whole process group ends with its deadline."""
-    left_s = deadline - time.monotonic()
-    if left_s < LEAST_S:
-        return {"verdict": "no time"}
-    verdict = "timeout" if part.limit_s < left_s else "no time"
-    command = [sys.executable, str(Path(__file__).resolve()), "--part", part.name, "--out", str(arguments.out)]
-    command += ["--device", arguments.device, "--plan", arguments.plan]
-    began = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        screen, _ = process.communicate(timeout=min(part.limit_s, left_s))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        screen, _ = process.communicate()
-        return {"verdict": verdict, "seconds": time.monotonic() - began, "why": screen[-1500:]}
-    lines = [line for line in screen.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        return {"verdict": "FAIL", "seconds": time.monotonic() - began, "why": screen[-1500:]}
-    return {**json.loads(lines[-1].removeprefix("RESULT ")), "seconds": time.monotonic() - began}
-
-
-def run_here(part: Part, arguments: argparse.Namespace) -> int:
-    """In the child: calls the part's function and prints its result."""
-    module, name = part.call.split(".")
-    options = {**part.arguments, "device": arguments.device}
-    if module == "steps":
-        ceilings = read_results(arguments.out, {}).get("ceilings", {})
-        options |= {"peak_tflops": ceilings.get("data_sheet_tflops"), "ceiling_tflops": ceilings.get("product_tflops")}
-    found = getattr(import_module(f"benchmarks.gpu.{module}"), name)(**options)
-    print("RESULT " + json.dumps(found))
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +22,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.parallel.context_parallel import concatenated_ranges, owned_segments, shard_indices
 from automodel_lite.thd import AttentionOptions, Segments
+from benchmarks.gpu.machine import clocks
 
 KERNELS = {
     "varlen": "automodel_lite.attention.varlen.VarlenAttention",
@@ -72,24 +73,26 @@ class Row:
     verdict: str
 
 
-def run(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
-    """All cases of one kernel, and its speed on one long stream."""
+def run(kernel_name: str, case_name: str, device: str) -> dict[str, Any]:
+    """One case of one kernel."""
     try:
         kernel = load(KERNELS[kernel_name])
     except ConfigError as error:
         return {"verdict": "missing", "why": str(error)}
-    rows = []
-    for case in CASES:
-        torch._dynamo.reset()
-        rows.append(check(kernel_name, kernel, case, torch.device(device)))
-        print(f"{kernel_name:10s} {case.name:16s} {rows[-1].verdict}", flush=True)
-    failed = [row.case for row in rows if row.verdict.startswith("FAIL")]
-    largest = max((row.largest for row in rows if row.largest is not None), default=None)
-    found = {"verdict": "FAIL" if failed else "pass", "cases": [asdict(row) for row in rows], "largest_error": largest}
-    found |= {"graphs": compiled_graphs(), "failed": failed}
-    if device == "cuda" and not failed:
-        found |= {"forward_backward_ms": speed_ms(kernel, tokens, torch.device(device)), "tokens": tokens}
-    return found
+    graphs = compiled_graphs()
+    row = check(kernel_name, kernel, next(case for case in CASES if case.name == case_name), torch.device(device))
+    found = {"verdict": "FAIL" if row.verdict.startswith("FAIL") else "pass", "largest_error": row.largest}
+    return found | {"why": row.verdict, "graphs": compiled_graphs() - graphs}
+
+
+def speed(kernel_name: str, device: str, tokens: int = 32768) -> dict[str, Any]:
+    """Milliseconds of a forward and backward on one long stream."""
+    try:
+        kernel = load(KERNELS[kernel_name])
+    except ConfigError as error:
+        return {"verdict": "missing", "why": str(error)}
+    found = {"verdict": "pass", "forward_backward_ms": speed_ms(kernel, tokens, torch.device(device))}
+    return found | {"tokens": tokens, **clocks(device)}
 
 
 def load(path: str) -> AttentionKernel:

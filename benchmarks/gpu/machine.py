@@ -1,9 +1,11 @@
-"""What is installed, and what this card does at most: a bf16 product and a copy."""
+"""What is installed, what this card does at most (a bf16 product and a copy), and what it does meanwhile."""
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,18 +14,43 @@ PACKAGES += ("transformer-engine", "flash-linear-attention")
 COPY_BYTES = 2**31
 
 
-def imports(device: str) -> dict[str, Any]:
-    """Versions, and every module of the program that a GPU run imports."""
+def header(device: str) -> dict[str, Any]:
+    """Versions, driver, commit and the documents, by which a table is judged; imports every module of a GPU run."""
     import torch
 
     import recipes.train_ft  # noqa: F401
+    from benchmarks.gpu.documents import SEED, described
 
-    found = {"verdict": "pass", "versions": {name: _version(name) for name in PACKAGES}}
+    found = {"verdict": "pass", "versions": {name: _version(name) for name in PACKAGES}, "seed": SEED}
+    found |= {"commit": _output("git", "describe", "--always", "--dirty") or "unknown", "documents": described("chat")}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found |= {"memory_gib": properties.total_memory / 2**30, "capability": f"{properties.major}.{properties.minor}"}
-        found |= {"cuda": torch.version.cuda}
+        found |= {"cuda": torch.version.cuda, "driver": _smi("driver_version"), "power_limit": _smi("power.limit")}
     return found
+
+
+def _output(*command: str) -> str:
+    """Of a command, on one line; empty where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=os.path.dirname(__file__))
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return " ".join(done.stdout.split()) if done.returncode == 0 else ""
+
+
+def _smi(query: str) -> str:
+    return _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0")
+
+
+def clocks(device: str) -> dict[str, float | None]:
+    """MHz of the cores, watts and degrees at this moment: called while the device works."""
+    names = ("clock_mhz", "power_w", "temperature_c")
+    values = _smi("clocks.sm,power.draw,temperature.gpu").split(",") if device == "cuda" else []
+    try:
+        return dict(zip(names, map(float, values), strict=True))
+    except ValueError:  # no tool, or "[N/A]"
+        return dict.fromkeys(names)
 
 
 def _version(name: str) -> str | None:
@@ -43,23 +70,43 @@ def expandable_segments(device: str) -> dict[str, Any]:
 
 
 def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
-    """TFLOP/s of a bf16 product of three square matrices, TB/s of a copy (read and written), with the median's spread."""
+    """TFLOP/s of a product of three square matrices (bf16; fp32 and small on a CPU), TB/s of a copy (read and written):
+    the median of three, with clocks and power meanwhile. One card has no links to measure.
+    """
     import torch
 
     from automodel_lite.telemetry.metrics import peak_of
     from benchmarks.gpu.kernels import device_ms
 
-    if device != "cuda":
-        return {"verdict": "pass", "product_tflops": None, "copy_tb_per_s": None, "data_sheet_tflops": None}
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    products = [device_ms(lambda: a @ b, repeats=20) for _ in range(3)]
-    copies = [device_ms(lambda: target.copy_(source), repeats=10) for _ in range(3)]
-    peak = peak_of(torch.cuda.get_device_name())
-    return {
+    is_cuda = device == "cuda"
+    if not is_cuda:
+        size = 1024
+    copy_bytes = COPY_BYTES if is_cuda else 2**28
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16 if is_cuda else torch.float32) for _ in "ab")
+    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source).fill_(0)
+    milliseconds = device_ms if is_cuda else _host_ms
+    products = [milliseconds(lambda: a @ b, repeats=20 if is_cuda else 3) for _ in range(3)]
+    if is_cuda:
+        for _ in range(200):  # a quarter of a second of work behind which the clocks are read
+            a @ b
+    meanwhile = clocks(device)
+    copies = [milliseconds(lambda: target.copy_(source), repeats=10 if is_cuda else 3) for _ in range(3)]
+    peak = peak_of(torch.cuda.get_device_name()) if is_cuda else None
+    return meanwhile | {
         "verdict": "pass",
-        "product_tflops": 2 * size**3 / statistics.median(products) / 1e9,
-        "copy_tb_per_s": 2 * COPY_BYTES / statistics.median(copies) / 1e9,
+        "bf16_tflops": 2 * size**3 / statistics.median(products) / 1e9,
+        "memory_tb_per_s": 2 * copy_bytes / statistics.median(copies) / 1e9,
+        "link_gb_per_s": None,
         "data_sheet_tflops": None if peak is None else peak / 1e12,
     }
+
+
+def _host_ms(run: Any, repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)

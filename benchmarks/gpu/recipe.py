@@ -1,21 +1,30 @@
 """The recipe on this GPU: what works, what it costs beside a bare step, and whether the GPU ever stands idle.
 
-Commands run as a user types them, in processes of their own; `strict_step` and `idle` look inside one run.
+The built-in job runs as a user types it; the others run in this process, one after another. `strict_step` and `idle`
+look inside a run.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.gpu.documents import SEED, lengths
+from benchmarks.gpu.steps import SHAPES
+from benchmarks.gpu.workers import ROOT, environment
+
 PLAIN = "training.compile=false"  # unless a part asks for it: every process would make its graphs
 TINY = [
     PLAIN,
@@ -24,31 +33,13 @@ TINY = [
     "checkpoint.every_steps=4",
     "checkpoint.export_hf=false",
 ]
+SAVES = ["checkpoint.every_steps=2", "checkpoint.keep_last=1", "training.activation_checkpointing=full"]
 # multiples of 16 in every dim, for fp8; a vocabulary that the built-in tokenizer has
 SMALL = [
     "model.config.hidden_size=256",
     "model.config.intermediate_size=512",
     "packed_sequence.packed_sequence_size=512",
 ]
-SHAPE_1B = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 128256,
-    "tie_word_embeddings": "true",
-    "max_position_embeddings": 131072,
-}
-SHAPE_TINY = SHAPE_1B | {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 2048,
-}
 
 
 def command(recipe: str, *arguments: str) -> tuple[int, str]:
@@ -56,6 +47,7 @@ def command(recipe: str, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, f"recipes/{recipe}.py", *arguments],
         cwd=ROOT,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -79,32 +71,42 @@ def built_in_job(device: str, steps: int = 200) -> dict[str, Any]:
     return {"verdict": "pass", "answers": answers}
 
 
+def job(recipe: str, preset: str, *overrides: str) -> tuple[int, str]:
+    """Exit code and screen of a recipe in this process."""
+    from importlib import import_module
+
+    from automodel_lite.cli import compose_config
+    from automodel_lite.config.check import check_config
+
+    screen = io.StringIO()
+    with redirect_stdout(screen):
+        code = import_module(f"recipes.{recipe}").main(check_config(compose_config(preset, [*overrides])))
+    return int(code or 0), screen.getvalue()
+
+
 def verify(device: str) -> dict[str, Any]:
     """`recipes/verify.py`: packing and padding, gradients, on this device."""
-    code, screen = command("verify", "--config-name", "smoke")
+    with tempfile.TemporaryDirectory() as folder:
+        code, screen = job("verify", "smoke", f"output_dir={folder}/run", f"cache_dir={folder}/cache")
     return failed(screen) if code else {"verdict": "pass", "screen": screen.splitlines()[-3:]}
 
 
 def feature(device: str, overrides: list[str]) -> dict[str, Any]:
-    """Eight steps, stopped after four and continued from the checkpoint: the same losses as in one go."""
+    """Eight steps or more, stopped after some and continued from the checkpoint: the same losses as in one go."""
     with tempfile.TemporaryDirectory() as folder:
         tiny = TINY if "training.compile=true" not in overrides else TINY[1:]
-        shared = ["--config-name", "smoke", *tiny, *SMALL, *overrides, f"cache_dir={folder}/cache"]
-        code, screen = command("train_ft", *shared, f"output_dir={folder}/whole")
-        if code:
+        run = Path(folder, "run")
+        shared = [*tiny, *SMALL, *overrides, f"cache_dir={folder}/cache", f"output_dir={run}"]
+        code, screen = job("train_ft", "smoke", *shared)
+        saved = sorted((run / "checkpoints").glob("step_*")) if not code else []
+        if len(saved) < 2:
             return failed(screen)
-        whole = losses(Path(folder, "whole"))
-        newest = Path(folder, "whole", "checkpoints", "step_00000008")
-        if not newest.is_dir():
-            return failed(screen)
-        for path in newest.rglob("*"):  # as if the run had ended after its first checkpoint
-            if path.is_file():
-                path.unlink()
-        shortened = Path(folder, "whole", "STATUS.json")
-        shortened.unlink(missing_ok=True)
-        code, screen = command("train_ft", *shared, f"output_dir={folder}/whole", "checkpoint.accept_changes=true")
-        again = losses(Path(folder, "whole"))
-    if code or "step_00000004" not in screen:
+        whole = losses(run)
+        shutil.rmtree(saved[-1])  # as if the run had ended after an earlier checkpoint
+        (run / "STATUS.json").unlink(missing_ok=True)
+        code, screen = job("train_ft", "smoke", *shared, "checkpoint.accept_changes=true")
+        again = losses(run)
+    if code or f"continues from {saved[-2].name}" not in screen:
         return failed(screen)
     worst = max(abs(again[step] - whole[step]) / abs(whole[step]) for step in whole)
     # FlashAttention adds up gradients in any order
@@ -119,9 +121,7 @@ def losses(folder: Path) -> dict[int, float]:
 # -------------------------------------------------------------------------------------------------- inside of one run
 def write_documents(path: Path, num_documents: int, longest: int) -> None:
     """Texts of so many words as the chats of `steps.lengths` have tokens; each word becomes about one token."""
-    from benchmarks.gpu.steps import lengths
-
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(SEED)
     words = np.array([f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe", "ru", "sa", "to") for b in range(100)])
     source = lengths("chat", longest - 64)
     with path.open("w") as file:
@@ -129,13 +129,14 @@ def write_documents(path: Path, num_documents: int, longest: int) -> None:
             file.write(json.dumps({"text": " ".join(rng.choice(words, next(source)))}) + "\n")
 
 
-def config_of(folder: str, shape: dict[str, Any], pack: int, steps: int, overrides: list[str]) -> Any:
+def config_of(folder: str, shape: str, pack: int, steps: int, overrides: list[str]) -> Any:
     """The preset `finetune` on a model from scratch."""
     from automodel_lite.cli import compose_config
     from automodel_lite.config.check import check_config
 
     data = Path(folder, "documents.jsonl")
     write_documents(data, max(200, steps * pack // 300), pack)
+    settings = {"max_position_embeddings": 131072} | SHAPES[shape]
     return check_config(
         compose_config(
             "finetune",
@@ -148,7 +149,7 @@ def config_of(folder: str, shape: dict[str, Any], pack: int, steps: int, overrid
                 "tokenizer.vocab_size=1500",
                 "tokenize.train_on=all",
                 "model=llama_smoke",
-                *(f"model.config.{key}={value}" for key, value in shape.items() if key != "model_type"),
+                *(f"model.config.{key}={str(value).lower()}" for key, value in settings.items()),
                 f"packed_sequence.packed_sequence_size={pack}",
                 "training.global_batch_size=1",
                 "training.num_epochs=null",
@@ -163,15 +164,14 @@ def config_of(folder: str, shape: dict[str, Any], pack: int, steps: int, overrid
     )
 
 
-def rate(device: str, is_tiny: bool = False, overrides: list[str] | None = None) -> dict[str, Any]:
+def rate(device: str, shape: str = "1b", overrides: list[str] | None = None, steps: int = 48) -> dict[str, Any]:
     """Tokens per second of the recipe as shipped, by its own metrics after the warm-up: beside the bare step, its tax."""
     from recipes import train_ft
 
-    shape, pack, steps = (SHAPE_TINY, 256, 8) if is_tiny else (SHAPE_1B, 8192, 48)
     every = max(2, steps // 6)
     with tempfile.TemporaryDirectory() as folder:
         options = [f"training.log_every_steps={every}", *(overrides or [])]
-        config = config_of(folder, shape, pack, steps, options)
+        config = config_of(folder, shape, 256 if shape == "tiny" else 8192, steps, options)
         if train_ft.main(config):
             return {"verdict": "FAIL"}
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
@@ -181,6 +181,33 @@ def rate(device: str, is_tiny: bool = False, overrides: list[str] | None = None)
     found = {"verdict": "pass", "tokens_per_s": median, "spread_frac": (max(rates) - min(rates)) / median}
     found |= {"mfu_frac": rows[-1].get("mfu_frac"), "tflops_per_s": rows[-1]["tflops_per_s"]}
     return found | {"peak_gib": rows[-1]["memory_gib"], "data_wait_s": rows[-1]["data_wait_s"]}
+
+
+def save_and_resume(device: str, shape: str) -> dict[str, Any]:
+    """Two steps, saved, and two more by another start: seconds of each and the size of a checkpoint (8B: 96 GB)."""
+    from recipes import train_ft
+
+    needed = 2.2 * 12 * 8.03e9 if shape == "8b" else 0.0  # two checkpoints of weights and moments in fp32
+    with tempfile.TemporaryDirectory() as folder:
+        if shutil.disk_usage(folder).free < needed:
+            return {"verdict": "missing", "why": f"needs {needed / 1e9:.0f} GB of disk in {Path(folder).parent}"}
+        config = config_of(folder, shape, 256 if shape == "tiny" else 8192, 2, [*SAVES])
+        began = time.perf_counter()
+        if train_ft.main(config):
+            return {"verdict": "FAIL"}
+        first_s, began = time.perf_counter() - began, time.perf_counter()
+        saved = Path(folder, "run", "checkpoints", "step_00000002")
+        size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+        again = config_of(
+            folder, shape, 256 if shape == "tiny" else 8192, 4, [*SAVES, "checkpoint.accept_changes=true"]
+        )
+        screen = io.StringIO()
+        with redirect_stdout(screen):
+            code = train_ft.main(again)
+        if code or "continues from step_00000002" not in screen.getvalue():
+            return failed(screen.getvalue())
+        second_s = time.perf_counter() - began
+    return {"verdict": "pass", "gb": size / 1e9, "first_s": first_s, "resumed_s": second_s}
 
 
 def strict_step(device: str) -> dict[str, Any]:
@@ -200,13 +227,25 @@ def strict_step(device: str) -> dict[str, Any]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder:
-        config = config_of(folder, SHAPE_TINY, 512, 8, ["training.log_every_steps=8"])
+    with tempfile.TemporaryDirectory() as folder, _stepping_by(step):
+        config = config_of(folder, "tiny", 512, 8, ["training.log_every_steps=8"])
         return {"verdict": "FAIL" if train_ft.main(config) else "pass"}
 
 
-def idle(device: str, is_tiny: bool = False) -> dict[str, Any]:
+@contextmanager
+def _stepping_by(step: Any) -> Iterator[None]:
+    """The recipe's step is `step`; other parts of this process get the real one again."""
+    from recipes import train_ft
+
+    real = train_ft.TrainFinetuneRecipe.step
+    train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        train_ft.TrainFinetuneRecipe.step = real  # type: ignore[method-assign]
+
+
+def idle(device: str, shape: str = "1b") -> dict[str, Any]:
     """The share of the time between the first and the last kernel in which the GPU ran none, over 6 steps."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -214,7 +253,7 @@ def idle(device: str, is_tiny: bool = False) -> dict[str, Any]:
     from recipes import train_ft
 
     real, profiler = train_ft.TrainFinetuneRecipe.step, profile(activities=[ProfilerActivity.CUDA])
-    first = 10 if not is_tiny else 3
+    first = 10 if shape != "tiny" else 3
 
     def step(recipe: Any, ready: Any) -> Any:
         if device == "cuda" and recipe.num_steps == first:
@@ -226,10 +265,10 @@ def idle(device: str, is_tiny: bool = False) -> dict[str, Any]:
             profiler.stop()
         return result
 
-    train_ft.TrainFinetuneRecipe.step = step  # type: ignore[method-assign]
-    shape, pack = (SHAPE_TINY, 256) if is_tiny else (SHAPE_1B, 8192)
-    with tempfile.TemporaryDirectory() as folder:
-        config = config_of(folder, shape, pack, first + 8, ["training.log_every_steps=1000"])
+    with tempfile.TemporaryDirectory() as folder, _stepping_by(step):
+        config = config_of(
+            folder, shape, 256 if shape == "tiny" else 8192, first + 8, ["training.log_every_steps=1000"]
+        )
         if train_ft.main(config):
             return {"verdict": "FAIL"}
     if device != "cuda":
@@ -256,61 +295,3 @@ def idle_frac(spans: list[tuple[float, float]]) -> float:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return 1 - busy / (reached - spans[0][0])
-
-
-def trl(device: str, is_tiny: bool = False) -> dict[str, Any]:
-    """TRL's SFTTrainer, packed, on the same model and lengths; SDPA, as without flash-attn."""
-    import time
-
-    import torch
-    from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
-    from benchmarks.gpu.steps import lengths
-
-    shape, pack, steps = (SHAPE_TINY, 256, 4) if is_tiny else (SHAPE_1B, 8192, 24)
-    source = lengths("chat", pack)
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(3, shape["vocab_size"], next(source)) for _ in range(steps * pack // 200)]
-    config = LlamaConfig(**{k: v for k, v in shape.items() if k != "model_type"} | {"tie_word_embeddings": True})
-    marks: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-
-    with tempfile.TemporaryDirectory() as folder:
-        settings = SFTConfig(
-            output_dir=folder,
-            per_device_train_batch_size=1,
-            max_steps=steps,
-            learning_rate=1e-5,
-            packing=True,
-            max_length=pack,
-            bf16=device == "cuda",
-            use_cpu=device != "cuda",
-            report_to=[],
-            save_strategy="no",
-            gradient_checkpointing=False,
-            optim="adamw_torch_fused",
-            disable_tqdm=True,
-        )
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))  # TRL wants a tokenizer; the data has ids
-        trainer = SFTTrainer(
-            model=model,
-            args=settings,
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>", eos_token="<end>"),
-            train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}),
-            callbacks=[Clock()],
-        )
-        trainer.train()
-    half = len(marks) // 2  # the first half warms up
-    seconds = marks[-1] - marks[half - 1]
-    return {"verdict": "pass", "tokens_per_s": (len(marks) - half) * pack / seconds, "slots": True}

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 Results = dict[str, dict[str, Any]]
-COUNTED_GIB = {"step-8b": 119.9, "step-8b-accumulated": 130.2}
+COUNTED_GIB = {"step-8b": 119.9, "step-8b-accumulated": 130.2, "recipe-8b": 123.6, "step-8b-bf16": 117.0}
+NOTES = {
+    "forward_backward_ms": " {:.1f} ms of a stream of 32,768 tokens",
+    "apart_frac": " largest distance of a loss from fp32: {}",
+    "gradient_error_frac": " relative error of all gradients {:.1e}",
+    "gb": " {:.1f} GB",
+    "first_s": ", {:.0f} s until two steps are saved",
+    "resumed_s": ", {:.0f} s until two more are",
+}
 """Live bytes of one 8B step at 8,192 tokens under autocast, every layer recomputed, no cache of cast weights: constants,
 counted once with FakeTensors on torch 2.11. No test counts them again; `dry_run=true` counts a step of the recipe."""
 
@@ -14,6 +22,7 @@ def table(names: list[str], results: Results, machine: dict[str, Any]) -> str:
     """Markdown: ceilings, pass or fail, speeds with their ratios, what is missing."""
     sections = [
         f"# {machine['device']}, torch {machine['torch']}",
+        _header(results.get("header", {})),
         _ceilings(results.get("ceilings", {})),
         _verdicts(names, results),
         _speeds(names, results),
@@ -24,28 +33,52 @@ def table(names: list[str], results: Results, machine: dict[str, Any]) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
+def _header(found: dict[str, Any]) -> str:
+    """By what the table is judged: the code, the driver, the documents."""
+    if not found.get("documents"):
+        return ""
+    documents, card = found["documents"], ""
+    if found.get("driver"):
+        card = f", driver {found['driver']}, CUDA {found['cuda']}, power limit {found['power_limit']} W"
+    return (
+        f"Commit {found['commit']}, transformers {found['versions']['transformers']}{card}. Documents: seed "
+        f"{found['seed']}, mean {documents['mean_tokens']:.0f} tokens, median {documents['median_tokens']:.0f}, longest "
+        f"{documents['longest']}. Batches are drawn before the clock starts; tokens are those of documents."
+    )
+
+
 def _ceilings(found: dict[str, Any]) -> str:
-    if not found.get("product_tflops"):
+    if not found.get("bf16_tflops"):
         return ""
     sheet = found["data_sheet_tflops"]
-    of_sheet = f", {found['product_tflops'] / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
+    of_sheet = f", {found['bf16_tflops'] / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
     return (
-        f"Ceilings: a bf16 product of 8192^3 at {found['product_tflops']:.0f} TFLOP/s{of_sheet}; a copy at "
-        f"{found['copy_tb_per_s']:.2f} TB/s read and written."
+        f"Ceilings: a product of square matrices at {found['bf16_tflops']:.3g} TFLOP/s{of_sheet}; a copy at "
+        f"{found['memory_tb_per_s']:.3g} TB/s read and written{_clocks(found)}."
     )
+
+
+def _clocks(found: dict[str, Any]) -> str:
+    return f" (at {found['clock_mhz']:.0f} MHz, {found['power_w']:.0f} W)" if found.get("clock_mhz") else ""
 
 
 def _verdicts(names: list[str], results: Results) -> str:
     rows = ["| part | verdict | seconds | |", "|---|---|---|---|"]
     for name in names:
         found = results.get(name)
-        if found is None or name.startswith("step-") or found["verdict"] in ("missing", "no time"):
+        if (
+            found is None
+            or found.get("tokens_per_s")
+            or name.startswith("step-")
+            or found["verdict"] in ("missing", "no time")
+        ):
             continue
         note = last_words(found.get("why")) or ", ".join(found.get("failed") or [])
         if found.get("largest_error") is not None:
             note = f"largest error {found['largest_error']:.1e}, {found['graphs']} graphs {note}"
-        if found.get("forward_backward_ms"):
-            note += f" {found['forward_backward_ms']:.1f} ms at {found['tokens']} tokens"
+        for key, sentence in NOTES.items():
+            if key in found:
+                note += sentence.format(found[key])
         if found.get("idle_frac") is not None:
             note = f"idle {found['idle_frac']:.1%} of the time over 6 steps"
         rows.append(f"| {name} | {found['verdict']} | {found.get('seconds', 0):.0f} | {note} |")
@@ -60,14 +93,15 @@ def last_words(screen: str | None) -> str:
 def _speeds(names: list[str], results: Results) -> str:
     base = results.get("step-packed", {}).get("tokens_per_s")
     rows = [
-        "| step | tokens/s | spread | of packed | MFU, data sheet | of the product | GiB | counted GiB | 1st step s |"
+        "| step | tokens/s | spread | of packed | MFU, data sheet | of the product | GiB | reserved, warm to end | counted GiB "
+        "| 1st step s | MHz, W |"
     ]
-    rows += ["|---|---|---|---|---|---|---|---|---|"]
+    rows += ["|---|---|---|---|---|---|---|---|---|---|---|"]
     for name in names:
         found = results.get(name, {})
         if not found.get("tokens_per_s"):
             if name.startswith("step-") and found.get("verdict") in ("FAIL", "timeout"):
-                rows.append(f"| {name} | {found['verdict']} | | | | | | | |")
+                rows.append(f"| {name} | {found['verdict']} | | | | | | | | | |")
             continue
         cells = [
             f"{found['tokens_per_s']:,.0f}",
@@ -76,10 +110,12 @@ def _speeds(names: list[str], results: Results) -> str:
             _percent(found.get("mfu_frac")),
             _percent(found.get("of_ceiling_frac")),
             _number(found.get("peak_gib")),
+            f"{_number(found.get('reserved_gib_warm'))} {_number(found.get('reserved_gib'))}".strip(),
             _number(COUNTED_GIB.get(name)),
             _number(found.get("first_step_s")),
+            f"{found['clock_mhz']:.0f}, {found['power_w']:.0f}" if found.get("clock_mhz") else "",
         ]
-        rows.append(f"| {name}{' (slots)' if found.get('slots') else ''} | " + " | ".join(cells) + " |")
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows) if len(rows) > 2 else ""
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
+import sys
 import time
+import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,24 +20,28 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import gpu_check
+from benchmarks.gpu import workers
+from benchmarks.gpu.documents import TREE, batches_of, lengths, padded_batches
+from benchmarks.gpu.plan import Part, full_plan, groups, smoke_plan
 from benchmarks.gpu.recipe import idle_frac, kernel_spans
-from benchmarks.gpu.steps import Variant, measure, padded_batches
+from benchmarks.gpu.steps import Trainer, Variant, build, inputs_of, loss_of, measure
 from benchmarks.gpu.table import last_words
 
-STEPS = [part for part in gpu_check.smoke_plan() if part.call == "steps.measure"]
+STEPS = [part for part in smoke_plan() if part.call == "steps.measure"]
 
 
 @pytest.mark.parametrize("part", STEPS, ids=lambda part: part.name)
-def test_every_way_to_step_sees_the_same_loss(part: gpu_check.Part) -> None:
+def test_every_way_to_step_sees_the_same_loss(part: Part) -> None:
     torch.set_num_threads(1)
     result = measure(part.arguments["settings"], "cpu", None, 100.0)
     assert result["tokens_per_s"] > 0
+    assert 0 < result["mean_document"] <= result["longest_document"]
     assert result["mean_loss"] == pytest.approx(math.log(512), abs=0.15)
     assert result["loss"] == part.arguments["settings"].get("loss", "fused")  # which loss, not what it came to
 
 
 def test_all_steps_are_variants_and_all_calls_exist() -> None:
-    for part in gpu_check.full_plan() + gpu_check.smoke_plan():
+    for part in full_plan() + smoke_plan():
         if part.call == "steps.measure":
             assert Variant(**part.arguments["settings"]).steps > 0
         module, name = part.call.split(".")
@@ -42,17 +50,51 @@ def test_all_steps_are_variants_and_all_calls_exist() -> None:
 
 def test_sorted_batches_waste_less() -> None:
     def waste(attention: str) -> float:
-        batches = padded_batches(Variant("tiny", 8192, attention=attention), lengths_of_chats())
+        batches = padded_batches(Variant("tiny", 8192, attention=attention), lengths("chat", 8192))
         taken = [next(batches) for _ in range(64)]
         return 1 - sum(map(sum, taken)) / sum(len(batch) * max(batch) for batch in taken)
 
     assert waste("sorted") < 0.15 < 0.5 < waste("padded")
 
 
-def lengths_of_chats() -> Any:
-    from benchmarks.gpu.steps import lengths
+def test_the_clock_starts_when_all_batches_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    trainer, order = Trainer(Variant("tiny", 256), "cpu"), []
+    real_step, source = trainer.step, trainer.batches
 
-    return lengths("chat", 8192)
+    def drawing() -> Any:
+        for batch in source:
+            order.append("draw")
+            yield batch
+
+    trainer.batches = drawing()
+    monkeypatch.setattr(trainer, "step", lambda micro_batches: (order.append("step"), real_step(micro_batches)))
+    work, seconds = trainer.timed(3)
+    assert order == ["draw"] * 3 + ["step"] * 3
+    assert (work.tokens, seconds > 0) == (3 * 256, True)
+
+
+def test_the_peer_with_flex_attention_computes_our_loss() -> None:
+    """transformers' own packed mask, by positions; flex has no backward on a CPU."""
+    losses = []
+    for attention in ("flex", "packed"):
+        variant = Variant("tiny", 256, attention=attention)
+        batch, _ = next(batches_of(variant, 512))
+        with torch.no_grad():
+            losses.append(float(loss_of(variant, build(variant, "cpu"), inputs_of(variant, batch, False), "cpu")))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_trees_count_the_tokens_of_their_rows() -> None:
+    shared, num_rows, own = TREE
+    (tree, of_tree), (rows, of_rows) = (
+        next(batches_of(Variant("tiny", 1024, documents=kind), 512)) for kind in ("trees", "rows of trees")
+    )
+    assert of_tree == [shared + own] * num_rows
+    assert of_rows == [shared + own]
+    assert tree["input_ids"].numel() == shared - 1 + num_rows * (own + 1)
+    assert rows["input_ids"].numel() == shared + own
+    assert int((tree["labels"] == -100).sum()) == num_rows  # the last token of each row
 
 
 def test_idle_time_is_what_no_span_covers() -> None:
@@ -99,18 +141,66 @@ def test_what_it_cannot_do_without_is_asked_for_at_once(
     assert capsys.readouterr().out == "Nothing was checked; first: pip install hydra-core==1.3.8 xxhash\n"
 
 
-def test_a_part_that_fails_shows_its_error_and_one_cut_short_by_the_call_is_no_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = argparse.Namespace(out=tmp_path / "results.jsonl", device="cpu", plan="smoke")
-    part = gpu_check.Part("no such part", "machine.imports", 60)
-    found = gpu_check.run_apart(part, arguments, time.monotonic() + 60)
-    assert found["verdict"] == "FAIL"
-    assert last_words(found["why"]).endswith("StopIteration")
-    slow = gpu_check.smoke_plan()[0]
-    assert gpu_check.run_apart(replace(slow, limit_s=0.1), arguments, time.monotonic() + 60)["verdict"] == "timeout"
-    monkeypatch.setattr(gpu_check, "LEAST_S", 0)
-    assert gpu_check.run_apart(slow, arguments, time.monotonic() + 0.1)["verdict"] == "no time"
+def results_of(parts: list[Part], folder: Path, seconds: float = 300) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    arguments = argparse.Namespace(out=folder / "results.jsonl", device="cpu", plan="smoke")
+    workers.run_group(parts, arguments, time.monotonic() + seconds, lambda part, row: found.update({part.name: row}))
+    return found
+
+
+def test_a_part_that_fails_costs_itself_alone(tmp_path: Path) -> None:
+    """The second of three takes too long, so its process ends, and the third gets another one."""
+    plan = {part.name: part for part in smoke_plan()}
+    slow = replace(plan["step-packed"], limit_s=0.1)
+    found = results_of([plan["ceilings"], slow, plan["step-mask"]], tmp_path)
+    assert [row["verdict"] for row in found.values()] == ["pass", "timeout", "pass"]
+    found = results_of([Part("no such part", "machine.header", 60)], tmp_path)
+    assert found["no such part"]["verdict"] == "FAIL"
+    assert last_words(found["no such part"]["why"]).endswith("KeyError: 'no such part'")
+
+
+def test_what_the_call_has_no_time_for_is_no_timeout(tmp_path: Path) -> None:
+    found = results_of(smoke_plan()[:2], tmp_path, seconds=20)
+    assert {row["verdict"] for row in found.values()} == {"no time"}
+
+
+def test_each_result_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder that $OUT names; what the checkout's own file has is not measured again, and is copied."""
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    machine = {"device": "cpu", "torch": torch.__version__, "plan": "smoke"}
+    before = {"part": "step-packed", **machine, "verdict": "pass", "tokens_per_s": 1.0}
+    (tmp_path / "gpu_check.jsonl").write_text(json.dumps(before) + "\n")
+    seen: list[int] = []
+
+    def run_group(parts: list[Part], arguments: Any, deadline: float, record: Any) -> None:
+        for part in parts:
+            record(part, {"verdict": "no time"})
+            seen.append(len(arguments.out.read_text().splitlines()))
+
+    monkeypatch.setattr(gpu_check, "run_group", run_group)
+    gpu_check.main(["--plan", "smoke", "--device", "cpu", "--minutes", "9"])
+    assert seen == list(range(seen[0], seen[0] + len(seen)))  # a line more with each
+    rows = [json.loads(line) for line in (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines()]
+    assert before in rows
+    assert [row["verdict"] for row in rows if row["part"] == "step-packed"] == ["pass"]
+
+
+def test_the_card_is_described_for_the_planner(tmp_path: Path) -> None:
+    gpu_check.main(["--plan", "smoke", "--device", "cpu", "--only", "ceilings", "--out", str(tmp_path / "r.jsonl")])
+    rates = json.loads((tmp_path / "gpu_calibration.json").read_text())
+    assert rates["bf16_tflops"] > 0.001
+    assert rates["memory_tb_per_s"] > 1e-4
+    assert rates["link_gb_per_s"] is None
+
+
+def test_the_plan_is_in_the_order_of_what_convinces() -> None:
+    names = [part.name for part in full_plan()]
+    assert len(names) == len({*names})
+    wanted = ["ceilings", "kernel-varlen: grouped heads", "step-compiled", "recipe-1b-compiled", "step-8b-bf16"]
+    wanted += ["step-8b-lora-compiled", "step-transformers-flex", "step-packed-131k", "step-moe", "curves", "idle-1b"]
+    assert sorted(wanted, key=names.index) == wanted
+    assert len([*groups(full_plan())]) < 24  # processes
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,9 +210,19 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SKIPPED: no CUDA device here" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_smoke_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = gpu_check.main(["--plan", "smoke", "--device", "cpu", "--out", str(tmp_path / "results.jsonl")])
-    screen = capsys.readouterr().out
-    assert code == 0, screen
-    assert "recipe-1b reaches" in screen
+@pytest.mark.system
+def test_the_smoke_plan_where_the_package_is_not_installed(tmp_path: Path) -> None:
+    """As on a machine that was given the wheels: an interpreter that finds them, and nothing of this checkout."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    wheels = os.pathsep.join(
+        path for path in sys.path if path.endswith("site-packages")
+    )  # whose .pth files are not read
+    command = [str(tmp_path / "bare" / "bin" / "python"), str(Path(gpu_check.__file__).resolve())]
+    command += ["--plan", "smoke", "--device", "cpu", "--minutes", "8"]
+    environment = os.environ | {"PYTHONPATH": wheels, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "recipe-1b reaches" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines()]
+    assert {row["verdict"] for row in rows} <= {"pass", "missing"}
+    assert sum(row.get("seconds", 0) for row in rows) < 240

@@ -1,0 +1,77 @@
+"""TRL on the same model and documents, as its users would tune it: flex_attention's packed mask, and Liger's kernels."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.documents import SEED, lengths
+from benchmarks.gpu.steps import SHAPES
+
+
+def trl(device: str, is_tiny: bool = False, liger: bool = False) -> dict[str, Any]:
+    """SFTTrainer, packed; tokens of documents per second in the second half of its steps."""
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    is_cuda = device == "cuda"
+    shape, pack, steps = (SHAPES["tiny"], 256, 4) if is_tiny else (SHAPES["1b"], 8192, 24)
+    source = lengths("chat", pack)
+    rng = np.random.default_rng(SEED)
+    rows = [rng.integers(3, shape["vocab_size"], next(source)) for _ in range(steps * pack // 200)]
+    marks: list[float] = []
+    tokens: list[int] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if is_cuda:
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            max_steps=steps,
+            learning_rate=1e-5,
+            packing=True,
+            max_length=pack,
+            bf16=is_cuda,
+            use_cpu=not is_cuda,
+            report_to=[],
+            save_strategy="no",
+            gradient_checkpointing=False,
+            optim="adamw_torch_fused",
+            disable_tqdm=True,
+            use_liger_kernel=liger,
+        )
+        torch.manual_seed(SEED)
+        # flex has no backward on a CPU
+        attention = "flex_attention" if is_cuda else "sdpa"
+        model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=attention))
+        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))  # TRL wants a tokenizer; the data has ids
+        trainer = SFTTrainer(
+            model=model,
+            args=settings,
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>", eos_token="<end>"),
+            train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}),
+            callbacks=[Clock()],
+        )
+        collate = trainer.data_collator
+
+        def counting(samples: Any) -> Any:
+            tokens.append(sum(len(sample["input_ids"]) for sample in samples))  # packs are not padded yet
+            return collate(samples)
+
+        trainer.data_collator = counting
+        trainer.train()
+    half = len(marks) // 2  # the first half warms up
+    done = sum(tokens[half : len(marks)])
+    return {"verdict": "pass", "tokens_per_s": done / (marks[-1] - marks[half - 1]), "attention": attention}

@@ -1,0 +1,133 @@
+"""Processes that run the parts of a group, one after another, with a deadline for each."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.plan import Part
+
+ROOT = Path(__file__).resolve().parents[2]
+Found = dict[str, Any]
+
+
+def environment() -> dict[str, str]:
+    """Of every process: the checkout is found where the package is not installed, nobody waits for a hub that cannot be
+    reached, and memory comes in growing segments, as the recipe's own start chooses.
+    """
+    known = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+    known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return known
+
+
+def run_group(parts: list[Part], arguments: Namespace, deadline: float, record: Callable[[Part, Found], None]) -> None:
+    """Runs the parts in one process. A part that fails or takes too long ends the process: the rest gets another one.
+
+    deadline  of the whole call, by `time.monotonic`
+    record    is called with each result as soon as it is there
+    """
+    waiting = list(parts)
+    while waiting:
+        if deadline - time.monotonic() < waiting[0].limit_s / 2:
+            for part in waiting:
+                record(part, {"verdict": "no time"})
+            return
+        worker = _Worker(waiting, arguments)
+        is_running = True
+        while waiting and is_running:
+            part = waiting.pop(0)
+            found = worker.result(part, deadline)
+            record(part, found)
+            is_running = found["verdict"] not in ("FAIL", "timeout", "no time")
+        worker.end()
+
+
+class _Worker:
+    def __init__(self, parts: list[Part], arguments: Namespace) -> None:
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--parts", *(part.name for part in parts)]
+        command += ["--out", str(arguments.out), "--device", arguments.device, "--plan", arguments.plan]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def result(self, part: Part, deadline: float) -> Found:
+        """Of the next part; without one, why: its time or the call's was over, or its process died."""
+        began, screen = time.monotonic(), ""
+        ends = min(began + part.limit_s, deadline)
+        while True:
+            try:
+                line = self.lines.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                verdict = "timeout" if began + part.limit_s < deadline else "no time"
+                return {"verdict": verdict, "seconds": time.monotonic() - began, "why": screen[-1500:]}
+            seconds = time.monotonic() - began
+            if line is None:
+                return {"verdict": "FAIL", "seconds": seconds, "why": screen[-1500:]}
+            if line.startswith("RESULT "):
+                found: Found = json.loads(line.removeprefix("RESULT "))
+                return {**found, "seconds": seconds}
+            screen += line
+
+    def end(self) -> None:
+        """Ends the process and its children, if they have not ended by themselves."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+
+def run_here(parts: list[Part], device: str, results: dict[str, Found]) -> int:
+    """In the worker: calls each part's function and prints its result; stops at the first that fails, whose error may
+    have left the GPU unusable.
+    """
+    ceilings = results.get("ceilings", {})
+    for part in parts:
+        module, name = part.call.split(".")
+        options = {**part.arguments, "device": device}
+        if module == "steps":
+            options |= {"peak_tflops": ceilings.get("data_sheet_tflops"), "ceiling_tflops": ceilings.get("bf16_tflops")}
+        try:
+            found = getattr(import_module(f"benchmarks.gpu.{module}"), name)(**options)
+        except Exception:
+            found = {"verdict": "FAIL", "why": traceback.format_exc()[-1500:]}
+        print("\nRESULT " + json.dumps(found), flush=True)
+        if found["verdict"] == "FAIL":
+            return 1
+        _free(device)
+    return 0
+
+
+def _free(device: str) -> None:
+    import torch
+
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
