@@ -178,12 +178,23 @@ COLUMNS = {
     "input_ids": Column("int32", "int64", 0, is_optional=False),
     "labels": Column("int32", "int64", IGNORE_INDEX, is_optional=False),
     "loss_weights": Column("float32", "float32", 1.0),
+    "answers": Column("int8", "int64", 0),
+    "reference_log_probs": Column("float32", "float32", 0.0),
+    "teacher_ids": Column("int32", "int64", 0),
+    "teacher_log_probs": Column("float32", "float32", 0.0),
+    "row_place": Column("int64", "int64", -1),
 }
 """Every per-token column. Rows, packs, batches and shards carry what is listed here. `input_ids` and `labels` are
 fields of `ThdBatch`, optional ones are in its `columns`, which the loss reads.
 
 loss_weights  what the loss of a label counts, aligned with `labels`: 2.0 is like meeting the token twice
+answers       which answer of a preference pair a label belongs to: CHOSEN, REJECTED, 0 = none
+reference_log_probs  of the labels, by the frozen model that preference losses compare with
+teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
+row_place     where in its flat token rows a token stands
 """
+
+CHOSEN, REJECTED = 1, 2
 
 PER_TOKEN = ("input_ids", "labels", "position_ids")
 """Fields of `ThdBatch` [T] that, beside its `columns`, a rank has its own tokens of."""

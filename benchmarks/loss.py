@@ -23,7 +23,7 @@ def measure(variant: str, vocabulary: int, tokens: int, hidden: int) -> dict[str
     import torch
     import torch.nn.functional as F
 
-    from automodel_lite.models.loss import FusedLinearCrossEntropy
+    from automodel_lite.models.loss import FusedLinearCrossEntropy, Head, LossInputs
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def measure(variant: str, vocabulary: int, tokens: int, hidden: int) -> dict[str
     elif variant == "torch":
         loss = F.linear_cross_entropy(states, weight, labels, reduction="sum")
     else:
-        loss = FusedLinearCrossEntropy()(states, weight, labels, None)
+        loss = FusedLinearCrossEntropy()(LossInputs(Head(states, weight), labels)).sum
     loss.backward()
     seconds = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

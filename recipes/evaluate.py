@@ -29,7 +29,7 @@ from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import build_model
-from automodel_lite.training.evaluation import questions_of, validation_loss
+from automodel_lite.training.evaluation import questions_of, validation_losses
 from automodel_lite.training.plan import Parts, build_parts
 from automodel_lite.training.start import data_lines, try_settings
 
@@ -65,8 +65,10 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
     console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")
     exchange = built.plan.parts.mesh.cp_exchange
     for name, packs in sets.items():
-        loss = validation_loss(built.model, packs, data, mesh, lambda b: cp_shard(b, mesh.cp, exchange), lambda: False)
-        assert loss is not None  # nobody stops it
+        shard = lambda batch: cp_shard(batch, mesh.cp, exchange)  # noqa: E731
+        losses = validation_losses(built.model, packs, data, mesh, shard, lambda: False)
+        assert losses is not None  # nobody stops it
+        loss = losses.get("cross_entropy", losses["loss"])
         perplexity = math.exp(min(loss, 700.0))
         documents = packs.plan.counts.packed_documents
         console.say("loss", f"{name}: {loss:.4f}, perplexity {perplexity:,.2f}, of {documents:,} documents")

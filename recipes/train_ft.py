@@ -35,7 +35,7 @@ from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress, activity, duration
 from automodel_lite.run.failures import StepNumbers
 from automodel_lite.seed import seed_all
-from automodel_lite.telemetry.callbacks import MetricsLog
+from automodel_lite.telemetry.callbacks import MetricsLog, value_of
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, sum_counts
 from automodel_lite.thd import ThdBatch
@@ -44,7 +44,7 @@ from automodel_lite.tools.report import LiveReport
 from automodel_lite.training import resume, start
 from automodel_lite.training.build import BuiltModel, build_model
 from automodel_lite.training.ema import WeightAverage
-from automodel_lite.training.evaluation import sample_answers, validation_loss
+from automodel_lite.training.evaluation import sample_answers, validation_losses
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
@@ -176,16 +176,18 @@ class TrainFinetuneRecipe:
         return self.end()
 
     def step(self, ready: ReadyStep) -> StepResult:
-        """One optimizer step. A micro-batch's loss is a sum; it is divided by the label tokens of the whole step.
+        """One optimizer step. A micro-batch's loss is a sum; it is divided by what the loss counts in the whole step.
 
         Nothing here waits for the device: a nonfinite step is skipped on the device and detected one step later.
         """
-        counts = sum_counts(ready.micro_batches, self.mesh, self.built.flops.attention)
-        loss_sum = self.forward_backward(ready, counts)
+        items = self.model.loss_model.loss.num_items
+        counts = sum_counts(ready.micro_batches, self.mesh, self.built.flops.attention, items)
+        own_sums = self.forward_backward(ready, counts)
         if self.num_steps + 1 < self.plan.max_steps:
             self.feed.stage()
             self.meter.lap("data")
-        loss_sum, lr = self.mesh.sum(loss_sum), float(self.scheduler.get_last_lr()[0])
+        sums = dict(zip(own_sums, self.mesh.sum(torch.stack([*own_sums.values()]))))
+        loss_sum, lr = sums.pop("loss"), float(self.scheduler.get_last_lr()[0])
         max_norm = self.config.training.max_grad_norm
         grad_norm = apply_gradients(self.optimizer, self.model.parameters(), loss_sum, max_norm)
         self.scheduler.step()
@@ -193,20 +195,23 @@ class TrainFinetuneRecipe:
         self.meter.lap("optimizer")
         numbers = StepNumbers(loss_sum, grad_norm)
         self.guards.after_step(ready, numbers)
-        return StepResult(numbers, lr, counts)
+        return StepResult(numbers, lr, counts, sums)
 
-    def forward_backward(self, ready: ReadyStep, counts: Counts) -> torch.Tensor:
-        """Accumulates the gradients of this rank's micro-batches; returns the sum of its losses, detached."""
-        loss_sum = torch.zeros((), device=self.mesh.device)
+    def forward_backward(self, ready: ReadyStep, counts: Counts) -> dict[str, torch.Tensor]:
+        """Accumulates the gradients of this rank's micro-batches; returns the sums of its losses and of their parts,
+        detached.
+        """
+        sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(ready.inputs, start=1):
             with self.model.accumulate(is_last=number == len(ready.inputs)):
                 loss = self.model(batch)
                 self.meter.lap("forward")
                 # the engine takes the mean over ranks: times their number, the gradient is that of the sum over ranks
-                (loss * (self.model.mean_ranks / (counts.num_label_tokens or 1))).backward()
+                (loss * (self.model.mean_ranks / counts.divisor)).backward()
                 self.meter.lap("backward")
-            loss_sum += loss.detach()
-        return loss_sum
+            for name, value in {"loss": loss.detach(), **self.model.loss_model.parts}.items():
+                sums[name] = sums[name] + value if name in sums else value.float()
+        return sums
 
     def open_feed(self) -> None:
         """The steps from here on, each read and copied to the device while the one before it is computed."""
@@ -240,24 +245,25 @@ class TrainFinetuneRecipe:
         """
         self.state.pending_validation = True
         self.guards.enter(f"validating after step {self.num_steps}")
-        losses = {}
+        losses: dict[str, float] = {}
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
-                loss = validation_loss(self.model, packs, self.data, self.mesh, self.shard, self.guards.must_stop)
-                if loss is None:
+                found = validation_losses(self.model, packs, self.data, self.mesh, self.shard, self.guards.must_stop)
+                if found is None:
                     return
-                losses[name] = loss
+                losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
             answers = sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer)
-        for name, loss in losses.items():
-            self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})")
+        for key, loss in losses.items():
+            kind, _, name = key.removeprefix("val_").partition("/")
+            self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})" + f" {kind}" * (kind != "loss"))
         if losses:
-            self.metrics.log_step({"step": self.num_steps, **{f"val_loss/{name}": losses[name] for name in losses}})
+            self.metrics.log_step({"step": self.num_steps, **losses})
         for prompt, answer in answers:
             self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
             self.metrics.text(self.num_steps, prompt, answer)
         self.meter.lap("validation")
         self.state.pending_validation = False
-        self.state.val_loss = sum(losses.values()) / len(losses) if losses else None
+        self.state.val_loss = value_of(losses, "val_loss")
 
     def save(self, wait: bool = False) -> None:
         """Saves everything that the next step depends on; never after a nonfinite step."""

@@ -9,36 +9,34 @@ import torch
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from torch import Tensor
 
-from automodel_lite.models.loss import LinearCrossEntropy, LossShape, in_compute_dtype
+from automodel_lite.models.fused_head import in_compute_dtype
+from automodel_lite.models.loss import LossInputs, LossOutput, LossShape, PlainLoss
 from automodel_lite.thd import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
-class LigerLinearCrossEntropy(LinearCrossEntropy):
+class LigerLinearCrossEntropy(PlainLoss):
     """The same sum as `FusedLinearCrossEntropy`; the gradient of the head is accumulated in fp32.
 
     Its kernel reads the number of labels off the device, once a micro-batch (liger-kernel 0.6.2 to 0.8.5): the host
     waits there, which `FusedLinearCrossEntropy` never does.
     """
 
-    def __call__(
-        self,
-        hidden_RC: Tensor,
-        weight_VC: Tensor,
-        labels_R: Tensor,
-        softcap: float | None,
-        weights_R: Tensor | None = None,
-    ) -> Tensor:
-        assert weights_R is None  # its kernel has none
-        if not len(labels_R):  # the kernel's grid would be empty
-            return hidden_RC.float().sum() + weight_VC.float().sum() * 0
+    columns = frozenset()  # its kernel has no weights
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        hidden_RC, weight_VC = inputs.head.hidden_RC, inputs.head.weight_VC
+        assert hidden_RC is not None
+        assert weight_VC is not None
+        if not len(inputs.labels_R):  # the kernel's grid would be empty
+            return LossOutput(hidden_RC.float().sum() + weight_VC.float().sum() * 0, {})
         kernel = LigerFusedLinearCrossEntropyLoss(
-            ignore_index=IGNORE_INDEX, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+            ignore_index=IGNORE_INDEX, reduction="sum", softcap=inputs.head.softcap, accum_dtype=torch.float32
         )
         hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
         with torch.autocast(hidden_RC.device.type, enabled=False):
-            loss: Tensor = kernel(weight_VC, hidden_RC, labels_R)
-        return loss.float()
+            loss: Tensor = kernel(weight_VC, hidden_RC, inputs.labels_R)
+        return LossOutput(loss.float(), {})
 
     def logits_bytes(self, shape: LossShape) -> float:
         """The gradient takes the place of the logits; a chunk's share of the head's gradient is made apart."""

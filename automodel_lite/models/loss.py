@@ -1,31 +1,30 @@
-"""The loss: a SUM over the tokens that carry a label, in fp32; the recipe divides by the label tokens of the whole
-step.
+"""What is learned: a loss is a SUM over what it counts, in fp32; the recipe divides by the count of the whole step.
 
-Legend: T tokens of the stream (of this rank), N documents, R rows that carry a label, C model dim, V vocabulary,
-E experts.
+A loss gets `LossInputs` and gives `LossOutput`: the sum, and parts of it for the log. Most losses count label tokens;
+one that counts pairs says so by `num_items`. A value per labeled row is a function of logits that `LossInputs.rows`
+evaluates a chunk at a time:
 
-`LossModel` is the module whose forward returns the loss: batch in, summed loss out. It is the root for FSDP. Only rows
-that carry a label meet the head.
+    @dataclass(frozen=True)
+    class ZLoss(Loss):
+        coefficient: float = 1e-4
 
-A mixture of experts may have a load-balancing loss (Switch Transformer, arXiv:2101.03961), of each document by itself.
-transformers takes its means over whatever shares a batch, so its loss depends on packs and ranks. Over one document,
-with the tokens of all sparse layers counted together as transformers does, it depends on nothing else:
+        def __call__(self, inputs: LossInputs) -> LossOutput:
+            log_z_R = inputs.rows(lambda logits: logits.logsumexp(-1))
+            ...
 
-    balance(document) = E * sum over experts of  choices / rows * probabilities / rows      rows = tokens * layers
-    added to the loss: coefficient * sum over documents of  label tokens * balance(document)
+`LossModel` is the module whose forward returns the sum: batch in, sum out. It is the root for FSDP. Only rows that
+carry a label meet the head.
 
-The choices have no gradient. So ranks that share a document need no more than their sum, and each rank adds what its
-own tokens contribute.
+Legend: T tokens of the stream (of this rank), N documents, R rows that carry a label, C model dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +35,10 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.attention.documents import mixes_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
-from automodel_lite.graphs import strict_graphs
+from automodel_lite.models.balance import Balance, recorded_routers
+from automodel_lite.models.fused_head import RowFunction, capped, chunk_rows, chunked_rows, linear_cross_entropy
 from automodel_lite.models.layers import output_head, text_decoder
-from automodel_lite.models.source import chosen_experts
-from automodel_lite.thd import IGNORE_INDEX, ThdBatch
-
-LEAST_CHUNK_TOKENS = 512
+from automodel_lite.thd import MixerExchange, ThdBatch
 
 
 @dataclass(frozen=True)
@@ -60,73 +57,199 @@ class LossShape:
     head_gradient_bytes: float
 
 
-@runtime_checkable
-class Measured(Protocol):
-    """A loss that knows what it holds beside the hidden states; others are taken to hold all logits."""
+class LossOutput(NamedTuple):
+    """sum    fp32 scalar, this rank's share of the sum over what the loss counts
+    parts  sums over the same, for the log; shares as well, without gradients
+    """
+
+    sum: Tensor
+    parts: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """Rows before the output head, or behind one that is more than `softcap(hidden @ weight.T)`.
+
+    hidden_RC, weight_VC, softcap   the rows, the head's whole weight and its softcap
+    logits_RV                       in their place, for any other head
+    """
+
+    hidden_RC: Tensor | None = None
+    weight_VC: Tensor | None = None
+    softcap: float | None = None
+    logits_RV: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """[R, C] or [R, V]: what `logits` takes a chunk of."""
+        return self.hidden_RC if self.logits_RV is None else self.logits_RV  # type: ignore[return-value]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """fp32 [r, V] of some `rows`, without gradients."""
+        if self.logits_RV is not None:
+            return rows.float()
+        assert self.weight_VC is not None
+        return capped(rows.to(self.weight_VC.dtype) @ self.weight_VC.t(), self.softcap)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss sees of a micro-batch of one rank.
+
+    head      hidden states and weight, or logits, of the rows that carry a label
+    labels_R  int64, their targets
+    columns   per-token columns of the data, [R, ...] by name
+    batch     the whole micro-batch: boundaries of documents, token ids; None only for a head on its own
+    teacher   the head of a frozen second model, at the same rows; None without one
+    chunk_tokens  rows of logits at a time; None = model dim, at least 512
+    """
+
+    head: Head
+    labels_R: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    batch: ThdBatch | None = None
+    teacher: Head | None = None
+    chunk_tokens: int | None = None
+
+    def rows(self, function: RowFunction, *columns: Tensor) -> Tensor:
+        """`function(logits fp32 [r, V], *columns [r, ...])` of all rows: fp32 [R] or [R, K], with exact gradients.
+
+        No [R, V] tensor is kept: the function runs on a chunk of rows at a time, and once more in the backward pass.
+        """
+        head = self.head
+        if head.logits_RV is not None:
+            return function(head.logits_RV.float(), *columns)
+        assert head.hidden_RC is not None
+        assert head.weight_VC is not None
+        return chunked_rows(function, head.hidden_RC, head.weight_VC, columns, self.chunk_tokens, head.softcap)
+
+    def rows_with_teacher(self, function: RowFunction, *columns: Tensor) -> Tensor:
+        """As `rows`, of `function(logits, teacher's logits, *columns)`; vocabularies that differ by padding are cut to
+        the shorter.
+        """
+        teacher = self.teacher
+        assert teacher is not None
+
+        def of_both(logits: Tensor, teacher_rows: Tensor, *parts: Tensor) -> Tensor:
+            others = teacher.logits(teacher_rows)
+            num_ids = min(logits.shape[-1], others.shape[-1])
+            return function(logits[:, :num_ids], others[:, :num_ids], *parts)
+
+        return self.rows(of_both, teacher.rows, *columns)
+
+    def log_probs(self) -> Tensor:
+        """fp32 [R], of the labels."""
+        return self.rows(lambda logits, labels: -F.cross_entropy(logits, labels, reduction="none"), self.labels_R)
+
+    @cached_property
+    def document_R(self) -> Tensor:
+        """int64 [R], the document of each row; the loss declares `needs_documents`."""
+        batch, exchange = self.batch, self._exchange
+        assert batch is not None
+        places = torch.arange(len(batch.labels) * (exchange.size if exchange else 1), device=batch.labels.device)
+        own = exchange.own(places) if exchange else places
+        ends = batch.cu_seqlens_padded[1:].long()
+        return torch.bucketize(own.index_select(0, batch.label_rows), ends, right=True)
+
+    @property
+    def _exchange(self) -> MixerExchange | None:
+        """How the ranks that share the documents exchange sums."""
+        return self.batch.mixers.exchange if self.batch is not None and self.batch.mixers is not None else None
+
+    def per_document(self, values_R: Tensor) -> Tensor:
+        """Sums over documents, [N] or [N, K], over all ranks that share them; the gradient is that of own rows."""
+        assert self.batch is not None
+        shape = len(self.batch.cu_seqlens) - 1, *values_R.shape[1:]
+        own_N = values_R.new_zeros(shape).index_add(0, self.document_R, values_R)
+        exchange = self._exchange
+        return own_N + (exchange.summed(own_N) - own_N.detach()) if exchange else own_N
+
+    def share(self, value: Tensor) -> Tensor:
+        """A value that all ranks of a context-parallel group know, counted once over them; its gradient stays whole."""
+        exchange = self._exchange
+        return value - value.detach() * (1 - 1 / exchange.size) if exchange else value
+
+
+class Loss(ABC):
+    """A loss; its fields are its options.
+
+    columns          per-token columns of the data that it uses: others are refused, as they would be ignored
+    required         those of them that it cannot do without
+    needs_logits     takes `inputs.head.logits_RV` of the model's own head, [R, V] at once
+    needs_documents  asks for `inputs.document_R`
+    needs_teacher    asks for `inputs.teacher`
+    needs_reference  asks for the column `reference_log_probs` of the start model, which the program computes
+    """
+
+    columns: ClassVar[frozenset[str]] = frozenset()
+    required: ClassVar[frozenset[str]] = frozenset()
+    needs_logits: ClassVar[bool] = False
+    needs_documents: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """The sum over this rank's rows."""
+
+    def num_items(self, batch: ThdBatch) -> float:
+        """What the sum of a step is divided by: counted on the host, of a whole stream that is not sharded yet."""
+        return batch.num_label_tokens
+
+    def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
+        """Its columns [T, ...] for a made-up batch: of compilations and dry runs."""
+        return {}
 
     def logits_bytes(self, shape: LossShape) -> float:
-        """Bytes of logits and of what is made from them, at the worst moment."""
+        """Bytes of logits and of what is made from them, at the worst moment: of all rows in the compute dtype, in
+        fp32 and their gradient in fp32; or of a chunk, four times in fp32, beside the head's gradient.
+        """
+        if self.needs_logits:
+            return shape.num_tokens * shape.vocab_size * (shape.compute_bytes + 8)
+        chunk = min(shape.num_tokens, chunk_rows(None, shape.hidden_size))
+        heads = 2 if self.needs_teacher else 1
+        return heads * 4 * chunk * shape.vocab_size * 4 + shape.head_gradient_bytes
 
 
-def whole_logits_bytes(shape: LossShape) -> float:
-    """All rows: in the compute dtype, in fp32, and their gradient in fp32."""
-    return shape.num_tokens * shape.vocab_size * (shape.compute_bytes + 8)
+class PlainLoss(Loss):
+    """Next-token cross-entropy in one of its forms: what validation compares all losses by."""
+
+    columns = frozenset({"loss_weights"})
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(PlainLoss):
     """The model's own output head on the labeled rows, then cross-entropy: right for any head; holds [R, V] logits."""
 
-    includes_head: ClassVar[Literal[False]] = False
-    columns: ClassVar[frozenset[str]] = frozenset({"loss_weights"})
+    needs_logits = True
 
-    def __call__(self, logits_RV: Tensor, labels_R: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        assert inputs.head.logits_RV is not None
+        logits_RV, weights_R = inputs.head.logits_RV.float(), inputs.columns.get("loss_weights")
         if weights_R is None:
-            return F.cross_entropy(logits_RV.float(), labels_R, reduction="sum", ignore_index=IGNORE_INDEX)
-        losses_R = F.cross_entropy(logits_RV.float(), labels_R, reduction="none", ignore_index=IGNORE_INDEX)
-        return (losses_R * weights_R).sum()
+            return LossOutput(F.cross_entropy(logits_RV, inputs.labels_R, reduction="sum"), {})
+        losses_R = F.cross_entropy(logits_RV, inputs.labels_R, reduction="none")
+        return LossOutput((losses_R * weights_R).sum(), {})
 
 
 @dataclass(frozen=True)
-class LinearCrossEntropy:
-    """Head and cross-entropy in one, for heads that are `softcap(hidden @ weight.T)`."""
-
-    includes_head: ClassVar[Literal[True]] = True
-    columns: ClassVar[frozenset[str]] = frozenset()
-
-    def __call__(
-        self,
-        hidden_RC: Tensor,
-        weight_VC: Tensor,
-        labels_R: Tensor,
-        softcap: float | None,
-        weights_R: Tensor | None = None,
-    ) -> Tensor:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class FusedLinearCrossEntropy(LinearCrossEntropy):
+class FusedLinearCrossEntropy(PlainLoss):
     """A chunk of rows at a time: never an [R, V] tensor (see `linear_cross_entropy`).
 
     With `chunk_tokens` at the model dim, the logits of a chunk take as much memory as the gradient of the head, which
     is there anyway. `backend` of torch.compile, which makes one pass over a chunk's logits, is set by training.compile.
     """
 
-    columns: ClassVar[frozenset[str]] = frozenset({"loss_weights"})
     chunk_tokens: Positive | None = None  # rows of logits at a time; null = hidden size, at least 512
     backend: str | None = None
 
-    def __call__(
-        self,
-        hidden_RC: Tensor,
-        weight_VC: Tensor,
-        labels_R: Tensor,
-        softcap: float | None,
-        weights_R: Tensor | None = None,
-    ) -> Tensor:
-        rows = chunk_rows(self.chunk_tokens, hidden_RC.shape[1])
-        return linear_cross_entropy(hidden_RC, weight_VC, labels_R, rows, softcap, self.backend, weights_R)
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        hidden_RC, weight_VC, softcap = inputs.head.hidden_RC, inputs.head.weight_VC, inputs.head.softcap
+        assert hidden_RC is not None
+        assert weight_VC is not None
+        rows, weights_R = chunk_rows(self.chunk_tokens, hidden_RC.shape[1]), inputs.columns.get("loss_weights")
+        total = linear_cross_entropy(hidden_RC, weight_VC, inputs.labels_R, rows, softcap, self.backend, weights_R)
+        return LossOutput(total, {})
 
     def logits_bytes(self, shape: LossShape) -> float:
         """Of a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to which each chunk adds
@@ -140,151 +263,35 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
         return max(at_softmax, logits * shape.compute_bytes + of_chunk + shape.head_gradient_bytes)
 
 
-Loss = CrossEntropy | LinearCrossEntropy
+def checked_loss(loss: Any) -> Loss:
+    """The loss; raises ConfigError with what to write for one of another signature."""
+    if isinstance(loss, Loss):
+        return loss
+    raise ConfigError(
+        f"loss={type(loss).__name__} must be a subclass of automodel_lite.models.loss.Loss with __call__(self, inputs: "
+        "LossInputs) -> LossOutput: `inputs.rows(function, inputs.labels_R)` gives the values of function(logits, "
+        "labels) row by row, and LossOutput(values.sum(), {}) is the loss. One of (logits, labels) sets needs_logits = "
+        "True and reads inputs.head.logits_RV and inputs.labels_R."
+    )
 
 
 def check_columns(loss: Loss, brought: Iterable[str]) -> None:
     """Raises ConfigError for a per-token column of the data that the loss would ignore."""
-    known: frozenset[str] = getattr(loss, "columns", frozenset())
-    if ignored := sorted({*brought} - known):
+    if ignored := sorted({*brought} - loss.columns):
         raise ConfigError(
             f"the data bring the per-token column {', '.join(ignored)}, which loss={type(loss).__name__} does not use: "
-            "take a loss that does (loss=fused_linear_cross_entropy uses loss_weights), name the column in the loss "
-            "class's `columns`, or leave it out of the data."
+            "take a loss that does (loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers), name the "
+            "column in the loss class's `columns`, or leave it out of the data."
         )
+    if missing := sorted(loss.required - {*brought}):
+        cure = _CURES.get(missing[0], "bring it in a file of token rows")
+        raise ConfigError(f"loss={type(loss).__name__} needs the per-token column {', '.join(missing)}: {cure}.")
 
 
-def chunk_rows(chunk_tokens: int | None, hidden_size: int) -> int:
-    """Rows of logits that exist at one time."""
-    return chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_size)
-
-
-def linear_cross_entropy(
-    hidden_RC: Tensor,
-    weight_VC: Tensor,
-    labels_R: Tensor,
-    chunk_tokens: int = LEAST_CHUNK_TOKENS,
-    softcap: float | None = None,
-    backend: str | None = None,
-    weights_R: Tensor | None = None,
-) -> Tensor:
-    """Sum over rows of cross-entropy(softcap(hidden @ weight.T), label), fp32 scalar; each times its weight in fp32,
-    where there are weights.
-
-    Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does (arXiv:2410.10989), so that the
-    backward pass needs no logits. Rows labeled -100 must have been left out. No rows: zero, with zero gradients.
-    """
-    hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
-    with torch.autocast(hidden_RC.device.type, enabled=False):
-        total: Tensor = _LinearCrossEntropy.apply(
-            hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend
-        )
-    return total
-
-
-def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in autocast's dtype, or in that of the hidden states without it.
-
-    Under autocast the last norm gives fp32, and the weight is an fp32 master: a linear layer casts both.
-    """
-    device = hidden_RC.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RC.dtype
-    return hidden_RC.to(dtype), weight_VC.to(dtype)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_RC: Tensor,
-        weight_VC: Tensor,
-        labels_R: Tensor,
-        weights_R: Tensor | None,
-        chunk_tokens: int,
-        softcap: float | None,
-        backend: str | None,
-    ) -> Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_RC) if needs_hidden else None
-        grad_weight: Tensor | None = None
-        total = torch.zeros((), dtype=torch.float32, device=hidden_RC.device)
-        for start in range(0, hidden_RC.shape[0], chunk_tokens):
-            # Rows are independent: the loss of a chunk and d loss / d logits need the logits of this chunk alone.
-            rows = slice(start, start + chunk_tokens)
-            weights = None if weights_R is None else weights_R[rows]
-            loss, grad_logits = _chunk_loss_by(backend)(
-                hidden_RC[rows] @ weight_VC.t(), labels_R[rows], weights, softcap, needs_hidden or needs_weight
-            )
-            total += loss
-            # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row from a row; that of
-            # the weight is grad_logits.T @ hidden, a sum over all rows, added up over the chunks in fp32.
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight_VC, out=grad_hidden[rows])
-            if needs_weight:
-                grad_weight = _accumulated(grad_weight, grad_logits, hidden_RC[rows])
-            del grad_logits  # freed before the logits of the next chunk are made
-        if needs_weight and grad_weight is None:
-            grad_weight = torch.zeros_like(weight_VC)
-        # The loss is linear in the incoming gradient, so backward only scales what is saved here.
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype))
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors  # nobody else holds them, so they are scaled in place
-        of_hidden = None if grad_hidden is None else grad_hidden.mul_(grad)
-        of_weight = None if grad_weight is None else grad_weight.mul_(grad)
-        return of_hidden, of_weight, *[None] * 5
-
-
-@functools.cache
-def _chunk_loss_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`_chunk_loss`, compiled when a backend is named. The number of rows is symbolic from its second value on."""
-    if backend is None:
-        return _chunk_loss
-    strict_graphs()
-    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_chunk_loss, fullgraph=True, backend=backend)
-    return compiled
-
-
-def _chunk_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, softcap: float | None, needs_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """Loss sum of a chunk and d loss / d (uncapped logits) in the logits' dtype; the fp32 logits are used up.
-
-    log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3 times faster than
-    logsumexp, subtract, exp (V = 128,000, CPU).
-    """
-    dtype = logits.dtype
-    logits = logits.float()
-    # capped = softcap * tanh(logits / softcap), whose slope is 1 - tanh^2: taken while the tanh is at hand.
-    slope: Tensor | None = None
-    if softcap is not None:
-        logits.div_(softcap).tanh_()
-        slope = 1 - logits**2 if needs_grad else None
-        logits.mul_(softcap)
-    # Cross-entropy of a row is -log p[label]; every row here has a label.
-    log_probs = torch.log_softmax(logits, 1, out=logits)
-    losses = -log_probs.gather(1, labels[:, None])
-    loss = losses.sum() if weights is None else (losses[:, 0] * weights).sum()
-    if not needs_grad:
-        return loss, log_probs
-    # d loss / d capped = p - onehot(label); the chain rule multiplies it by the slope.
-    grad = log_probs.exp_()
-    grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
-    if weights is not None:
-        grad.mul_(weights[:, None])
-    return loss, (grad if slope is None else grad.mul_(slope)).to(dtype)
-
-
-def _accumulated(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) -> Tensor:
-    """The sum so far plus this chunk's gradient of the head, in fp32; the first chunk needs no zeros to add to."""
-    if total_VC is None:
-        return (grad_RV.t() @ hidden_RC).float()
-    if grad_RV.dtype == torch.float32:
-        return total_VC.addmm_(grad_RV.t(), hidden_RC)
-    return total_VC.add_(grad_RV.t() @ hidden_RC)
+_CURES = {
+    "answers": "train on preference pairs, dataset.format=preference, or take a loss for single answers",
+    "teacher_ids": "python recipes/score.py --config-name ... writes a teacher's",
+}
 
 
 HeadResult = Callable[[Tensor, Tensor], Tensor]
@@ -292,9 +299,11 @@ HeadResult = Callable[[Tensor, Tensor], Tensor]
 
 
 class LossModel(nn.Module):
-    """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's label tokens.
+    """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's rows.
 
-    A loss that includes the head runs inside the head's own forward: only there has FSDP gathered its weight.
+    A loss runs inside the head's own forward: only there has FSDP gathered its weight.
+
+    parts    those of the last forward; outside training also `cross_entropy`, the plain sum over the label tokens
     """
 
     def __init__(self, lm: transformers.PreTrainedModel, loss: Loss, balance: Balance | None = None) -> None:
@@ -302,6 +311,9 @@ class LossModel(nn.Module):
         self.lm = lm
         self.loss = loss
         self.balance = balance
+        self._teacher: tuple[LossModel, ...] = ()  # in a tuple, it is no submodule: neither trained, sharded nor saved
+        self.parts: dict[str, Tensor] = {}
+        self.head_is_product = True  # until the probe has seen that it is not
         self.softcap: float | None = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
         self.wrap_head()
 
@@ -310,32 +322,67 @@ class LossModel(nn.Module):
         head = output_head(self.lm)
         head.forward = _computing_inside(head)
 
+    def learn_from(self, teacher: LossModel) -> None:
+        """A frozen second model, whose head's rows the loss gets."""
+        self._teacher = (teacher,)
+
     @property
     def takes_mixers(self) -> bool:
         """Does it read `ThdBatch.mixers`?"""
-        return self.balance is not None or mixes_rows(self.lm)
+        mixes = any(mixes_rows(model.lm) for model in (self, *self._teacher))
+        return mixes or self.balance is not None or self.loss.needs_documents
 
     def forward(self, batch: ThdBatch) -> Tensor:
         """The load-balancing loss of a mixture has gradients in training, but is not part of the value."""
         if self.balance is None or not self.training:
-            return self._cross_entropy(batch, batch.model_inputs())
+            return self._sum(batch, batch.model_inputs())
         with recorded_routers(self.lm) as router_logits:
-            loss = self._cross_entropy(batch, batch.model_inputs() | {"output_router_logits": True})
+            loss = self._sum(batch, batch.model_inputs() | {"output_router_logits": True})
         balance = self.balance(router_logits, batch)
         return loss + (balance - balance.detach())
 
-    def _cross_entropy(self, batch: ThdBatch, inputs: dict[str, Any]) -> Tensor:
-        labels_R = batch.labels.index_select(0, batch.label_rows)
+    def _sum(self, batch: ThdBatch, inputs: dict[str, Any]) -> Tensor:
         check_columns(self.loss, batch.columns)
-        weights = batch.columns.get("loss_weights")
-        more = () if weights is None else (weights.index_select(0, batch.label_rows),)
-        if self.loss.includes_head:
-            hidden_TC = text_decoder(self.lm)(**inputs).last_hidden_state.squeeze(0)
-            hidden_RC = hidden_TC.index_select(0, batch.label_rows)
-            loss = self.loss
-            return self.in_head(hidden_RC, lambda hidden, weight: loss(hidden, weight, labels_R, self.softcap, *more))
-        logits_RV = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
-        return self.loss(logits_RV, labels_R, *more)
+        rows = batch.label_rows
+        labels_R = batch.labels.index_select(0, rows)
+        columns = {name: column.index_select(0, rows) for name, column in batch.columns.items()}
+
+        def of_head(head: Head, teacher: Head | None = None) -> Tensor:
+            of_loss = LossInputs(head, labels_R, columns, batch, teacher)
+            total, parts = self.loss(of_loss)
+            if not self.training and (not isinstance(self.loss, PlainLoss) or "loss_weights" in columns):
+                parts = {**parts, "cross_entropy": -of_loss.log_probs().sum()}
+            self.parts = {name: part.detach() for name, part in parts.items()}
+            return total
+
+        if not self._teacher:
+            return self.at_head(inputs, rows, of_head)
+        (teacher,) = self._teacher
+        with torch.no_grad():
+            teacher_rows = teacher.before_head(batch)
+        # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
+        return teacher.behind(teacher_rows, lambda frozen: self.at_head(inputs, rows, lambda own: of_head(own, frozen)))
+
+    def at_head(self, inputs: dict[str, Any], rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
+        """`compute` of what the head gets, or gives, at `rows`."""
+        return self.behind(self._rows(inputs, rows), compute)
+
+    def before_head(self, batch: ThdBatch) -> Tensor:
+        """[R, C] of the labeled rows; [R, V] where the head is more than a product."""
+        return self._rows(batch.model_inputs(), batch.label_rows)
+
+    def _rows(self, inputs: dict[str, Any], rows: Tensor) -> Tensor:
+        if self.loss.needs_logits or not self.head_is_product:
+            logits_RV: Tensor = self.lm(**inputs, logits_to_keep=rows).logits.squeeze(0)
+            return logits_RV
+        hidden_TC: Tensor = text_decoder(self.lm)(**inputs).last_hidden_state.squeeze(0)
+        return hidden_TC.index_select(0, rows)
+
+    def behind(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
+        """`compute` of the head whose `_rows` these are."""
+        if self.loss.needs_logits or not self.head_is_product:
+            return compute(Head(logits_RV=rows))
+        return self.in_head(rows, lambda hidden, weight: compute(Head(hidden, weight, self.softcap)))
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """[num_last, V] of the stream's last tokens; 0 = of all."""
@@ -393,73 +440,3 @@ def _computing_inside(head: nn.Module) -> Callable[..., Tensor]:
         return compute(hidden, weight.full_tensor() if isinstance(weight, DTensor) else weight)  # sharded over tp
 
     return forward
-
-
-@dataclass(frozen=True)
-class Balance:
-    """coefficient  of the loss
-    top_k        experts that a token is sent to
-    """
-
-    coefficient: float
-    top_k: int
-
-    def __call__(self, router_logits_TE: Sequence[Tensor], batch: ThdBatch) -> Tensor:
-        """Of this rank's tokens; of each sparse layer its logits."""
-        document_T, is_real_T = _documents(batch)
-        num_documents, num_experts = len(batch.cu_seqlens) - 1, router_logits_TE[0].shape[-1]
-        choices_NE = probabilities_NE = torch.zeros(num_documents, num_experts, device=document_T.device)
-        for logits_TE in router_logits_TE:
-            probs_TE = logits_TE.flatten(0, -2).float().softmax(-1)
-            chosen_TE = torch.zeros_like(probs_TE).scatter_(1, probs_TE.topk(self.top_k).indices, 1.0)
-            choices_NE = choices_NE.index_add(0, document_T, chosen_TE * is_real_T[:, None])
-            probabilities_NE = probabilities_NE.index_add(0, document_T, probs_TE * is_real_T[:, None])
-        of_labels = batch.label_rows
-        labels_N = choices_NE.new_zeros(num_documents).index_add(0, document_T[of_labels], is_real_T[of_labels])
-        known = torch.cat([choices_NE, labels_N[:, None]], 1)
-        assert batch.mixers is not None
-        if batch.mixers.exchange is not None:
-            known = batch.mixers.exchange.summed(known)
-        choices_NE, labels_N = known[:, :-1], known[:, -1]
-        rows_N = batch.cu_seqlens.diff().clamp(min=1) * len(router_logits_TE)
-        products_N = (choices_NE * probabilities_NE).sum(1) / rows_N**2
-        return self.coefficient * num_experts * (labels_N * products_N).sum()
-
-
-def _documents(batch: ThdBatch) -> tuple[Tensor, Tensor]:
-    """Of this rank's tokens: their documents, int64 [T], and 1.0, or 0.0 for padding."""
-    assert batch.mixers is not None
-    if batch.mixers.stream.tree is not None:
-        raise ConfigError(
-            "model.router_aux_loss counts a row's tokens together, which trees spread over branches: set "
-            "packed_sequence.tree=off, or model.router_aux_loss=0."
-        )
-    document = batch.mixers.stream.document.long()
-    within = torch.arange(len(document), device=document.device) - batch.cu_seqlens_padded[document]
-    is_real = (within < batch.cu_seqlens.diff()[document]).float()
-    exchange = batch.mixers.exchange
-    return (document, is_real) if exchange is None else (exchange.own(document), exchange.own(is_real))
-
-
-@contextmanager
-def recorded_routers(lm: transformers.PreTrainedModel) -> Iterator[list[Tensor]]:
-    """What the routers of a forward with `output_router_logits=True` answer, layer by layer."""
-    found: list[Tensor] = []
-    hook = text_decoder(lm).register_forward_hook(lambda *call: found.extend(call[2].router_logits))
-    try:
-        yield found
-    finally:
-        hook.remove()
-
-
-def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance | None:
-    """None for a coefficient of 0; raises ConfigError for families that transformers gives no such loss."""
-    if coefficient == 0:
-        return None
-    top_k = chosen_experts(lm.config.get_text_config())
-    if top_k is None or "load_balancing_loss_func" not in vars(sys.modules[type(lm).__module__]):
-        raise ConfigError(
-            f"model.router_aux_loss={coefficient}: transformers has no load-balancing loss for {type(lm).__name__} (no "
-            "experts, or experts that are balanced by a bias): set model.router_aux_loss=0."
-        )
-    return Balance(coefficient, top_k)

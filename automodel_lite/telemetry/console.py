@@ -65,5 +65,7 @@ class Console:
         self._rows += 1
         self.print(
             f"{m.step:7d}  {m.loss:8.4f}  {m.lr:8.2e}  {m.grad_norm:9.3f}  {m.tokens_per_s:8,.0f}  {m.fill_frac:5.1%}"
-            f"  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}" + ("" if m.mfu_frac is None else f"  {m.mfu_frac:5.1%}")
+            f"  {m.memory_gib:4.1f}GiB  {duration(m.eta_s):>7}"
+            + ("" if m.mfu_frac is None else f"  {m.mfu_frac:5.1%}")
+            + "".join(f"  {name} {value:.4g}" for name, value in m.parts.items())
         )

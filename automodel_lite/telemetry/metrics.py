@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,12 @@ class Counts:
     num_label_tokens: float  # that the loss is summed over; with loss_weights the sum of these
     num_slots: int  # padding included
     num_pairs: float  # (query, key) pairs that attention sees inside documents
+    num_items: float | None = None  # that the loss is divided by; None = num_label_tokens
+
+    @property
+    def divisor(self) -> float:
+        """What a sum of the step is divided by; 1 for a step without any, whose sums are 0."""
+        return (self.num_label_tokens if self.num_items is None else self.num_items) or 1
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ class StepResult:
     numbers: StepNumbers  # still on the device: reading them waits for it
     lr: float
     counts: Counts
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)  # of the loss, sums; still on the device
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class StepMetrics:
 
     step: int
     epoch: int
-    loss: float  # mean over the label tokens of this step
+    loss: float  # mean over what the loss counts in this step: label tokens, or pairs
     grad_norm: float  # before clipping
     lr: float
     num_tokens: int  # of this step, all ranks
@@ -158,11 +165,12 @@ class StepMetrics:
     memory_gib: float  # peak of this process: GPU memory, else resident memory
     eta_s: float
     time_s: dict[str, float]  # phase -> seconds since the last logged step, validation and saving included
+    parts: dict[str, float] = field(default_factory=dict)  # of the loss, means as the loss is
 
     def as_row(self) -> dict[str, Any]:
         """For metrics.jsonl and trackers: flat, without what is not known."""
-        row = {key: value for key, value in asdict(self).items() if value is not None and key != "time_s"}
-        return row | _time_row(self.time_s)
+        row = {k: value for k, value in asdict(self).items() if value is not None and k not in ("time_s", "parts")}
+        return row | {f"loss/{name}": value for name, value in self.parts.items()} | _time_row(self.time_s)
 
 
 class Meter:
@@ -220,7 +228,7 @@ class Meter:
         row = StepMetrics(
             step=step,
             epoch=epoch,
-            loss=loss_sum / (counts.num_label_tokens or 1),
+            loss=loss_sum / counts.divisor,
             grad_norm=grad_norm,
             lr=result.lr,
             num_tokens=counts.num_tokens,
@@ -236,6 +244,7 @@ class Meter:
             memory_gib=peak_memory_gib(self.mesh.device),
             eta_s=self._eta_s(time_s, max_steps - step),
             time_s=time_s,
+            parts={name: float(part) / counts.divisor for name, part in result.parts.items()},
         )
         self._reset()
         return row
@@ -264,19 +273,28 @@ def _time_row(seconds: dict[str, float]) -> dict[str, float]:
     return {f"time_s/{phase}": round(value, 6) for phase, value in seconds.items()}
 
 
-def sum_counts(micro_batches: Sequence[ThdBatch], mesh: Mesh, costs: CostModel) -> Counts:
+def sum_counts(
+    micro_batches: Sequence[ThdBatch], mesh: Mesh, costs: CostModel, items: Callable[[ThdBatch], float] | None = None
+) -> Counts:
     """Counted on the host before context parallelism cuts the streams; the ranks of a cp group count the same
     streams.
+
+    items  what the loss counts of a stream; None = label tokens
     """
     own = [
-        (b.num_tokens, b.num_label_tokens, b.labels.numel(), costs.pairs(np.diff(b.cu_seqlens.numpy())).sum())
+        (
+            b.num_tokens,
+            b.labels.numel(),
+            costs.pairs(np.diff(b.cu_seqlens.numpy())).sum(),
+            b.num_label_tokens,
+            items(b) if items else b.num_label_tokens,
+        )
         for b in micro_batches
     ]
     total = mesh.sum(torch.tensor(own, dtype=torch.float64).sum(0)) / mesh.shape.cp
-    num_tokens, num_label_tokens, num_slots, num_pairs = total.tolist()
-    if num_label_tokens == int(num_label_tokens):
-        num_label_tokens = int(num_label_tokens)
-    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs)
+    num_tokens, num_slots, num_pairs, *counted = total.tolist()
+    num_label_tokens, num_items = (int(count) if count == int(count) else count for count in counted)
+    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items)
 
 
 def peak_memory_gib(device: torch.device) -> float:

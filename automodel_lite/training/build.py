@@ -25,6 +25,7 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
 from automodel_lite.launched import launched, world_size
+from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
     cast_frozen,
@@ -37,7 +38,7 @@ from automodel_lite.models.layers import (
     tile_layers,
     use_fp8,
 )
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, balance_of
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, PlainLoss
 from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
 from automodel_lite.parallel.exchange import MEAN_TOKENS, NETWORK, NVLINK, Load, checkpointing_hint, choose_exchange
@@ -236,9 +237,12 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     check_packing_isolation(loss_model.lm, mesh.device, logits)
     check_context_parallel(loss_model.lm, mesh.cp, cp_exchange, mesh.device, model.logits)
     model.free_gathered()
-    if loss_model.loss.includes_head and not all(heads):
-        loss_model.loss = CrossEntropy()
-        return f"CrossEntropy: the output head of {type(loss_model.lm).__name__} is more than hidden @ weight.T"
+    if not loss_model.loss.needs_logits and not all(heads):
+        loss_model.head_is_product = False
+        if isinstance(loss_model.loss, PlainLoss):
+            loss_model.loss = CrossEntropy()
+        name = type(loss_model.loss).__name__
+        return f"{name}: the output head of {type(loss_model.lm).__name__} is more than hidden @ weight.T"
     return type(loss_model.loss).__name__
 
 

@@ -30,41 +30,50 @@ from automodel_lite.models.generate import Generator, prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress
-from automodel_lite.thd import ThdBatch, stream_of
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch, stream_of
 
 
 @torch.no_grad()
-def validation_loss(
+def validation_losses(
     model: ParallelModel,
     packs: PackedDataset,
     source: PackSource,
     mesh: Mesh,
     shard: Callable[[ThdBatch], ThdBatch],
     must_stop: Callable[[], bool],
-) -> float | None:
-    """Mean over all label tokens of the packs; ranks that run short of packs get empty ones. Every rank calls it.
+) -> dict[str, float] | None:
+    """`loss` and its parts, means over what the loss counts in all packs, and, where they differ, the plain
+    `cross_entropy`, a mean over all label tokens: by it, runs of different losses compare. Every rank calls it; ranks
+    that run short of packs get empty ones.
 
     `shard` takes this rank's part of a stream. `must_stop` is called after every batch, on all ranks; None when it is
     true.
     """
     model.module.eval()
-    loss_sum = torch.zeros((), device=mesh.device)
-    num_label_tokens = 0.0
+    loss_model = model.loss_model
+    sums = {"loss": torch.zeros((), device=mesh.device)}
+    counts = torch.zeros(2, dtype=torch.float64)  # of what the loss counts, and of label tokens
     steps = validation_steps(packs, source.shape, mesh.dp_rank, source.dataloader)
     feed = DeviceFeed(steps, shard, mesh.device, model.loss_model.takes_mixers)
     packs_per_forward = source.shape.dp_size * source.shape.micro_batch_size
     with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
         for ready in feed:
-            loss_sum += model(ready.inputs[0])
-            num_label_tokens += ready.micro_batches[0].num_label_tokens
+            loss = model(ready.inputs[0])
+            for name, value in {"loss": loss, **loss_model.parts}.items():
+                sums[name] = sums[name] + value if name in sums else value.float()
+            whole = ready.micro_batches[0]
+            counts += torch.tensor([loss_model.loss.num_items(whole), float((whole.labels != IGNORE_INDEX).sum())])
             feed.stage()
             progress.add(1)
             if must_stop():
                 model.module.train()
                 return None
     model.module.train()
-    count = mesh.sum(torch.tensor(num_label_tokens, dtype=torch.float64)).item() / mesh.shape.cp
-    return mesh.sum(loss_sum).item() / (count or 1)
+    num_items, num_labels = (mesh.sum(counts) / mesh.shape.cp).tolist()
+    totals = {name: mesh.sum(value).item() for name, value in sums.items()}
+    plain = totals.pop("cross_entropy", None)
+    means = {name: total / (num_items or 1) for name, total in totals.items()}
+    return means if plain is None else {**means, "cross_entropy": plain / (num_labels or 1)}
 
 
 @torch.no_grad()

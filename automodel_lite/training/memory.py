@@ -27,7 +27,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launched
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.layers import chosen_tile
-from automodel_lite.models.loss import LossShape, Measured, whole_logits_bytes
+from automodel_lite.models.loss import LossShape
 from automodel_lite.models.source import chosen_experts
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import copies_of_experts
@@ -305,7 +305,7 @@ def _logits(plan: ModelPlan, is_frozen: bool) -> float:
     head_gradient = 0 if is_frozen else _FP32 * plan.size.head_weights
     local = plan.tokens / plan.shape.cp
     shape = LossShape(local, text.vocab_size, text.hidden_size, plan.dtype.itemsize, head_gradient)
-    return loss.logits_bytes(shape) if isinstance(loss, Measured) else whole_logits_bytes(shape)
+    return loss.logits_bytes(shape)
 
 
 def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _FP32) -> float:
@@ -326,7 +326,7 @@ def remedies(parts: Parts) -> list[str]:
     found = []
     if training.micro_batch_size > 1:
         found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (same numbers, more forward passes)")
-    if not isinstance(parts.loss, Measured):
+    if parts.loss.needs_logits:
         found.append("loss=fused_linear_cross_entropy (never holds the logits of the whole stream)")
     if training.activation_checkpointing == "none":
         found.append("training.activation_checkpointing=full (about a third slower)")

@@ -17,7 +17,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.models.flops import ModelSize
-from automodel_lite.models.loss import Loss
+from automodel_lite.models.loss import Loss, checked_loss
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
 
@@ -55,7 +55,7 @@ def build_parts(config: Config) -> Parts:
         model=build(config.model),
         attention=build(config.attention) if config.attention else None,
         peft=build(config.peft) if config.peft else None,
-        loss=build(config.loss),
+        loss=checked_loss(build(config.loss)),
         optimizer=partial(build, config.optimizer),
         packed_sequence_size=build_packer(config).packed_sequence_size,
         mesh=config.mesh,

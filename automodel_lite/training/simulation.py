@@ -33,6 +33,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.sizes import global_batch_size_of, mesh_shape
+from automodel_lite.models.balance import balance_of
 from automodel_lite.models.layers import (
     cast_trained,
     chosen_tile,
@@ -41,7 +42,7 @@ from automodel_lite.models.layers import (
     recompute_layers,
     tile_layers,
 )
-from automodel_lite.models.loss import LossModel, balance_of
+from automodel_lite.models.loss import LossModel
 from automodel_lite.models.sharded import Spread, described_shards
 from automodel_lite.models.source import CausalLM, chosen_experts, model_class
 from automodel_lite.parallel.context_parallel import cp_shard

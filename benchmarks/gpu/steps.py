@@ -137,7 +137,7 @@ def loss_of(variant: Variant, model: Any, inputs: Any, device: str) -> Any:
     """Summed loss of a micro-batch."""
     import torch
 
-    from automodel_lite.models.loss import linear_cross_entropy
+    from automodel_lite.models.fused_head import linear_cross_entropy
 
     if variant.attention == "packed":
         return model(inputs.to(device))

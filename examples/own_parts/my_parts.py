@@ -10,13 +10,13 @@ is nothing to delete; its other keys are the arguments of the target, checked be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.reading.documents import DocumentList, Question
+from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
 from automodel_lite.thd import AttentionOptions, Segments
 from automodel_lite.training.optimizers import param_groups
@@ -60,17 +60,22 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class LabelSmoothing:
+class LabelSmoothing(Loss):
     """A loss: the SUM over the labeled rows, in fp32; the recipe divides by the label tokens of the whole step.
 
-    includes_head=False: the model's own head gives the logits [R, V] of the R labeled rows.
+    `inputs.rows` evaluates a function of logits [r, V] a chunk of rows at a time, whose gradients are exact.
     """
 
-    includes_head: ClassVar[Literal[False]] = False
     smoothing: float = 0.1
 
-    def __call__(self, logits_RV: Tensor, labels_R: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits_RV.float(), labels_R, reduction="sum", label_smoothing=self.smoothing)
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        losses_R = inputs.rows(
+            lambda logits, labels: nn.functional.cross_entropy(
+                logits, labels, reduction="none", label_smoothing=self.smoothing
+            ),
+            inputs.labels_R,
+        )
+        return LossOutput(losses_R.sum(), {})
 
 
 def nesterov(model: nn.Module, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> torch.optim.SGD:

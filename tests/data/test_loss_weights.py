@@ -19,7 +19,8 @@ from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenRows, flatten
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, linear_cross_entropy
+from automodel_lite.models.fused_head import linear_cross_entropy
+from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossInputs, LossModel, LossOutput
 from automodel_lite.thd import COLUMNS, Column, ThdBatch, to_thd
 from tests.attention.families import build
 from tests.data.templates import MARKED, byte_tokenizer
@@ -133,12 +134,10 @@ def gradients_of(loss: Loss, batch: ThdBatch) -> list[Tensor]:
 
 
 def test_a_loss_that_ignores_a_column_is_refused() -> None:
-    class Ignorant:
-        includes_head = False
-
-        def __call__(self, logits_RV: Tensor, labels_R: Tensor) -> Tensor:
-            return F.cross_entropy(logits_RV, labels_R, reduction="sum")
+    class Ignorant(Loss):
+        def __call__(self, inputs: LossInputs) -> LossOutput:
+            return LossOutput(-inputs.log_probs().sum(), {})
 
     batch = batch_of(flatten([WEIGHTED]))
     with pytest.raises(ConfigError, match="column loss_weights, which loss=Ignorant does not use"):
-        gradients_of(Ignorant(), batch)  # type: ignore[arg-type]
+        gradients_of(Ignorant(), batch)

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import torch
 from automodel_lite.models.liger import LigerLinearCrossEntropy
-from automodel_lite.models.loss import FusedLinearCrossEntropy
+from automodel_lite.models.loss import FusedLinearCrossEntropy, Head, LossInputs
 
 def run(loss, rows, hidden, vocabulary, dtype):
     g = torch.Generator().manual_seed(0)
     h = torch.randn(rows, hidden, generator=g).to(dtype).requires_grad_()
     w = (torch.randn(vocabulary, hidden, generator=g) * 0.1).to(dtype).requires_grad_()
     y = torch.randint(0, vocabulary, (rows,), generator=g)
-    value = loss(h, w, y, None)
+    value = loss(LossInputs(Head(h, w), y)).sum
     (value * 0.01).backward()
     return value.detach(), h.grad, w.grad
 

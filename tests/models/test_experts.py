@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.loss import balance_of
+from automodel_lite.models.balance import balance_of
 from automodel_lite.models.source import describe
 from benchmarks.survey_models import LENGTHS, documents, load, run, save, separate, step_of
 from benchmarks.tiny_models import tiny_config, tiny_model

@@ -13,7 +13,18 @@ from transformers import PreTrainedModel
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, Loss, LossModel, linear_cross_entropy
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.fused_head import chunked_rows, linear_cross_entropy
+from automodel_lite.models.loss import (
+    CrossEntropy,
+    FusedLinearCrossEntropy,
+    Head,
+    Loss,
+    LossInputs,
+    LossModel,
+    LossOutput,
+    checked_loss,
+)
 from tests.attention.families import build, documents, stream
 from tests.attention.hybrids import build_hybrid
 
@@ -43,11 +54,12 @@ def test_fused_equals_plain(rows: int, chunk: int, softcap: float | None) -> Non
 
 def test_no_labeled_row_gives_zero_loss_and_zero_gradients() -> None:
     hidden, weight = leaf(0, 8), leaf(9, 8)
-    loss = FusedLinearCrossEntropy()(hidden, weight, torch.zeros(0, dtype=torch.long), None)
+    loss = FusedLinearCrossEntropy()(LossInputs(Head(hidden, weight), torch.zeros(0, dtype=torch.long))).sum
     loss.backward()
     assert loss.item() == 0.0
     assert weight.grad.abs().sum() == 0
-    assert CrossEntropy()(torch.zeros(0, 9, requires_grad=True), torch.zeros(0, dtype=torch.long)).item() == 0.0
+    no_rows = LossInputs(Head(logits_RV=torch.zeros(0, 9, requires_grad=True)), torch.zeros(0, dtype=torch.long))
+    assert CrossEntropy()(no_rows).sum.item() == 0.0
 
 
 def test_frozen_head_gets_no_gradient() -> None:
@@ -111,7 +123,7 @@ def test_the_fused_head_under_autocast_is_that_of_a_linear_layer() -> None:
                     torch.nn.functional.linear(h, w).float(), labels, reduction="sum"
                 )
             else:
-                loss = FusedLinearCrossEntropy()(h, w, labels, None)
+                loss = FusedLinearCrossEntropy()(LossInputs(Head(h, w), labels)).sum
         loss.backward()
         assert h.grad is not None
         assert w.grad is not None
@@ -171,3 +183,73 @@ def test_a_copied_gradient_is_noticed() -> None:
     with Selections() as copied:
         x[0].sum().backward()
     assert copied.noted == [torch.Size([3])]
+
+
+def row_values(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probability and log-partition, two values per row."""
+    return torch.stack([-F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(-1)], 1)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize(("rows", "chunk"), [(97, 16), (64, 64), (0, 8)])
+def test_chunked_rows_equal_all_rows_at_once(rows: int, chunk: int, softcap: float | None) -> None:
+    labels = torch.randint(0, 211, (rows,), generator=torch.Generator().manual_seed(0))
+    results = []
+    for chunked in (True, False):
+        hidden, weight = leaf(rows, 16), leaf(211, 16)
+        if chunked:
+            values = chunked_rows(row_values, hidden, weight, [labels], chunk, softcap)
+        else:
+            logits = hidden @ weight.t()
+            values = row_values(logits if softcap is None else softcap * torch.tanh(logits / softcap), labels)
+        torch.sigmoid(values.sum(1)).sum().backward()  # not linear in the values
+        results.append((values, hidden.grad, weight.grad))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+class ZLoss(Loss):
+    """Cross-entropy and its z-loss (PaLM, arXiv:2204.02311) inside the fused head."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        log_p_R, log_z_R = inputs.rows(row_values, inputs.labels_R).unbind(1)
+        cross_entropy, z = -log_p_R.sum(), 1e-2 * log_z_R.square().sum()
+        return LossOutput(cross_entropy + z, {"ce": cross_entropy, "z": z})
+
+
+def test_z_loss_in_the_fused_head_has_parts() -> None:
+    batch, results = stream(documents([9, 4, 17])), []
+    for loss in (ZLoss(), CrossEntropy()):
+        lm = build("llama")
+        install(lm, ReferenceAttention())
+        model = LossModel(lm, loss)
+        total = model(batch)
+        if isinstance(loss, CrossEntropy):
+            logits = model.lm(**batch.model_inputs(), logits_to_keep=batch.label_rows).logits[0]
+            total = total + 1e-2 * logits.logsumexp(-1).square().sum()
+        else:
+            assert list(model.parts) == ["ce", "z"]
+            assert model.parts["ce"] + model.parts["z"] == total.detach()
+        total.backward()
+        results.append([total.detach(), *(p.grad for p in lm.parameters())])
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_outside_training_plain_cross_entropy_is_beside_any_loss() -> None:
+    lm, batch = build("llama"), stream(documents([9, 4, 17]))
+    install(lm, ReferenceAttention())
+    model = LossModel(lm, ZLoss()).eval()
+    with torch.no_grad():
+        model(batch)
+        want = LossModel(lm, CrossEntropy()).eval()(batch)
+    torch.testing.assert_close(model.parts["cross_entropy"], want)
+
+
+def test_a_loss_of_logits_and_labels_is_told_what_to_write() -> None:
+    class Before:
+        def __call__(self, logits_RV: torch.Tensor, labels_R: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(logits_RV, labels_R, reduction="sum")
+
+    with pytest.raises(ConfigError, match=r"loss=Before must be a subclass of automodel_lite.models.loss.Loss"):
+        checked_loss(Before())

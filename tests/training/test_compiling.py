@@ -11,7 +11,8 @@ from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.loss import FusedLinearCrossEntropy, linear_cross_entropy
+from automodel_lite.models.fused_head import linear_cross_entropy
+from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.training import build
 from automodel_lite.training.build import compiles
 from tests.runs import losses_by_step, train_quick
