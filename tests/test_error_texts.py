@@ -35,7 +35,7 @@ PRESETS = (
 )
 KNOWN_COLUMNS = (
     "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, instruction + output, "
-    "question + answer, text"
+    "question + answer, text, chosen + rejected"
 )
 
 

@@ -294,7 +294,7 @@ def sum_counts(
     total = mesh.sum(torch.tensor(own, dtype=torch.float64).sum(0)) / mesh.shape.cp
     num_tokens, num_slots, num_pairs, *counted = total.tolist()
     num_label_tokens, num_items = (int(count) if count == int(count) else count for count in counted)
-    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items)
+    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items if items else None)
 
 
 def peak_memory_gib(device: torch.device) -> float:

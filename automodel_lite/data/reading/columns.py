@@ -230,7 +230,7 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
         f"the columns {', '.join([*chosen, *rejected])} are preference pairs, and {what}: select the chosen answers "
         f"with dataset.columns.completion={wanted} (texts after a prompt), dataset.columns.messages={wanted} (chats) "
         f"or dataset.columns.text={wanted} (whole texts), or set dataset.format=... to train on the columns you "
-        "named."
+        "named. To learn from both answers, train with --config-name dpo."
     )
 
 

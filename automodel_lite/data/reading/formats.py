@@ -37,11 +37,15 @@ def sharegpt(row: RawRow) -> Document:
 
 def alpaca(row: RawRow) -> Document:
     """`instruction`, optional `input`, `output`, optional `system` and `history` of [question, answer] pairs."""
-    prompt = "\n\n".join([_text(row, "instruction"), *([_text(row, "input")] if row.get("input") else [])])
+    prompt = _alpaca_prompt(row)
     if row.get("history"):
         asked = [{"role": "user", "content": prompt}, {"role": "assistant", "content": _text(row, "output")}]
         return _chat([*_history(row["history"]), *asked], row)
     return _prompt_completion(row, prompt, "output")
+
+
+def _alpaca_prompt(row: RawRow) -> str:
+    return "\n\n".join([_text(row, "instruction"), *([_text(row, "input")] if row.get("input") else [])])
 
 
 def question_answer(row: RawRow) -> Document:
@@ -63,6 +67,69 @@ def text(row: RawRow) -> Document:
     return {"text": _text(row, "text")}
 
 
+def preference(row: RawRow) -> Document:
+    """`chosen` and `rejected`: answers (texts, messages, or one message) to a `prompt` (text or messages), an Alpaca
+    `instruction` or a ShareGPT `conversations`; or whole chats, or whole texts, that begin with the same prompt.
+    """
+    for name in ("chosen", "rejected"):
+        if row.get(name) in (None, "", []):
+            raise DataError(f"column {name} is empty: a preference pair has two answers.")
+    if row["chosen"] == row["rejected"]:
+        raise DataError("column chosen and column rejected are equal, so there is nothing to prefer.")
+    if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
+        raise DataError("column chosen and column rejected must be of one kind: both texts, or both lists of messages.")
+    if not isinstance(row["chosen"], str):
+        return {name: _chat(turns, row) for name, turns in zip(("chosen", "rejected"), _answer_turns(row))}
+    if isinstance(row.get("prompt"), list) or row.get("conversations"):
+        before = [{**turn, "weight": 0} for turn in _prompt_turns(row)]
+        answers = {
+            name: [*before, {"role": "assistant", "content": _text(row, name)}] for name in ("chosen", "rejected")
+        }
+        return {name: _chat(turns, row) for name, turns in answers.items()}
+    if row.get("prompt") is None and row.get("instruction") is None:
+        return _split_texts(_text(row, "chosen"), _text(row, "rejected"))
+    prompt = _alpaca_prompt(row) if row.get("prompt") is None else _text(row, "prompt")
+    return {name: _prompt_completion(row, prompt, name) for name in ("chosen", "rejected")}
+
+
+def _prompt_turns(row: RawRow) -> list[Message]:
+    """The turns before the answers, as far as they stand in a column of their own."""
+    if row.get("conversations"):
+        return _turns(row, "conversations")
+    if isinstance(row.get("prompt"), list):
+        return _turns(row, "prompt")
+    text = _text(row, "prompt") if row.get("prompt") else _alpaca_prompt(row) if row.get("instruction") else ""
+    return [{"role": "user", "content": text}] if text else []
+
+
+def _answer_turns(row: RawRow) -> list[list[Message]]:
+    """Both chats, whose common beginning is not trained on."""
+    listed = {name: row[name] if isinstance(row[name], list) else [row[name]] for name in ("chosen", "rejected")}
+    chats = [_turns(listed, name) for name in listed]
+    if any(turns[0]["role"] == "assistant" for turns in chats):  # answers alone, else the whole chat is in both
+        chats = [[*_prompt_turns(row), *turns] for turns in chats]
+    pairs = list(zip(*chats))
+    num_shared = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    # Answers may begin alike: what is shared ends with the last turn that is not the assistant's.
+    while num_shared and chats[0][num_shared - 1]["role"] == "assistant":
+        num_shared -= 1
+    if not num_shared or any(len(turns) == num_shared or turns[num_shared]["role"] != "assistant" for turns in chats):
+        raise DataError("column chosen and column rejected must begin with the same prompt, and go on with an answer.")
+    return [[*({**turn, "weight": 0} for turn in turns[:num_shared]), *turns[num_shared:]] for turns in chats]
+
+
+def _split_texts(chosen: str, rejected: str) -> Document:
+    """Whole texts: what they share, to its last white space, is the prompt."""
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+    cut = max((place + 1 for place in range(shared) if chosen[place].isspace()), default=0)
+    if not cut or not chosen[cut:].strip() or not rejected[cut:].strip():
+        raise DataError("column chosen and column rejected must begin with the same prompt, and go on with an answer.")
+    return {
+        name: {"prompt": chosen[:cut], "completion": text[cut:]}
+        for name, text in (("chosen", chosen), ("rejected", rejected))
+    }
+
+
 SYSTEM = ("system", "system_prompt")
 CHAT_EXTRAS = ("tools", *SYSTEM)
 FORMATS = (
@@ -74,6 +141,13 @@ FORMATS = (
     Format("alpaca", "prompt_completion", ("instruction", "output"), alpaca, ("input", "history", *SYSTEM)),
     Format("question_answer", "prompt_completion", ("question", "answer"), question_answer, ("context", *SYSTEM)),
     Format("text", "text", ("text",), text),
+    Format(
+        "preference",
+        "preference",
+        ("chosen", "rejected"),
+        preference,
+        ("prompt", "instruction", "input", "conversations", *CHAT_EXTRAS),
+    ),
 )
 
 

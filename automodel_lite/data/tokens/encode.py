@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from automodel_lite.data.reading.documents import Document, Message, sound_text
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.thd import CHOSEN, REJECTED
 
 Span = tuple[int, int]
 
@@ -51,10 +52,14 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of what a mod
 
 @dataclass(frozen=True)
 class Rendering:
-    """Text to tokenize as it is (no special tokens are added) and the character spans that are trained on."""
+    """Text to tokenize as it is (no special tokens are added) and the character spans that are trained on.
+
+    answer  of a preference pair: CHOSEN or REJECTED; 0 without
+    """
 
     text: str
     spans: tuple[Span, ...]
+    answer: int = 0
 
 
 @dataclass(frozen=True)
@@ -341,11 +346,14 @@ class Renderer:
         return ""
 
     def renderings(self, document: Document) -> list[Rendering]:
-        """The renderings of one document; more than one for a chat whose template rewrites earlier turns.
+        """The renderings of one document; more than one for a chat whose template rewrites earlier turns, two for a
+        preference pair.
 
         Raises:
             DataError: the document cannot be rendered (says why, not where).
         """
+        if "chosen" in document:
+            return [self._answer(document[name], which) for name, which in (("chosen", CHOSEN), ("rejected", REJECTED))]
         if "messages" in document:
             if self._chat is None:
                 raise ConfigError(f"the data are chats, and {no_template(self._tokenizer)}")
@@ -357,6 +365,14 @@ class Renderer:
         for rendering in renderings:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
             sound_text(rendering.text, "the text to tokenize")
         return renderings
+
+    def _answer(self, document: Document, which: int) -> Rendering:
+        if self._train_on == "all":
+            raise ConfigError("tokenize.train_on=all would prefer prompts as well: set tokenize.train_on=assistant.")
+        renderings = self.renderings(document)
+        if len(renderings) > 1:
+            raise DataError("answers of several turns are rewritten by the chat template: end a pair with one answer.")
+        return replace(renderings[0], answer=which)
 
     def _prompt_completion(self, document: Document) -> Rendering:
         prompt, completion = document["prompt"], document["completion"]

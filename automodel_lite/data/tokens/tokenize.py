@@ -51,7 +51,7 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
-from automodel_lite.thd import COLUMNS
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 CHUNK_DOCUMENTS = 512
 MIN_DOCUMENTS_PER_PROCESS = 20_000  # a process takes about 2 s to start, in which it tokenizes about that many
@@ -173,7 +173,7 @@ class ChunkTokenizer:
                 rendered.errors.append(str(error))
                 continue
             rendered.renderings += renderings
-            rendered.num_split_chats += len(renderings) > 1
+            rendered.num_split_chats += len(renderings) > 1 and not renderings[0].answer
         return rendered
 
     def _renderings(self, document: Document, index: int, rendered: Rendered) -> list[Rendering]:
@@ -191,6 +191,9 @@ class ChunkTokenizer:
         else:
             encoded = self._encoder.encode(rendered.renderings)
             columns, lengths = {"input_ids": encoded.input_ids, "labels": encoded.labels}, encoded.lengths
+            answers = np.array([rendering.answer for rendering in rendered.renderings], np.int8)
+            if answers.any():
+                columns["answers"] = np.where(encoded.labels == IGNORE_INDEX, 0, answers.repeat(lengths))
         num_bad, num_split_chats = len(rendered.errors), rendered.num_split_chats
         counts = RowCounts(rendered.num_documents, num_bad=num_bad, num_split_chats=num_split_chats)
         found = Findings(counts, first_error=next(iter(rendered.errors), ""))
