@@ -269,6 +269,7 @@ UNKNOWN_PARTS = {
     "question_answer": ({"question": "a", "answer": UNKNOWN}, "column answer must be a text, not list"),
     "text": ({"text": UNKNOWN}, "column text must be a text, not list"),
     "tokens": ({"input_ids": UNKNOWN, "labels": [1]}, "column input_ids must be a list of integers, not list"),
+    "preference": ({"prompt": 5, "chosen": "a", "rejected": "b"}, "column prompt must be a text, not int"),
     "packed": ({"input_ids": [1], "labels": [1], "seq_lens": UNKNOWN}, "column seq_lens must be a list of integers, not list"),
 }  # fmt: skip
 
@@ -556,3 +557,55 @@ def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.description == "org/set/main: 5 documents, columns question,answer → question_answer"
     assert loaded.train.where(2) == "org/set/main[3]"
     assert loaded.train[2] == DOCUMENTS[2]
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
+
+
+ASKED = {"role": "user", "content": "2+2?", "weight": 0}
+GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+PAIR_OF_CHATS = {"chosen": {"messages": [ASKED, GOOD]}, "rejected": {"messages": [ASKED, BAD]}}
+PAIR_OF_TEXTS = {"chosen": {"prompt": "2+2?", "completion": "4"}, "rejected": {"prompt": "2+2?", "completion": "5"}}
+PAIRS = {
+    "TRL, explicit texts": ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
+    "TRL, explicit chats": ({"prompt": chat("2+2?"), "chosen": [GOOD], "rejected": [BAD]}, PAIR_OF_CHATS),
+    "TRL, implicit chats": ({"chosen": chat("2+2?", "4"), "rejected": chat("2+2?", "5")}, PAIR_OF_CHATS),
+    "TRL, implicit texts": (
+        {"chosen": "Q: 2+2? A: 4", "rejected": "Q: 2+2? A: 5"},
+        {"chosen": {"prompt": "Q: 2+2? A: ", "completion": "4"}, "rejected": {"prompt": "Q: 2+2? A: ", "completion": "5"}},
+    ),
+    "LLaMA-Factory, alpaca": ({"instruction": "2+2?", "input": "", "chosen": "4", "rejected": "5"}, PAIR_OF_TEXTS),
+    "LLaMA-Factory, sharegpt": (
+        {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}},
+        PAIR_OF_CHATS,
+    ),
+    "UltraFeedback": (
+        {"prompt": "2+2?", "chosen": chat("2+2?", "4"), "rejected": chat("2+2?", "5"), "messages": chat("2+2?", "4"), "score_chosen": 9.0},
+        PAIR_OF_CHATS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "pair"), PAIRS.values(), ids=PAIRS)
+def test_preference_pairs_of_others(row: dict[str, Any], pair: dict[str, Any]) -> None:
+    detected = detect(list(row), "preference", None)
+    assert detected.document(row, "pairs.jsonl:1") == pair
+
+
+WRONG_PAIRS = {
+    "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "column chosen and column rejected are equal"),
+    "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "column rejected is empty: a preference pair has two"),
+    "a missing half": ({"prompt": "a", "chosen": "b", "rejected": None}, "column rejected is empty"),
+    "other prompts": (
+        {"chosen": chat("2+2?", "4"), "rejected": chat("3+3?", "6")},
+        "column chosen and column rejected must begin with the same prompt",
+    ),
+    "two kinds": ({"chosen": chat("2+2?", "4"), "rejected": "5"}, "must be of one kind"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), WRONG_PAIRS.values(), ids=WRONG_PAIRS)
+def test_a_wrong_pair_names_its_row(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"pairs.jsonl:7: .*{message}"):
+        detect(list(row), "preference", None).document(row, "pairs.jsonl:7")
