@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+
+from automodel_lite.launched import launched
 
 MAX_GRAPHS = 64
 """Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention alone: two windows, each
@@ -10,11 +14,20 @@ for training, validation and a first change of length."""
 
 
 def strict_graphs() -> None:
-    """For the whole process. Floats (softcap, scale) stay constants: symbolic ones cannot be traced with gradients."""
+    """For the whole process. Floats (softcap, scale) stay constants: symbolic ones cannot be traced with gradients.
+
+    Each rank starts up to 32 processes that compile kernels: the ranks of a host share its cores instead, unless
+    TORCHINDUCTOR_COMPILE_THREADS is set.
+    """
     config = torch._dynamo.config
     config.fail_on_recompile_limit_hit = True
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     config.specialize_float = True
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        import torch._inductor.config as inductor_config  # seconds, where nothing is compiled
+
+        share = len(os.sched_getaffinity(0)) // launched("LOCAL_WORLD_SIZE", 1)
+        inductor_config.compile_threads = max(1, min(inductor_config.compile_threads or 1, share))
 
 
 def compiled_graphs() -> int:

@@ -23,6 +23,7 @@ from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.launched import launched
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, use_threads, world_size
@@ -205,6 +206,7 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     average = f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
     return [
         ("device", _device(mesh, built.plan)),
+        *([("", warning)] if (warning := uneven_hosts(mesh.shape, launched("LOCAL_WORLD_SIZE", 1))) else []),
         ("model", _model(built)),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.plan.attention),
@@ -214,6 +216,23 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         *([("average", average)] if decay else []),
         ("memory", f"{built.memory}\n{built.reduction}".strip()),
     ]
+
+
+def uneven_hosts(shape: MeshShape, gpus_per_host: int) -> str:
+    """A warning where copies of the model (HSDP) begin and end inside hosts; empty where they do not.
+
+    Ranks of a copy lie next to each other. A copy inside a host, or of whole hosts, gathers its weights by the fastest
+    links; any other makes several copies share the network of one host at the same time.
+    """
+    ranks_of_copy = shape.world_size // shape.dp_replicate
+    is_even = ranks_of_copy % gpus_per_host == 0 or gpus_per_host % ranks_of_copy == 0
+    if shape.dp_replicate == 1 or is_even:
+        return ""
+    return (
+        f"WARNING: each copy of the model spans {ranks_of_copy} ranks (mesh.dp_shard={shape.dp_shard}), and a host has "
+        f"{gpus_per_host}: copies share hosts, and gather their weights over the network of one another. Choose "
+        f"mesh.dp_shard so that a copy is a host, several, or a part that divides it."
+    )
 
 
 def data_lines(data: PackSource) -> list[Line]:
