@@ -6,8 +6,6 @@ import os
 
 import torch
 
-from automodel_lite.launched import launched
-
 MAX_GRAPHS = 64
 """Of one function. dynamo's default is 8, which GPT-OSS and Gemma-2 use up with flex attention alone: two windows, each
 for training, validation and a first change of length."""
@@ -26,7 +24,7 @@ def strict_graphs() -> None:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         import torch._inductor.config as inductor_config  # seconds, where nothing is compiled
 
-        share = len(os.sched_getaffinity(0)) // launched("LOCAL_WORLD_SIZE", 1)
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         inductor_config.compile_threads = max(1, min(inductor_config.compile_threads or 1, share))
 
 
