@@ -166,18 +166,21 @@ class Column:
     padding  what stands where no document is, and in rows without the column; `input_ids` take the tokenizer's
              padding token
     is_optional  stored and batched only where the data bring it; may hold several values per token, [T, K]
+    in_runs      stored as runs of equal values
     """
 
     stored: str
     batched: str
     padding: float
     is_optional: bool = True
+    in_runs: bool = False
 
 
 COLUMNS = {
     "input_ids": Column("int32", "int64", 0, is_optional=False),
     "labels": Column("int32", "int64", IGNORE_INDEX, is_optional=False),
-    "loss_weights": Column("float32", "float32", 1.0),
+    "loss_weights": Column("float32", "float32", 1.0, in_runs=True),
+    "branches": Column("int32", "int64", 0, in_runs=True),
     "answers": Column("int8", "int64", 0),
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),
@@ -192,6 +195,7 @@ answers       which answer of a preference pair a label belongs to: CHOSEN, REJE
 reference_log_probs  of the labels, by the frozen model that preference losses compare with
 teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
 row_place     where in its flat token rows a token stands
+branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the positions show it
 """
 
 CHOSEN, REJECTED = 1, 2

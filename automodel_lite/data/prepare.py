@@ -102,7 +102,7 @@ class PlannedPacks(PackSource):
 
     @classmethod
     def prepared(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
-        job = job_of(config, documents)
+        job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         packer = packer.padded_with(padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
@@ -119,7 +119,7 @@ class PlannedPacks(PackSource):
 
     @classmethod
     def tokenize_shard(cls, config: Config, documents: Documents) -> tuple[tuple[str, ...], list[int]]:
-        return tokenize_shard(documents, job_of(config, documents), config.cache_dir)
+        return tokenize_shard(documents, job_of(config, documents, build_packer(config).tree), config.cache_dir)
 
     @property
     def held_out(self) -> Mapping[str, PackedDataset]:
@@ -134,7 +134,7 @@ class PlannedPacks(PackSource):
     def longest(self) -> int:
         if self.tokens.drawn:  # a later epoch may draw it
             return min(self.tokens.longest, self.packer.packed_sequence_size)
-        return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.lengths).max(initial=0))
+        return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.row_lengths).max(initial=0))
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
         """The first of max_steps and num_epochs that is reached; raises ConfigError when neither is set."""

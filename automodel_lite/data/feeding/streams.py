@@ -65,6 +65,7 @@ from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_validation
 from automodel_lite.data.tokens.tokenizer import padding_id
+from automodel_lite.data.tokens.trees import trees_of
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
@@ -262,7 +263,7 @@ class TokenStream:
         while chunk := list(islice(documents, AHEAD_DOCUMENTS)):
             for rows in self._rows([self._renderings(place, document) for place, document in chunk]):
                 num_read, num_unusable = num_read + 1, num_unusable + (not rows)
-                yield rows
+                yield trees_of(rows, self.job.tree, self.job.most_tokens)
             max_bad_frac = self.job.settings.max_bad_frac
             if num_read >= MIN_JUDGED_DOCUMENTS and num_unusable > max_bad_frac * num_read:
                 raise DataError(
@@ -314,7 +315,8 @@ class StreamedPacks(PackSource):
 
     @classmethod
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
-        job = job_of(replace(config, tokenize=replace(config.tokenize, num_shards=1)), documents)
+        settings = replace(config, tokenize=replace(config.tokenize, num_shards=1))
+        job = job_of(settings, documents, packer.tree, packer.packed_sequence_size)
         packer = packer.padded_with(padding_id(job.tokenizer))
         val, notes = tokenize_validation(documents, job, config.cache_dir)
         val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_lite.data.reading.documents import MEDIA, Document
-from automodel_lite.data.reading.formats import FORMATS, Format, own_format
+from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
 from automodel_lite.data.tokens.cache import short_hash
@@ -84,7 +84,8 @@ class Detected:
 
     def _normalize(self, row: RawRow) -> Document:
         try:
-            return self.format.normalize(row)
+            document = self.format.normalize(row)
+            return document if row.get(GROUP) is None else {**document, GROUP: row[GROUP]}
         except (DataError, ConfigError):
             raise
         except KeyError as error:
@@ -277,7 +278,7 @@ def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str])
     mapped = ", ".join(f"{canonical} = {column}" for canonical, column in renames.items())
     description = f"columns {','.join(columns)}" + (f" → {found.name}" if list(columns) != [found.name] else "")
     description += f" ({mapped})" if mapped else ""
-    used = {*renames.values(), *found.columns, *found.optional}
+    used = {*renames.values(), *found.columns, *found.optional, GROUP}
     ignored = [name for name in columns if name not in used]
     return description + (f", ignored: {', '.join(ignored)}" if ignored else "")
 

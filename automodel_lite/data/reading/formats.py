@@ -62,6 +62,17 @@ def prompt_completion(row: RawRow) -> Document:
     return _prompt_completion(row, _text(row, "prompt"), "completion")
 
 
+def responses(row: RawRow) -> Document:
+    """`prompt`, a text or a list of messages, and `responses`, several answers to it, each of which is trained on."""
+    answers = row.get("responses")
+    if not isinstance(answers, list) or not answers:
+        raise DataError(f"column responses must be a list of answers, not {_shown(answers)}.")
+    if isinstance(row.get("prompt"), list):
+        turns = ({"role": "assistant", "content": answer} if isinstance(answer, str) else answer for answer in answers)
+        answers = [[turn] for turn in turns]
+    return {"documents": [prompt_completion({**row, "completion": answer}) for answer in answers]}
+
+
 def text(row: RawRow) -> Document:
     """`text`, trained on whole."""
     return {"text": _text(row, "text")}
@@ -132,12 +143,14 @@ def _split_texts(chosen: str, rejected: str) -> Document:
 
 SYSTEM = ("system", "system_prompt")
 CHAT_EXTRAS = ("tools", *SYSTEM)
+GROUP = "group"  # column of any format: rows of one name may share their beginning (data/tokens/trees.py)
 FORMATS = (
     Format("packed", "tokens", ("input_ids", "labels", "seq_lens"), packed_tokens, ("seq_lens_padded", "loss_weights")),
     Format("tokens", "tokens", ("input_ids",), tokens, ("labels", "loss_mask", "attention_mask", "loss_weights")),
     Format("messages", "messages", ("messages",), messages, CHAT_EXTRAS),
     Format("sharegpt", "messages", ("conversations",), sharegpt, CHAT_EXTRAS),
     Format("prompt_completion", "prompt_completion", ("prompt", "completion"), prompt_completion, CHAT_EXTRAS),
+    Format("responses", "prompt_completion", ("prompt", "responses"), responses, CHAT_EXTRAS),
     Format("alpaca", "prompt_completion", ("instruction", "output"), alpaca, ("input", "history", *SYSTEM)),
     Format("question_answer", "prompt_completion", ("question", "answer"), question_answer, ("context", *SYSTEM)),
     Format("text", "text", ("text",), text),

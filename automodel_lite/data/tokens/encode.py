@@ -354,6 +354,8 @@ class Renderer:
         """
         if "chosen" in document:
             return [self._answer(document[name], which) for name, which in (("chosen", CHOSEN), ("rejected", REJECTED))]
+        if "documents" in document:  # several answers to one prompt
+            return [rendering for one in document["documents"] for rendering in self.renderings(one)]
         if "messages" in document:
             if self._chat is None:
                 raise ConfigError(f"the data are chats, and {no_template(self._tokenizer)}")

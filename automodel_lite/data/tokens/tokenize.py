@@ -49,6 +49,7 @@ from automodel_lite.data.tokens.token_rows import (
     load_rows,
     next_token_labels,
 )
+from automodel_lite.data.tokens.trees import ALONE, load_trees, write_trees
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
@@ -64,6 +65,8 @@ class Job:
 
     tokenizer: PreTrainedTokenizerFast
     settings: TokenizeConfig = field(default_factory=TokenizeConfig)
+    tree: str = "auto"  # packed_sequence.tree: which rows may share their beginning
+    most_tokens: int | None = None  # of a pack, which no tree exceeds; None = any
 
     def documents(self, rows: DocumentSet) -> range:
         """Those of the shard, or all."""
@@ -139,6 +142,7 @@ class Rendered:
     num_documents: int
     renderings: list[Rendering] = field(default_factory=list)
     tokens: list[Document] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)  # of each rendering, or document of tokens
     errors: list[str] = field(default_factory=list)
     num_split_chats: int = 0
 
@@ -173,7 +177,9 @@ class ChunkTokenizer:
                 rendered.errors.append(str(error))
                 continue
             rendered.renderings += renderings
-            rendered.num_split_chats += len(renderings) > 1 and not renderings[0].answer
+            rendered.groups += [_group(document, index)] * max(1, len(renderings))
+            is_split = len(renderings) > len(document.get("documents", [document])) and not renderings[0].answer
+            rendered.num_split_chats += is_split
         return rendered
 
     def _renderings(self, document: Document, index: int, rendered: Rendered) -> list[Rendering]:
@@ -197,7 +203,17 @@ class ChunkTokenizer:
         num_bad, num_split_chats = len(rendered.errors), rendered.num_split_chats
         counts = RowCounts(rendered.num_documents, num_bad=num_bad, num_split_chats=num_split_chats)
         found = Findings(counts, first_error=next(iter(rendered.errors), ""))
-        return check_rows(columns, lengths, self._renderer.stop_ids, found)
+        groups = np.array(rendered.groups, np.int64)
+        if rendered.tokens:  # what was packed before holds documents of any sources
+            groups = groups.repeat([len(document["lengths"]) for document in rendered.tokens])
+        return check_rows(columns, lengths, self._renderer.stop_ids, found, groups)
+
+
+def _group(document: Document, index: int) -> int:
+    """The number of a document, or of what its column `group` names, far beyond those of documents."""
+    if document.get("group") is None:
+        return index if len(document.get("lengths", [1])) == 1 else ALONE
+    return int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
 
 
 def _token_rows(documents: list[Document]) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -235,12 +251,13 @@ def _chunk_in_process(wanted: range) -> Chunk:
     return _worker.chunk(wanted)
 
 
-def job_of(config: Config, documents: Documents) -> Job:
-    """The job of a run, whose tokenizer may be trained on its documents."""
-    return Job(build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir), config.tokenize)
+def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens: int | None = None) -> Job:
+    """The job of a run, whose tokenizer may be trained on its documents; `tree` and `most_tokens` are the packer's."""
+    tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
+    return Job(tokenizer, config.tokenize, tree, most_tokens)
 
 
-RULES_VERSION = "4"  # of rendering, masking and files; raised when the same input gives other rows, or other files
+RULES_VERSION = "5"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
 def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | None = None) -> TokenizedData:
@@ -299,7 +316,7 @@ def tokenize_validation(
         name: _Set(name, f"{stream.identity} val", stream.kind, rows, job, root) for name, rows in stream.val.items()
     }
     entries = {name: one.tokenized() for name, one in sets.items()}
-    return {name: load_rows(entry.folder) for name, entry in entries.items()}, _notes(entries)
+    return {name: load_trees(entry.folder, job.most_tokens) for name, entry in entries.items()}, _notes(entries)
 
 
 def _tokenize(documents: Documents, job: Job, cache_dir: Path) -> TokenizedData:
@@ -307,11 +324,12 @@ def _tokenize(documents: Documents, job: Job, cache_dir: Path) -> TokenizedData:
         datasets = {name: _tokenize(dataset, job, cache_dir) for name, dataset in documents.datasets.items()}
         return documents.tokenized(datasets, len(job.tokenizer))
     entries = {one.name: one.tokenized() for one in _sets_of(documents, job, cache_dir)}
+    rows = {name: load_trees(entry.folder, job.most_tokens) for name, entry in entries.items()}
     return TokenizedData(
-        train=load_rows(entries["train"].folder),
-        val={name.removeprefix("val/"): load_rows(e.folder) for name, e in entries.items() if name != "train"},
+        train=rows["train"],
+        val={name.removeprefix("val/"): of_set for name, of_set in rows.items() if name != "train"},
         counts={name: _read_counts(entry) for name, entry in entries.items()},
-        notes=_notes(entries),
+        notes=(*_notes(entries), *(f"{name}: {of_set.note}" for name, of_set in rows.items() if of_set.note)),
         fingerprint=(entries["train"].folder / CONTENT_HASH).read_text()[:16],
     )
 
@@ -363,11 +381,12 @@ class _Set:
         with Progress(f"tokenizing {self.name}", len(self.job.documents(self.rows)), "documents") as progress:
             for chunk in tokenize_chunks(self.rows, self.job):
                 progress.add(chunk.found.counts.num_documents)
-                writer.append(chunk.columns, chunk.lengths)
+                writer.append(chunk.columns, chunk.lengths, chunk.groups)
                 found += chunk.found
         writer.close()
         if self.job.settings.shard is None:
             self._check(found)
+            found += Findings(write_trees(folder, self.job.tree))
         found.save(folder)
 
     def _join(self, folder: Path) -> None:
@@ -386,6 +405,7 @@ class _Set:
         writer.close()
         found = sum(map(Findings.load, shards), Findings())
         self._check(found)
+        found += Findings(write_trees(folder, self.job.tree))
         found.save(folder)
 
     def _check(self, found: Findings) -> None:
@@ -407,6 +427,7 @@ def _key(identity: str, job: Job) -> Key:
         "train_on": settings.train_on,
         "on_bad_row": settings.on_bad_row,
         "max_bad_frac": str(settings.max_bad_frac),
+        "tree": job.tree,
         "rules": RULES_VERSION,
         "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
     }

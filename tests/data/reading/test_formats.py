@@ -265,6 +265,7 @@ UNKNOWN_PARTS = {
     "messages": ({"messages": [{"role": "user", "content": UNKNOWN}, CHAT[1]]}, "messages[0].content[0] is of type 'image_url'"),
     "sharegpt": ({"conversations": [{"from": "human", "value": UNKNOWN}, CHAT[1]]}, "conversations[0].content[0] is of type 'image_url'"),
     "prompt_completion": ({"prompt": CHAT[:1], "completion": [{"role": "assistant", "content": UNKNOWN}]}, "completion[0].content[0] is of type 'image_url'"),
+    "responses": ({"prompt": "a", "responses": "b"}, "column responses must be a list of answers, not str"),
     "alpaca": ({"instruction": "a", "input": UNKNOWN, "output": "b"}, "column input must be a text, not list"),
     "question_answer": ({"question": "a", "answer": UNKNOWN}, "column answer must be a text, not list"),
     "text": ({"text": UNKNOWN}, "column text must be a text, not list"),

@@ -1,0 +1,189 @@
+"""Rows that begin alike become trees: as few tokens as possible, and the same labels, weights and rows."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.packing.packs import Packer, lay_out, packed_sequence_thd_collater
+from automodel_lite.data.reading.documents import TokenizedData
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.token_rows import RowsWriter, Runs, flatten, load_rows
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.data.tokens.trees import cut_tree, grow_trees
+from automodel_lite.paths import find_nodes
+from automodel_lite.thd import IGNORE_INDEX, to_thd
+from tests.attention.trees import labelled, random_rows
+from tests.data.templates import MARKED, QWEN3, byte_tokenizer
+
+_ = -100
+
+
+def rows_of(rows: list[tuple[list[int], list[int]]]) -> list[dict[str, np.ndarray]]:
+    return [{"input_ids": np.array(ids, np.int32), "labels": np.array(labels, np.int32)} for ids, labels in rows]
+
+
+def spelled(tree: dict[str, Any]) -> list[list[int]]:
+    """The rows of a tree, by the paths of a pack that holds it."""
+    pack = lay_out(flatten([tree]), np.array([0]), np.array([len(tree["input_ids"])]), len(tree["input_ids"]))
+    nodes = find_nodes(torch.tensor([0, len(tree["input_ids"])]), pack["position_ids"])
+    ids = torch.tensor(tree["input_ids"])
+    if nodes is None:
+        return [ids.tolist()]
+    return [ids[path].tolist() for path in nodes.paths.split(nodes.path_lens.tolist())]
+
+
+def test_three_rows_are_the_tree_of_the_drawing() -> None:
+    rows = rows_of([labelled([7, 8], 1), labelled([7, 9, 2, 3], 2), labelled([7, 9, 4], 1)])
+    (tree,) = grow_trees(rows, least_shared=1)
+    assert tree["input_ids"].tolist() == [7, 8, 7, 9, 2, 3, 9, 4]
+    assert tree["labels"].tolist() == [8, _, 9, 2, 3, _, 4, _]
+    assert tree["branches"].tolist() == [0, 0, 1, 0, 0, 0, 2, 0]
+    assert "loss_weights" not in tree
+
+
+def test_a_label_that_two_rows_train_weighs_two() -> None:
+    (tree,) = grow_trees(rows_of([labelled([1, 2, 3, 4], 1), labelled([1, 2, 3, 5], 2)]), least_shared=2)
+    assert tree["input_ids"].tolist() == [1, 2, 3, 4, 3, 5]
+    assert tree["labels"].tolist() == [2, 3, 4, _, 5, _]
+    assert tree["loss_weights"].tolist() == [1, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([([1, 2, 3, 4], [9, 9, 9, _]), ([1, 2, 3, 5], [_] * 4)], "labels that are not the next token"),
+        ([([1, 2, 3], [2, 3, _]), ([1, 9, 3], [9, 3, _])], "too little is shared"),
+    ],
+    ids=["labels of one's own", "short beginnings"],
+)
+def test_rows_that_stay_rows(rows: list, why: str) -> None:
+    assert len(grow_trees(rows_of(rows), least_shared=2)) == 2, why
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_trees_keep_rows_and_labels(seed: int) -> None:
+    """Whole, and cut into parts for small packs: every row and every label is there as often as before."""
+    r = random.Random(seed)
+    rows = random_rows(r, 9, r.randint(1, 6))
+    if r.random() < 0.5:
+        rows += [rows[0]]
+    trees = grow_trees(rows_of(rows), least_shared=1)
+    size = max(max(len(ids) for ids, _ in rows), r.randint(10, 80))
+    parts = [part for tree in trees for part in (cut_tree(tree, size) if "branches" in tree else [tree])]
+    assert all(len(part["input_ids"]) <= size for part in parts)
+    for held in (trees, parts):
+        assert sorted(row for tree in held for row in spelled(tree)) == sorted(ids for ids, _ in rows)
+        trained = sum(labels != IGNORE_INDEX for _, row in rows for labels in row)
+        weights = [tree.get("loss_weights", np.ones(len(tree["labels"]))) for tree in held]
+        assert trained == sum(w[tree["labels"] != IGNORE_INDEX].sum() for w, tree in zip(weights, held))
+
+
+def test_runs_are_the_column(tmp_path: Path) -> None:
+    """What is written in pieces, in runs, reads as it was; documents without the column have its padding."""
+    writer, r = RowsWriter(tmp_path), np.random.default_rng(0)
+    columns = {name: [] for name in ("branches", "loss_weights")}
+    for piece in range(6):
+        n = int(r.integers(0, 9))
+        given = {"branches": r.integers(0, 2, n), "loss_weights": r.integers(0, 3, n).astype(np.float32)}
+        given = given if piece % 2 else {}
+        writer.append({"input_ids": np.arange(n), "labels": np.arange(n), **given}, np.array([n]))
+        columns["branches"] += list(given.get("branches", [0] * n))
+        columns["loss_weights"] += list(given.get("loss_weights", [1.0] * n))
+    writer.close()
+    rows = load_rows(tmp_path)
+    for name, want in columns.items():
+        column = rows.columns[name]
+        assert isinstance(column, Runs)
+        for start in range(len(want) + 1):
+            for stop in range(len(want) + 1):
+                assert column[start:stop].tolist() == want[start:stop]
+
+
+QUESTIONS = ["How many seas are there on the round earth, and how deep is each of them, pray?", "Why so?", "And then?"]
+
+
+def chat(answers: list[str]) -> dict[str, Any]:
+    turns = zip(QUESTIONS, answers)
+    return {
+        "messages": [x for q, a in turns for x in ({"role": "user", "content": q}, {"role": "assistant", **think(a)})]
+    }
+
+
+def think(answer: str) -> dict[str, str]:
+    return {"content": answer, "reasoning_content": f"Hm, {answer}? Let me see."}
+
+
+def tokenized(
+    folder: Path, lines: list[dict], tree: str, family: Any = QWEN3, size: int | None = None
+) -> TokenizedData:
+    folder.mkdir(exist_ok=True)
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    job = Job(byte_tokenizer(family), TokenizeConfig(), tree, size)
+    return tokenize_documents(FilesDataset(str(folder / "data.jsonl")), job, folder / "cache")
+
+
+def num_labels(rows: Any) -> float:
+    found = [rows[i] for i in range(len(rows))]
+    return sum(
+        float(
+            (np.ones(len(x["labels"])) if "loss_weights" not in x else x["loss_weights"])[
+                x["labels"] != IGNORE_INDEX
+            ].sum()
+        )
+        for x in found
+    )
+
+
+def test_the_turns_of_a_reasoning_chat_are_one_tree(tmp_path: Path) -> None:
+    lines = [chat(["Seven.", "They are.", "Salt."]), chat(["Five.", "So they say.", "Fog."])]
+    off, auto = (tokenized(tmp_path, lines, tree) for tree in ("off", "auto"))
+    assert len(off.train) == 6
+    assert len(auto.train) == 2
+    assert auto.counts["train"].num_trees == 2
+    assert auto.counts["train"].num_saved_tokens == off.train.num_tokens - auto.train.num_tokens
+    assert "2 trees of rows that begin alike save" in auto.notes[0]
+    assert auto.counts["train"].num_label_tokens == off.counts["train"].num_label_tokens == num_labels(auto.train)
+    assert auto.fingerprint != off.fingerprint
+    folder = auto.train.trees.folder  # type: ignore[attr-defined]
+    stored = sum(file.stat().st_size - 128 for file in folder.glob("*.npy"))
+    assert stored < 1.1 * 8 * auto.train.num_tokens
+    again = pickle.loads(pickle.dumps(auto.train))
+    assert again[1]["branches"].tolist() == auto.train[1]["branches"].tolist()
+
+
+def test_responses_and_groups_share_their_prompts(tmp_path: Path) -> None:
+    prompt = "Tell me about the ships that came over the sea, from which harbor, and with what cargo."
+    lines: list[dict] = [{"prompt": prompt, "responses": ["Three ships came.", "None.", "Many ships came."]}] * 2
+    answers = tokenized(tmp_path / "a", lines, "auto", MARKED).train
+    assert len(answers) == 2
+    assert len(spelled(dict(answers[0]))) == 3
+    lines = [
+        {"prompt": prompt, "completion": text, "group": name} for text, name in (("a", "x"), ("b", "y"), ("c", "x"))
+    ]
+    groups = tokenized(tmp_path / "g", lines, "auto", MARKED).train
+    assert [len(spelled(dict(groups[i]))) for i in range(len(groups))] == [2, 1]
+    assert len(tokenized(tmp_path / "g", lines, "all", MARKED).train) == 1
+
+
+def test_a_tree_over_a_pack_is_cut_said_and_counted(tmp_path: Path) -> None:
+    lines = [chat(["Seven.", "They are.", "Salt."])]
+    whole = tokenized(tmp_path, lines, "auto")
+    assert whole.train.lengths[0] > 280 > whole.train.row_lengths[0]
+    cut = tokenized(tmp_path, lines, "auto", size=280)
+    assert len(cut.train) > 1
+    assert cut.train.lengths.max() <= 280
+    assert num_labels(cut.train) == num_labels(whole.train)
+    assert "train: 1 trees over packed_sequence.packed_sequence_size=280 are cut into" in cut.notes[-1]
+    packs = Packer(280).packs(cut.train, Packer(280).plan(cut.train.lengths))
+    assert sum(
+        to_thd(packed_sequence_thd_collater([packs[i]])).num_label_tokens for i in range(len(packs))
+    ) == num_labels(whole.train)
