@@ -31,27 +31,32 @@ MODES = ("auto", "off", "all")
 ALONE = -1
 """Group of a row that shares with none."""
 BLOCK_TREES = 1000
+PAIRED = "answers"
+"""The column of rows that an objective compares: all of one group are one unit of packing, and never cut apart."""
 
 Row = Mapping[str, np.ndarray]
 Tree = dict[str, np.ndarray]
 
 
-def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED) -> list[Tree]:
+def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bool = True) -> list[Tree]:
     """Rows of one source -> trees of those whose beginnings are alike, and the other rows as they are.
 
     A tree has the columns of a row, `branches`, and `loss_weights` where a label is trained on by more rows than one.
-    Rows with labels that are not the next token, or with other columns of their own, stay rows: a shared token has one
-    label, and one value of each column.
+    Rows with labels that are not the next token, or with weights of their own, stay rows: a shared token has one label
+    and one value of each column.
+
+    shares  False: what is put together for other reasons (`PAIRED`) holds each row whole
     """
     if len(rows) < 2 or not all(_may_share(row) for row in rows):
         return [dict(row) for row in rows]
+    least_shared = 0 if PAIRED in rows[0] else max(1, least_shared)
     # Big-endian bytes of ids sort as the ids do.
     keys = [row["input_ids"].astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     groups: list[tuple[list[int], list[int]]] = []  # rows, and the tokens that each shares with the one before
     for before, number in zip([-1, *order], order):
-        shared = _shared(rows[before]["input_ids"], rows[number]["input_ids"]) if before >= 0 else 0
-        if shared >= max(1, least_shared):
+        shared = _shared(rows[before], rows[number]) if before >= 0 and shares else 0
+        if before >= 0 and shared >= least_shared:
             groups[-1][0].append(number)
             groups[-1][1].append(shared)
         else:
@@ -65,20 +70,25 @@ def _may_share(row: Row) -> bool:
     ids, labels = row["input_ids"], row["labels"]
     has_label = labels[:-1] != IGNORE_INDEX
     is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (not len(ids) or labels[-1] == IGNORE_INDEX)
-    return is_next and row.keys() == {"input_ids", "labels"}
+    return is_next and "loss_weights" not in row
 
 
-def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens at the beginning that are equal."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length
+def _shared(one: Row, other: Row) -> int:
+    """Tokens at the beginning that are equal, in all columns but labels; of the last, which is copied, in its id."""
+    shared = min(len(one["input_ids"]), len(other["input_ids"]))
+    for name in one.keys() - {"labels"}:
+        unequal = one[name][:shared] != other[name][:shared]
+        differs = unequal if unequal.ndim == 1 else unequal.any(1)
+        if differs.any():
+            shared = int(differs.argmax()) + (name != "input_ids")
+    return shared
 
 
 def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
     """Sorted rows, and the tokens that each shares with the one before -> their tree."""
     firsts = [max(0, tokens - 1) for tokens in shared]  # the last shared token is copied: it has a label in each row
-    ids = np.concatenate([row["input_ids"][first:] for row, first in zip(rows, firsts)])
+    own = {name: np.concatenate([row[name][first:] for row, first in zip(rows, firsts)]) for name in rows[0]}
+    ids = own["input_ids"]
     labels = np.full(len(ids), IGNORE_INDEX, np.int32)
     weights, branches = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
     path, end = np.zeros(0, np.int64), 0
@@ -90,7 +100,7 @@ def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
         trained = path[row["labels"] != IGNORE_INDEX]
         labels[trained] = row["labels"][row["labels"] != IGNORE_INDEX]
         weights[trained] += 1
-    tree = {"input_ids": ids, "labels": labels, "branches": branches}
+    tree = own | {"labels": labels, "branches": branches}
     return tree if weights.max(initial=0) <= 1 else tree | {"loss_weights": np.where(weights == 0, 1, weights)}
 
 
@@ -121,8 +131,10 @@ def _part(tree: Row, runs: Sequence[tuple[np.ndarray, int]]) -> Tree:
 
 def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tree]:
     """What becomes of the rows of one document of a stream, whose other documents are not searched for like ones."""
-    grown = [dict(row) for row in rows] if mode == "off" else grow_trees(rows)
-    parts = [cut_tree(row, most_tokens) if most_tokens and "branches" in row else [row] for row in grown]
+    is_paired = bool(rows) and PAIRED in rows[0]
+    grown = grow_trees(rows, shares=mode != "off") if mode != "off" or is_paired else [dict(row) for row in rows]
+    is_cut = most_tokens is not None and not is_paired
+    parts = [cut_tree(row, most_tokens or 0) if is_cut and "branches" in row else [row] for row in grown]
     return [part for of_tree in parts for part in of_tree]
 
 
@@ -137,7 +149,7 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
     if len(groups) == len(rows):
         return RowCounts()
     trees, writer = folder / "trees", RowsWriter(folder / "trees")
-    grown = (tree for group in groups for tree in grow_trees([rows[i] for i in group]))
+    grown = (tree for group in groups for tree in grow_trees([rows[i] for i in group], shares=mode != "off"))
     num_trees = 0
     while block := list(islice(grown, BLOCK_TREES)):
         num_trees += sum("branches" in tree for tree in block)
@@ -153,6 +165,8 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
 
 def _groups(rows: TokenRows, mode: str) -> list[list[int]]:
     """The rows that may share a tree, in the order of their first ones."""
+    if PAIRED in rows.columns:
+        mode = "auto"
     if mode == "off" or (mode == "auto" and rows.groups is None):
         return [[i] for i in range(len(rows))]
     found: dict[Any, list[int]] = {}
@@ -168,7 +182,9 @@ def _groups(rows: TokenRows, mode: str) -> list[list[int]]:
 def load_trees(folder: Path, most_tokens: int | None = None) -> Rows:
     """The rows of a folder; where they are trees, none has more tokens than a pack unless one of its rows has."""
     rows = load_rows(folder)
-    return rows if "branches" not in rows.columns else TreeRows(rows, most_tokens)
+    if "branches" not in rows.columns:
+        return rows
+    return TreeRows(rows, None if PAIRED in rows.columns else most_tokens)
 
 
 class TreeRows(Rows):

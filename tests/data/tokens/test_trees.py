@@ -187,3 +187,16 @@ def test_a_tree_over_a_pack_is_cut_said_and_counted(tmp_path: Path) -> None:
     assert sum(
         to_thd(packed_sequence_thd_collater([packs[i]])).num_label_tokens for i in range(len(packs))
     ) == num_labels(whole.train)
+
+
+@pytest.mark.parametrize(("shares", "ids"), [(True, [1, 2, 3, 4, 3, 5]), (False, [1, 2, 3, 4, 1, 2, 3, 5])])
+def test_answers_that_are_compared_are_one_unit(shares: bool, ids: list[int]) -> None:
+    """Whatever they share; where columns differ, only a copied token may be the last that is shared."""
+    rows = rows_of([labelled([1, 2, 3, 4], 3), labelled([1, 2, 3, 5], 3)])
+    for which, row in enumerate(rows, start=1):
+        row["answers"] = np.where(row["labels"] == _, 0, which).astype(np.int32)
+    (pair,) = grow_trees(rows, shares=shares)
+    assert pair["input_ids"].tolist() == ids
+    assert sorted(pair["answers"][pair["labels"] != _].tolist()) == [1, 2]
+    (apart,) = grow_trees([rows[0], {**rows[1], "input_ids": rows[1]["input_ids"] + 4, "labels": np.full(4, _)}])
+    assert apart["branches"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
