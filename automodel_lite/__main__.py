@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from importlib import import_module
 from typing import NoReturn
 
 from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
 
 TOOLS = {
+    "run": "run a recipe of your own: automodel-lite run my_package.kd:main --config-name ...",
     "validate": "check a training's settings, data and sizes, estimate its memory, and stop",
     "ls": "list presets, groups and options",
     "cp": "copy a preset or an option into a folder of your own",
@@ -41,12 +43,18 @@ def main() -> None:
 
 
 def _run_tool(name: str, arguments: list[str]) -> NoReturn:
-    from automodel_lite.cli import help, run_recipe, run_tool
+    from automodel_lite.cli import run_recipe, run_tool
 
     sys.argv = [f"automodel-lite {name}", *arguments]
     if name == "validate":
         run_recipe("recipes.train_ft:main", [*arguments, "dry_run=true"])
-    run_tool(vars(help)[name], arguments)
+    if name == "run" and arguments[:1] not in ([], ["-h"], ["--help"]):
+        run_recipe(arguments[0], arguments[1:])
+    if name == "run":
+        print("usage: automodel-lite run PACKAGE.MODULE:FUNCTION --config-name PRESET [key=value ...]")
+        raise SystemExit(0 if arguments else 2)
+    module = import_module(f"automodel_lite.cli.{name if name in ('slurm', 'schema') else 'help'}")
+    run_tool(vars(module)[name], arguments)
 
 
 def _complete(arguments: list[str]) -> NoReturn:

@@ -11,8 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config, run_recipe
-from automodel_lite.cli.app import choose_allocator
 from automodel_lite.cli.help import help_of
+from automodel_lite.cli.hydra_app import choose_allocator
+from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
@@ -115,7 +116,7 @@ def test_every_preset_is_valid(preset: str) -> None:
 
 
 def test_help_names_presets_groups_and_examples() -> None:
-    text = help_of("train_ft", Sources())
+    text = help_of(Recipe("recipes.train_ft:main"), Sources())
     assert all(preset in text for preset in presets_of(Sources()))
     assert "attention" in text
     assert text.count("torchrun recipes/train_ft.py") >= 4
@@ -169,7 +170,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
 
 
 def test_each_recipe_says_what_it_is_and_how_it_is_started() -> None:
-    said = help_of("inspect_data", Sources()).splitlines()
+    said = help_of(Recipe("recipes.inspect_data:main"), Sources()).splitlines()
     assert said[0] == "Look at documents as tokens, labels and packs."
     assert said[2] == "usage: python recipes/inspect_data.py --config-name PRESET [--config-dir FOLDER] [key=value ...]"
 
@@ -177,7 +178,7 @@ def test_each_recipe_says_what_it_is_and_how_it_is_started() -> None:
 def test_help_lists_presets_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("# Mine: for me\ndefaults: [smoke]\n")
     (tmp_path / "bare.yaml").write_text("defaults: [smoke]\n")
-    lines = help_of("train_ft", Sources.of(str(tmp_path))).splitlines()
+    lines = help_of(Recipe("recipes.train_ft:main"), Sources.of(str(tmp_path))).splitlines()
     assert "  mine             Mine" in lines
     assert "  bare             " in lines
 

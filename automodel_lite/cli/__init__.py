@@ -2,9 +2,9 @@
 sentences that a process ends with.
 """
 
-from automodel_lite.cli.app import imported, run_recipe
 from automodel_lite.cli.ending import run_tool
+from automodel_lite.cli.hydra_app import compose_config, run_recipe
 from automodel_lite.cli.line import argument_parser
-from automodel_lite.cli.sources import compose_config
+from automodel_lite.cli.recipes import imported
 
 __all__ = ["argument_parser", "compose_config", "imported", "run_recipe", "run_tool"]

@@ -81,7 +81,7 @@ def group_of(override: str, known: Mapping[str, Sequence[str]]) -> str | None:
     return name if name in known or "/" in name else None
 
 
-def opened(override: str, known: Mapping[str, Sequence[str]]) -> str:
+def allow_new_key(override: str, known: Mapping[str, Sequence[str]]) -> str:
     """`a.b=1` -> `++a.b=1`; group choices, deletions and Hydra's own keys stay as they are."""
     key, value = split(override)
     is_plain = re.match(r"\+?\+?[A-Za-z_]", override) and value is not None
@@ -170,7 +170,11 @@ class Line:
     question: tuple[str, ...]  # Hydra's flags for something to show: ("--cfg", "job")
     is_help: bool
     is_multirun: bool
-    rerun: str | None
+    cfg: str  # of --cfg
+    info: str | None
+    package: str | None
+    is_resolved: bool
+    folders: tuple[str, ...]  # --config-dir and --config-path, as they were given
     launch: dict[str, Any]  # nproc, nnodes, rdzv, rdzv_id, max_restarts, as far as they were given
 
 
@@ -191,7 +195,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--config-path", "-cp")
     found.add_argument("--config-name", "-cn")
     found.add_argument("--config-dir", "-cd")
-    found.add_argument("--experimental-rerun")
     found.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
     found.add_argument("--nproc")
     found.add_argument("--nnodes", type=int)
@@ -231,7 +234,16 @@ def parsed(argv: Sequence[str]) -> Line:
         question=tuple(word for flag, value in asked for word in ([flag] if value is True else [flag, value])),
         is_help=given.help,
         is_multirun=given.multirun or "hydra.mode=MULTIRUN" in given.overrides,
-        rerun=given.experimental_rerun,
+        cfg=given.cfg or "",
+        info=given.info,
+        package=given.package,
+        is_resolved=given.resolve,
+        folders=tuple(
+            word
+            for flag, value in (("--config-dir", given.config_dir), ("--config-path", given.config_path))
+            if value
+            for word in (flag, value)
+        ),
         launch={key: value for key, value in launch.items() if value is not None},
     )
 

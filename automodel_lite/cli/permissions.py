@@ -23,7 +23,6 @@ COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
 # Whole names: a prefix such as `logging.` would admit `logging.FileHandler`, which writes wherever a file says.
 _TRUSTED = frozenset(
     [
-        "automodel_lite.cli.sweep.Start",
         "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
         "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
         "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",

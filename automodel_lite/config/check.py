@@ -40,19 +40,25 @@ LISTS = (list, tuple, Sequence)
 GROUPS = (dict, Mapping)
 
 
-def check_config(raw: DictConfig) -> Config:
+def check_config(raw: DictConfig, extra: type | None = None) -> Config:
     """A composed configuration -> the typed one; raises one ConfigError that lists every problem, a line each.
+
+    extra   the dataclass of a recipe's own keys; None: it has none; dict: they are not looked at
 
     Finds unknown keys, wrong types, missing values, unset environment variables and broken `${}` before anything is
     loaded.
     """
     raw = OmegaConf.create(with_options(OmegaConf.to_container(raw, resolve=False)))
+    if is_dataclass(extra) and isinstance(raw.get("extra", {}), Mapping):
+        raw.extra = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(extra)), raw.get("extra", {}))
     problems = list(_unresolved(raw))
     if problems:
         former = [key for key in FORMER_KEYS if OmegaConf.select(raw, key, throw_on_missing=False) is not None]
         raise ConfigError("\n".join([*(f"{key}: unknown key{did_you_mean(key, ())}" for key in former), *problems]))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
-    problems = sorted(_schema_problems(plain, Config, ""), key=lambda line: ": unknown key" not in line)  # typos first
+    of_extra = _extra_problems(plain.get("extra"), extra)
+    problems = [*_schema_problems(plain, Config, ""), *of_extra]
+    problems.sort(key=lambda line: ": unknown key" not in line)  # typos first
     allowed = _lookup(plain, "security.allow_targets") or []
     problems += _target_problems(plain, allowed)
     problems += [*_unsound_values(plain), *_name_problems(plain), *_missing_parts(plain)]
@@ -109,7 +115,8 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
         path = f"{prefix}{key}"
         if key not in hints:
             leaf, leaf_value = _first_leaf(path, value)
-            yield f"{leaf}={shown(leaf_value)}: unknown key{did_you_mean(leaf, known_keys()) or '.'}"
+            known = known_keys() if schema is Config or not prefix.startswith("extra.") else known_keys(schema, prefix)
+            yield f"{leaf}={shown(leaf_value)}: unknown key{did_you_mean(leaf, known) or '.'}"
         elif is_dataclass(hints[key]):
             if isinstance(value, dict):
                 yield from _schema_problems(value, hints[key], f"{path}.")
@@ -120,6 +127,15 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 yield f"{path}={shown(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
         else:
             yield from _value_problems(path, value, hints[key])
+
+
+def _extra_problems(values: Any, kind: type | None) -> Iterator[str]:
+    """What is wrong with a recipe's own keys."""
+    if is_dataclass(kind) and isinstance(values, dict):
+        yield from _schema_problems(values, typing.cast(type, kind), "extra.")
+    elif kind is None and values:
+        leaf, value = _first_leaf("extra", values)
+        yield f"{leaf}={shown(value)}: unknown key: this recipe has no keys of its own."
 
 
 def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> Iterator[str]:
@@ -294,8 +310,8 @@ def _parts(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _parts(value, f"{prefix}.{index}")
 
 
-def known_keys() -> list[str]:
-    """Every key of the schema, dotted: `training.max_steps`."""
+def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every key of a schema, dotted: `training.max_steps`."""
 
     def walk(schema: type, prefix: str) -> Iterator[str]:
         for name, hint in typing.get_type_hints(schema).items():
@@ -303,7 +319,7 @@ def known_keys() -> list[str]:
             if is_dataclass(hint):
                 yield from walk(typing.cast(type, hint), f"{prefix}{name}.")
 
-    return list(walk(Config, ""))
+    return list(walk(schema, prefix))
 
 
 def matches(value: Any, hint: Any) -> bool:

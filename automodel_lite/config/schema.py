@@ -187,6 +187,7 @@ class Config:
     report: bool = free(True)  # write report.html, a page that refreshes during the run
     logger: Part = free(dict)
     callbacks: Part = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # keys of a recipe of your own, by its dataclass
     sweep: SweepConfig = free(SweepConfig)
     hub: HubConfig = free(HubConfig)
     security: SecurityConfig = free(SecurityConfig)

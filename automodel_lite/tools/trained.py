@@ -139,7 +139,7 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
             "--trust-remote-code."
         )
     try:
-        return check_config(raw)
+        return check_config(raw, extra=dict)
     except ConfigError as error:
         raise ConfigError(
             f"{folder.config} does not match this version: use the version that the run was started with, or fix the "

@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 import yaml
 
-from automodel_lite.cli import compose_config, help
-from automodel_lite.cli.help import json_schema
+from automodel_lite.cli import compose_config, help, slurm
+from automodel_lite.cli.schema import json_schema
 from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import known_keys
 from automodel_lite.config.components import CONF_DIR
@@ -75,7 +75,7 @@ def test_a_validator_takes_every_preset_and_finds_every_mistake() -> None:
     ("resources", "gpus"), [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1)", 4), ("gpu:a:2,gpu:b:2,tmp:1", 4)]
 )
 def test_gpus_of_a_node(resources: str, gpus: int) -> None:
-    assert help._gpus(resources) == gpus
+    assert slurm._gpus(resources) == gpus
 
 
 def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,12 +83,12 @@ def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest
     sinfo.write_text("#!/bin/bash\necho 'debug|30:00|(null)|4|1'\necho 'main*|3-00:00:00|gpu:h100:8(S:0-1)|96|4'\n")
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    lines = help._script(2, None, None).splitlines()
+    lines = slurm._script(2, None, None).splitlines()
     asked = {line for line in lines if line.startswith("#SBATCH")}
     assert {"#SBATCH --partition=main", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8"} < asked
     assert {"#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=12", "#SBATCH --time=24:00:00"} < asked
     assert not [line for line in lines if "recipes/" in line or " launch/" in line]
     with pytest.raises(ConfigError, match="--nodes 5 must be at most 4: the nodes of partition main"):
-        help._script(5, None, None)
+        slurm._script(5, None, None)
     with pytest.raises(ConfigError, match=r"--partition man: there is no such partition; did you mean main\?"):
-        help._script(1, "man", None)
+        slurm._script(1, "man", None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli.app import answer
+from automodel_lite.cli.hydra_app import answer
 from automodel_lite.errors import ConfigError
 
 PRESET = ["--config-name", "smoke"]
@@ -80,7 +80,7 @@ REFUSED = [
         "or one text as 'seed=\"0,1\"'.",
     ),
     ([*PRESET, "~dataset.seed"], "~dataset.seed: no file sets it, so there is nothing to remove: it has its default, 0."),
-    (["--experimental-rerun", "x.pickle"], "--experimental-rerun x.pickle: there is no such file."),
+    (["--experimental-rerun", "x.pickle"], "--experimental-rerun: unknown flag."),
     (
         [*PRESET, "hydra/launcher=basik", "-m", "seed=0,1"],
         "hydra/launcher=basik: no such option; did you mean basic? The options are basic, joblib, submitit_local, submitit_slurm.",
@@ -114,14 +114,6 @@ def test_folders_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         said(capsys, "--config-path", str(tmp_path / "bare"), "--config-name", "alone", "--cfg", "job")
         == "name: alone\n"
     )
-
-
-def test_a_help_page_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "hydra/help").mkdir(parents=True)
-    (tmp_path / "hydra/help/mine.yaml").write_text("template: |-\n  Ask Ada. $APP_CONFIG_GROUPS\n")
-    text = said(capsys, *PRESET, "--config-dir", ".", "--help", "hydra/help=mine")
-    assert text.startswith("Ask Ada. ")
-    assert "lr_scheduler: constant, cosine" in text
 
 
 def test_a_preset_does_not_import_packages_for_its_options(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import run_recipe
-from automodel_lite.cli.app import answer
+from automodel_lite.cli.hydra_app import answer
 from automodel_lite.errors import ConfigError
 from tests.ranks import in_a_process
 
@@ -38,7 +38,7 @@ def test_a_strangers_preset_writes_no_file(recipe: str, group: str, tmp_path: Pa
 SETTINGS = [
     ("callbacks:\n    mine:\n      _target_: os.system", "hydra.callbacks.mine._target_=os.system"),
     ("callbacks:\n    mine:\n      _target_: logging.FileHandler", "hydra.callbacks.mine._target_=logging.FileHandler"),
-    ("callbacks:\n    mine:\n      _target_: automodel_lite.cli.app.Job", "hydra.callbacks.mine._target_="),
+    ("callbacks:\n    mine:\n      _target_: automodel_lite.cli.hydra_app.Job", "hydra.callbacks.mine._target_="),
     ("sweeper:\n    sampler: {_target_: hydra_plugins.x.y}", "hydra.sweeper.sampler._target_=hydra_plugins.x.y"),
     ("job_logging:\n    handlers:\n      x:\n        (): os.getpid", "hydra.job_logging.handlers.x.()=os.getpid"),
     ("job_logging: {filters: {x: {level: 1}}}", "hydra.job_logging.filters.x.level=1"),

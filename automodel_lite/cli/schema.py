@@ -1,0 +1,138 @@
+"""The JSON schema of presets, for editors: keys, types, allowed values, defaults and comments.
+
+automodel-lite schema > automodel_lite.schema.json      # and in a preset, as its first line:
+# yaml-language-server: $schema=automodel_lite.schema.json
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import MISSING
+
+from automodel_lite.cli.line import argument_parser
+from automodel_lite.cli.sources import Sources, groups_of, read
+from automodel_lite.config import schema as schema_module
+from automodel_lite.config.components import options_of
+from automodel_lite.config.rules import OneOf, Range
+
+
+def schema(argv: list[str]) -> int:
+    """Print the JSON schema of presets, for editors.
+
+    automodel-lite schema > automodel_lite.schema.json
+    # yaml-language-server: $schema=automodel_lite.schema.json     (the first line of a preset)
+    """
+    parser = argument_parser(schema.__doc__)
+    parser.add_argument("--config-dir", "-cd", help="a folder of your own presets and options")
+    print(json.dumps(json_schema(Sources.of(parser.parse_args(argv).config_dir)), indent=1))
+    return 0
+
+
+_INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
+_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+def json_schema(sources: Sources) -> dict[str, Any]:
+    """Of presets. A key that is not in it is a mistake, but for the arguments of parts."""
+    known = groups_of(sources)
+    found = _object(schema_module.Config, known, sources)
+    found["properties"]["defaults"] = {
+        "description": "the preset this one starts from, `override group: option`, and _self_ last",
+        "type": "array",
+        "items": {"anyOf": [{"type": "string"}, {"type": "object", "properties": _choices(known)}]},
+    }
+    found["properties"]["hydra"] = {"description": "settings of Hydra: --cfg hydra prints them", "type": "object"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "automodel_lite", **found}
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """Field -> the comment beside it in the source, or inside its brackets."""
+    source = inspect.getsource(schema_module)
+    lines = source.splitlines()
+    (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
+    found = {}
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = lines[statement.lineno - 1 : statement.end_lineno]
+            found[statement.target.id] = " ".join(m[1].strip() for line in text if (m := re.search(r"\s#\s(.*)", line)))
+    return found
+
+
+def _object(kind: type, known: dict[str, list[str]], sources: Sources) -> dict[str, Any]:
+    hints, comments = get_type_hints(kind, include_extras=True), comments_of(kind)
+    properties: dict[str, Any] = {}
+    for item in fields(kind):
+        hint = hints[item.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            properties[item.name] = _object(hint, known, sources)
+        elif hint == schema_module.Part:
+            properties[item.name] = _part(item.name, known, sources)
+        else:
+            properties[item.name] = _value(hint)
+            default = item.default if item.default is not NO_DEFAULT else None
+            if default is not None and default != MISSING:
+                properties[item.name]["default"] = default
+        if text := comments.get(item.name):
+            properties[item.name]["description"] = text
+    found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**found, "description": kind.__doc__} if kind.__doc__ else found
+
+
+def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str, Any]:
+    """A part takes the arguments of its `_target_`; those of the options in the group are proposed."""
+    properties: dict[str, Any] = {"_target_": {"type": "string"}}
+    for option in known.get(group, []):
+        path = sources.file(f"{group}/{option}")
+        content = read(path) if path else {}
+        for key in content:
+            if key not in ("defaults", "_target_"):
+                properties.setdefault(str(key), {})
+        for key, argument in options_of(str(content.get("_target_"))).items():
+            properties[key] = {"description": argument.comment, "default": argument.default}
+    return {"type": ["object", "null"], "properties": properties}
+
+
+def _choices(known: dict[str, list[str]]) -> dict[str, Any]:
+    of_options = {group: {"enum": [*options, None]} for group, options in known.items() if "/" not in group}
+    return of_options | {f"override {group}": value for group, value in of_options.items()}
+
+
+def _value(hint: Any) -> dict[str, Any]:
+    if get_origin(hint) is Annotated:
+        plain, *rules = get_args(hint)
+        return _restricted(_value(plain), rules)
+    if get_origin(hint) in (Union, UnionType):
+        return {"anyOf": [option for part in get_args(hint) for option in _alternatives(_value(part))]}
+    if hint in _TYPES:
+        own = {"type": _TYPES[hint]}
+        return own if hint in (str, type(None)) else {"anyOf": [own, _INTERPOLATION]}
+    if (get_origin(hint) or hint) in (list, tuple):
+        arguments = get_args(hint)
+        return {"type": "array", "items": _value(arguments[0])} if arguments else {"type": "array"}
+    return {"type": "object"} if (get_origin(hint) or hint) is dict else {}
+
+
+def _restricted(value: dict[str, Any], rules: list[Any]) -> dict[str, Any]:
+    for rule in rules:
+        own = next(iter(_alternatives(value)))
+        if isinstance(rule, OneOf):
+            in_yaml = [choice == "true" for choice in rule.choices if choice in ("true", "false")]  # booleans there
+            value = {"anyOf": [{"enum": [*rule.choices, *in_yaml]}, _INTERPOLATION]}
+        elif isinstance(rule, Range):
+            bounds = {"minimum": rule.least, "maximum": rule.most}
+            bounds |= {"exclusiveMinimum": rule.above, "exclusiveMaximum": rule.below}
+            own.update({name: bound for name, bound in bounds.items() if bound is not None})
+    return value
+
+
+def _alternatives(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from value.get("anyOf", [value])

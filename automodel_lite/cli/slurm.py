@@ -1,0 +1,89 @@
+"""`automodel-lite slurm`: an sbatch script for this cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from automodel_lite.cli.line import argument_parser
+from automodel_lite.config.components import CONF_DIR, IS_INSTALLED
+from automodel_lite.errors import ConfigError, did_you_mean
+
+LAUNCH_DIR = CONF_DIR.parent / "launch"
+
+
+def slurm(argv: list[str]) -> int:
+    """Print an sbatch script for this cluster; what sinfo says of its nodes is filled in.
+
+    automodel-lite slurm > job.sbatch
+    sbatch job.sbatch --config-name finetune name=mine model.pretrained=... dataset.path=...
+    """
+    parser = argument_parser(slurm.__doc__)
+    parser.add_argument("--partition", help="default: the cluster's")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--time", help="days-hours:minutes:seconds (default: the partition's limit, a day at most)")
+    args = parser.parse_args(argv)
+    if args.nodes < 1:
+        raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
+    print(_script(args.nodes, args.partition, args.time), end="")
+    return 0
+
+
+def _script(nodes: int, partition: str | None, time: str | None) -> str:
+    """launch/slurm.sbatch with the numbers of a partition, the Python and the package of this process."""
+    name, limit, gpus, cpus, num_nodes = _partition(partition)
+    if nodes > num_nodes:
+        raise ConfigError(f"--nodes {nodes} must be at most {num_nodes}: the nodes of partition {name}.")
+    tasks = gpus or 1
+    lines = [f"#SBATCH --partition={name}", f"#SBATCH --nodes={nodes}", f"#SBATCH --ntasks-per-node={tasks}"]
+    lines += [f"#SBATCH --gpus-per-node={gpus}"] if gpus else []
+    lines += [f"#SBATCH --cpus-per-task={max(1, cpus // tasks)}", f"#SBATCH --time={time or limit}"]
+    text = (LAUNCH_DIR / "slurm.sbatch").read_text()
+    kept = [line for line in text.splitlines() if not re.match(r"#SBATCH --(nodes|ntasks-per-node|time)=", line)]
+    place = next(number for number, line in enumerate(kept) if line.startswith("#SBATCH --job-name"))
+    text = "\n".join([*kept[: place + 1], *lines, *kept[place + 1 :]]) + "\n"
+    text = re.sub(r"(?m)^# +(DRY_RUN=1 )?(sbatch|bash) .*\n", "", text)
+    text = text.replace("; docs/slurm.md explains every line.", f" (partition {name}).")
+    text = text.replace("bash launch/rank.sh", f"bash {LAUNCH_DIR / 'rank.sh'}")
+    text = text.replace(
+        '"${PYTHON:-python}" recipes/train_ft.py', f'"${{PYTHON:-{sys.executable}}}" -m automodel_lite train'
+    )
+    if not IS_INSTALLED:
+        text = text.replace("PYTHONPATH=${PYTHONPATH:-$PWD}", f"PYTHONPATH=${{PYTHONPATH:-{CONF_DIR.parent}}}")
+    return text
+
+
+def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
+    """(name, time limit, GPUs of a node, CPUs of a node, number of nodes); raises ConfigError."""
+    try:
+        command = ["sinfo", "--noheader", "--format=%P|%l|%G|%c|%D"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        raise ConfigError("there is no SLURM here (no sinfo): run this on the cluster's login node.") from None
+    if told.returncode:
+        raise ConfigError(f"sinfo: {' '.join(told.stderr.split())}")
+    rows = [line.split("|") for line in told.stdout.splitlines() if line.count("|") == 4]
+    names = list(dict.fromkeys(row[0].rstrip("*") for row in rows))
+    default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), names[0] if names else "")
+    name = wanted or default
+    mine = [row for row in rows if row[0].rstrip("*") == name]
+    if not mine:
+        raise ConfigError(
+            f"--partition {name}: there is no such partition{did_you_mean(name, names) or '.'} "
+            f"The partitions are {', '.join(names)}."
+        )
+    gpus = min(_gpus(row[2]) for row in mine)
+    cpus = min(int(re.sub(r"\D", "", row[3]) or 1) for row in mine)
+    return name, _limit(mine[0][1]), gpus, cpus, sum(int(row[4]) for row in mine)
+
+
+def _gpus(resources: str) -> int:
+    """`gpu:h100:8(S:0-1)` -> 8"""
+    return sum(int(number) for number in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", resources))
+
+
+def _limit(told: str) -> str:
+    """A day, or the partition's limit where it is shorter."""
+    days = re.match(r"(\d+)-", told)
+    return "24:00:00" if told in ("infinite", "n/a") or (days and int(days[1]) >= 1) else told
