@@ -14,7 +14,7 @@ from typing import get_args, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from automodel_lite.cli.help import comments_of
+from automodel_lite.cli.schema import comments_of
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config import schema
 from automodel_lite.config.check import describe, parameter_hints, rules_of

@@ -16,7 +16,7 @@ EXAMPLES = (
     "torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
     "torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
     "automodel-lite train --nproc 4 --config-name llama_packed mesh.cp=2",
-    "torchrun recipes/train_ft.py --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
+    "automodel-lite train --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
 )
 
 

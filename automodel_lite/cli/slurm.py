@@ -20,13 +20,15 @@ def slurm(argv: list[str]) -> int:
     sbatch job.sbatch --config-name finetune name=mine model.pretrained=... dataset.path=...
     """
     parser = argument_parser(slurm.__doc__)
+    parser.add_argument("--recipe", help="one of your own, my_package.kd:main (default: train)")
     parser.add_argument("--partition", help="default: the cluster's")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--time", help="days-hours:minutes:seconds (default: the partition's limit, a day at most)")
     args = parser.parse_args(argv)
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
-    print(_script(args.nodes, args.partition, args.time), end="")
+    text = _script(args.nodes, args.partition, args.time)
+    print(text.replace("automodel_lite train", f"automodel_lite run {args.recipe}") if args.recipe else text, end="")
     return 0
 
 

@@ -198,7 +198,7 @@ def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
 
 def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
     """Groups that name no code: those that a run cannot be without, `~optimizer`, and options of none, `peft.r=8`."""
-    for group in [key for key, hint in typing.get_type_hints(Config).items() if hint == Part]:
+    for group in [key for key, hint in typing.get_type_hints(Config).items() if hint == Part and key != "extra"]:
         part = plain.get(group)
         is_part = isinstance(part, dict) and "_target_" in part
         if group in NEEDED and not is_part:

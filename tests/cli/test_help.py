@@ -92,3 +92,12 @@ def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest
         slurm._script(5, None, None)
     with pytest.raises(ConfigError, match=r"--partition man: there is no such partition; did you mean main\?"):
         slurm._script(1, "man", None)
+
+
+def test_the_slurm_script_runs_a_recipe_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/bash\necho 'main*|3-00:00:00|gpu:h100:8(S:0-1)|96|4'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    slurm.slurm(["--recipe", "my_package.kd:main"])
+    assert ' -m automodel_lite run my_package.kd:main "$@")' in capsys.readouterr().out

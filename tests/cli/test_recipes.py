@@ -79,7 +79,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def command(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *words], cwd=site.parent / "empty", env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *words],
+        cwd=site.parent / "empty",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -136,7 +141,15 @@ def test_run_recipe_from_python(site: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_trains_from_an_empty_folder(ranks: int, site: Path) -> None:
     flags = ["--nproc", "2"] if ranks == 2 else []
-    run = ["run", "my_package.kd:main", *flags, "--config-name", "kd", f"cache_dir={site}/cache", "training.num_threads=1"]
+    run = [
+        "run",
+        "my_package.kd:main",
+        *flags,
+        "--config-name",
+        "kd",
+        f"cache_dir={site}/cache",
+        "training.num_threads=1",
+    ]
     done = command(site, "-m", "automodel_lite", *run)
     assert done.returncode == 0, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
