@@ -27,7 +27,10 @@ from benchmarks.tiny_models import tiny_model
 from recipes import export_hf
 from tests.ranks import run_ranks
 
-FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25", "nemotron_h_omni"]
+FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25", "nemotron_h_omni", "got_ocr2", "deepseek_vl_hybrid"]
+"""The last two: a class whose attention cannot be replaced around a language model whose can, and a tower that looks its
+attention up in a table of its own.
+"""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
