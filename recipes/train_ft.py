@@ -55,7 +55,6 @@ from automodel_lite.training.state import TrainState
 def main(config: Config) -> int:
     """Trains until the planned step, or until it must stop; returns the exit code."""
     quiet_libraries()
-    config = start.from_run(config)
     if config.dry_run:
         return start.dry_run(config)
     with resume.joined(config) as (config, peers, finished):
@@ -114,17 +113,19 @@ class TrainFinetuneRecipe:
         show(start.data_lines(self.data))
         self.plan = self.data.plan(config.training)
         self.guards.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
-        self.mesh = init_mesh(config.mesh)
-        start.prepare_process(config.training)
         model_config = parts.model.config(self.data.tokenizer)
         check_positions(self.data.longest, model_config)
         report = self.data.report(cost_model(model_config))
+        parts, recomputed = start.choose_recomputation(parts, model_config, report)
+        self.guards.compare("recomputation", dict(recomputed))
+        self.mesh = init_mesh(config.mesh)
+        start.prepare_process(config.training)
         show(start.plan_lines(report, self.plan, config))
         seed_all(config.seed, "model")
         with activity("loading the model"):
             self.built = build_model(parts, self.data.tokenizer, self.mesh, report.mean_tokens if report else None)
         self.model = self.built.model
-        show(start.model_lines(config, self.built, self.mesh))
+        show([*start.model_lines(config, self.built, self.mesh), *recomputed])
         check_exportable(config, self.built, self.data)
         self.guards.estimate_memory(parts, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)

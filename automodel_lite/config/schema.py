@@ -99,14 +99,13 @@ class TrainingConfig:
     val_every_steps: Count = free(0)  # steps between validations; 0 = only at the end
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on GPUs
     master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"  # and gradients; bf16: adamw_bf16, adamw_8bit
-    activation_checkpointing: Annotated[str, OneOf(("none", "full", "selective", "offload"))] = free(
-        "none"  # selective = recompute cheap ops; offload = full, with layer inputs in host memory
+    activation_checkpointing: Annotated[str, OneOf(("auto", "none", "full", "selective", "offload"))] = free(
+        "auto"  # auto = the least that fits; selective = recompute cheap ops; offload = full, inputs in host memory
     )
     tile_tokens: Count | None = None  # tile of MLPs and norms; 0 = none, null = 8192 for long recomputed packs
     recompute_every_layers: Positive = 1  # apply activation_checkpointing only to every n-th layer
     compile: BoolOrAuto = "auto"  # auto = on GPUs
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
-    tf32: bool = False  # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
     deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
     profile_steps: Annotated[list[int], FirstAndLast()] | None = free(None)  # [10, 12]: profile these steps
     num_threads: Annotated[int, Range(0), UpToTheCores()] = free(0)  # per process; 0 = cores / processes of this host

@@ -68,6 +68,9 @@ def plan_model(
     Raises ConfigError when the settings, the model, the kernel and the device do not fit together.
     """
     check_layers(parts.training.compile, parts.training.activation_checkpointing)
+    if parts.training.activation_checkpointing == "auto":  # nobody has counted: a GPU may be too small for all of it
+        how = "full" if device.type == "cuda" else "none"
+        parts = replace(parts, training=replace(parts.training, activation_checkpointing=how))
     strategy = choose_strategy(parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized)
     dtype = choose_precision(parts.training.precision, device)
     check_axes(parts, strategy)
@@ -117,7 +120,6 @@ def build_model(
     memory, reduction = plan_memory(plan, trained, gpu_bytes(mesh.device))
     model = replace(model, reduces_every=bool(reduction))
     flops = step_flops(plan.config, plan.size, trained)
-    flops = flops.without_frozen(lm) if parts.model.freeze else flops
     return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)
 
 
@@ -185,9 +187,6 @@ def assemble(
     What changes the modules happens before FSDP, which remembers each parameter's module.
     """
     source, peft = parts.model, parts.peft
-    source.notes = []
-    if peft and source.freeze:
-        raise ConfigError(f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.")
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
     made: list[tuple[ParallelModel, LoraAdapter | None]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,3 +80,9 @@ class ModelPlan:
     def tokens(self) -> int:
         """Of a micro-batch, over the ranks that share it."""
         return self.parts.training.micro_batch_size * self.parts.packed_sequence_size
+
+
+def with_recomputation(parts: Parts, how: str, every: int) -> Parts:
+    """Returns the parts with this activation checkpointing on each `every`-th layer."""
+    training = replace(parts.training, activation_checkpointing=how, recompute_every_layers=every)
+    return replace(parts, training=training)

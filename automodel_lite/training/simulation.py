@@ -8,10 +8,11 @@ kernels' workspaces come on top. Weights are not read here: a whole tensor besid
 from __future__ import annotations
 
 import contextlib
-import weakref
+import copy
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,17 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import install
-from automodel_lite.attention.spec import AttentionSpec
+from automodel_lite.attention.spec import AttentionSpec, layer_shapes
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.sizes import global_batch_size_of, mesh_shape
 from automodel_lite.models.balance import balance_of
@@ -44,7 +44,7 @@ from automodel_lite.models.layers import (
 )
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.sharded import Spread, described_shards
-from automodel_lite.models.source import CausalLM, chosen_experts, model_class
+from automodel_lite.models.source import CausalLM, chosen_experts, describe, model_class
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
@@ -56,14 +56,14 @@ from automodel_lite.training.build import assemble, full_batch, plan_model
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import ModelPlan, Parts
+from automodel_lite.training.tracker import GPU, MemoryTracker, Operation, Work, gpu_tensors
 
 if TYPE_CHECKING:
     from automodel_lite.models.lora import Lora, LoraAdapter
 
-GPU = torch.device("cpu", 0)
-"""Fake tensors tell it from the host, which is "cpu" without a number, and copy between the two."""
 GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
 SLACK = 3 << 30  # bytes of a GPU that the driver, the allocator and the kernels' workspaces take
+END_OF_BACKWARD = "end of backward"
 _LARGEST = 4  # kinds of tensors that are named
 
 
@@ -77,6 +77,7 @@ class Simulation:
     peaks: dict[str, int]  # phase -> most that is held at one time: load, forward, backward, optimizer, save, export
     at_peak: dict[str, int]  # kind of tensor -> held when most is held, the largest first
     sent: dict[str, int]  # mesh axes -> leaves this rank in an optimizer step of at most two micro-batches
+    work: dict[str, Work] = field(default_factory=dict)  # of a micro-batch, of the last one, of the update
 
     @property
     def peak(self) -> int:
@@ -115,16 +116,102 @@ def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, red
     Raises what the run would raise, NotImplementedError for adapters without FSDP. No process group may exist: one is
     made, and destroyed.
     """
+    return _joined(_simulated(parts, model_config, shape, reduces_every, is_whole=True))
+
+
+def simulate_by_layers(
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, pattern: LayerPattern, reduces_every: bool = False
+) -> Simulation:
+    """`simulate` of a step alone, in about a second: models of few layers are run, and what one more pattern of them
+    adds is added as often as the whole model has it.
+
+    All that is held and done grows linearly with the layers, and so does each phase's peak. The end of the backward
+    pass is a phase of its own: most may be held at its begin, where all activations are left, or at its end, where all
+    gradients are there, and the larger one may be another in a model of few layers.
+    """
+    period = math.lcm(pattern.period, parts.training.recompute_every_layers)
+    # three layers at least: the first, the last, and one whose neighbors are gathered ahead and reduced behind it
+    few = pattern.first + period * math.ceil(3 / period)
+    more = few + period * math.ceil(2 / period)
+    if pattern.num_layers <= more:
+        return simulate(parts, model_config, shape, reduces_every)
+    one, two = (
+        _simulated(parts, with_layers(model_config, n), shape, reduces_every, is_whole=False) for n in (few, more)
+    )
+    return _joined(_stretched(one, two, (pattern.num_layers - few) / (more - few)))
+
+
+@dataclass(frozen=True)
+class LayerPattern:
+    """How the layers of a model repeat: after the `first` ones, every `period` of them is alike."""
+
+    num_layers: int
+    first: int
+    period: int
+
+
+def layer_pattern(model_config: PretrainedConfig) -> LayerPattern:
+    """Compares the weights and the attention of all layers; a model without a pattern is its own period."""
+    weights = [
+        tuple((name, weight.shape) for name, weight in layer.named_parameters())
+        for layer in decoder_layers(describe(model_config))
+    ]
+    kinds = list(zip(weights, layer_shapes(model_config)))
+    total = len(kinds)
+    for first, period in sorted(((f, p) for f in range(4) for p in range(1, total // 3)), key=sum):
+        if all(kinds[i] == kinds[i + period] for i in range(first, total - period)):
+            return LayerPattern(total, first, period)
+    return LayerPattern(total, 0, total)
+
+
+def with_layers(model_config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Returns the config of the same model with its first layers alone."""
+    shorter = copy.deepcopy(model_config)
+    text = shorter.get_text_config()
+    total = text.num_hidden_layers
+    for key, value in vars(text).items():
+        if isinstance(value, list) and len(value) == total:  # one entry a layer
+            setattr(text, key, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    return shorter
+
+
+def _stretched(one: Simulation, two: Simulation, times: float) -> Simulation:
+    """Returns `one` and `times` the difference that `two` makes."""
+
+    def along(first: Any, second: Any) -> Any:
+        if isinstance(first, dict):
+            kind = Counter if isinstance(first, Counter) else dict
+            return kind({key: along(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}})
+        return first + times * (second - first) if first != second else first
+
+    values = {f.name: along(getattr(one, f.name), getattr(two, f.name)) for f in fields(Simulation)}
+    for name in ("weights", "gradients", "optimizer"):
+        values[name] = round(values[name])
+    return Simulation(**values)
+
+
+def _joined(found: Simulation) -> Simulation:
+    """Returns the same with one peak of the backward pass."""
+    peaks = {phase: round(value) for phase, value in found.peaks.items()}
+    peaks["backward"] = max(peaks["backward"], peaks.pop(END_OF_BACKWARD, 0))
+    return replace(found, peaks=peaks)
+
+
+def _simulated(
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool, is_whole: bool
+) -> Simulation:
+    """is_whole: with a checkpoint and the export."""
     plan = plan_model(replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda"))
     if parts.peft and plan.strategy != "fsdp":
         raise NotImplementedError("adapters without FSDP")
     parts, dtype = plan.parts, plan.dtype
     batch = full_batch(parts, num_ids=1)  # the most that a step can hold; boundaries do not change it
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    held = _Held(shape, _routed_tokens(batch, model_config, shape), model_config.get_text_config().vocab_size)
-    with _fake_world(shape) as mesh, _watching_resizes(held), _as_on_a_gpu():
+    held = MemoryTracker(shape, _routed_tokens(batch, model_config, shape), model_config.get_text_config().vocab_size)
+    with _fake_world(shape) as mesh, _watching_resizes(held), _as_on_a_gpu(held):
         of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
-        drawn = _Drawn(parts.model, model_config, fake, held)
+        drawn = _UnloadedSource(parts.model, model_config, fake, held)
         if plan.strategy == "fsdp":
             adapters: Any = _Adapters(parts.peft) if parts.peft else None
             model, _ = assemble(replace(parts, model=drawn, peft=adapters), _NO_TOKENIZER, mesh, "fsdp", dtype)
@@ -135,11 +222,15 @@ def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, red
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
         with fake, held:
             inputs = of_rank.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-            return _run(parts, model, optimizer, inputs, held, shape)
+            found = _run(parts, model, optimizer, inputs, held, shape)
+            if is_whole:
+                _save_and_export(parts, model.loss_model, optimizer, held, shape)
+                found = replace(found, peaks=dict(held.peaks), at_peak=held.at_peak())
+            return found
 
 
 def _run(
-    parts: Parts, model: ParallelModel, optimizer: Optimizer, inputs: ThdBatch, held: _Held, shape: MeshShape
+    parts: Parts, model: ParallelModel, optimizer: Optimizer, inputs: ThdBatch, held: MemoryTracker, shape: MeshShape
 ) -> Simulation:
     lm = model.loss_model.lm
     install(lm, _CountedAttention())
@@ -155,7 +246,10 @@ def _run(
         2, global_batch_size_of(parts.training, shape.dp) // (parts.training.micro_batch_size * shape.dp)
     )
     loss_sum = torch.zeros((), device=GPU)
+    held.parallel_groups = _groups_of_fsdp(model.module)
+    _mark_end(decoder_layers(lm)[0], held)
     for number in range(1, num_micro_batches + 1):
+        held.part = "last" if number == num_micro_batches else "micro"
         if isinstance(model.module, _Buckets):
             model.module.is_last = number == num_micro_batches
         with model.accumulate(is_last=number == num_micro_batches):
@@ -166,17 +260,9 @@ def _run(
         loss_sum += loss.detach()
     gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
     held.enter("optimizer")
+    held.part = "update"
     apply_gradients(optimizer, model.parameters(), loss_sum, parts.training.max_grad_norm)
     optimizer.zero_grad()
-    sent = dict(held.sent)
-    held.enter("save")
-    flat_state(model.loss_model, optimizer)
-    held.enter("export")
-    if parts.peft is None:
-        dtypes = {name: value.dtype for name, value in lm.state_dict().items()}
-        files = plan_files(groups_of(lm, dtypes), shape.world_size)
-        for _, weight in gathered_weights(lm, files, dtypes, rank=0):
-            del weight
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return Simulation(
         weights=sum(map(_local_bytes, model.parameters())),
@@ -184,8 +270,44 @@ def _run(
         optimizer=sum(map(_local_bytes, states)),
         peaks=dict(held.peaks),
         at_peak=held.at_peak(),
-        sent=sent,
+        sent=dict(held.sent),
+        work=held.work,
     )
+
+
+def _save_and_export(
+    parts: Parts, model: LossModel, optimizer: Optimizer, held: MemoryTracker, shape: MeshShape
+) -> None:
+    held.enter("save")
+    flat_state(model, optimizer)
+    held.enter("export")
+    if parts.peft is None:
+        dtypes = {name: value.dtype for name, value in model.lm.state_dict().items()}
+        files = plan_files(groups_of(model.lm, dtypes), shape.world_size)
+        for _, weight in gathered_weights(model.lm, files, dtypes, rank=0):
+            del weight
+
+
+def _mark_end(first: nn.Module, held: MemoryTracker) -> None:
+    """Tells the backward pass of the first layer, the last to run, apart from that of the others."""
+
+    def enter(*_: Any) -> None:
+        held.enter(END_OF_BACKWARD)
+
+    def watch(layer: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(enter)
+
+    first.register_forward_hook(watch)
+
+
+def _groups_of_fsdp(model: nn.Module) -> frozenset[str]:
+    """Returns the names of the process groups in which FSDP gathers and reduces, beside the computation."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)]
+    meshes = {group.mesh_info.mesh for group in groups}
+    return frozenset(mesh.get_group(dim).group_name for mesh in meshes for dim in range(mesh.ndim))
 
 
 class _Adapters:
@@ -204,10 +326,12 @@ class _Adapters:
         return adapter
 
 
-class _Drawn(CausalLM):
+class _UnloadedSource(CausalLM):
     """Weights that are never read: described, sharded, fake tensors."""
 
-    def __init__(self, source: CausalLM, model_config: PretrainedConfig, fake: FakeTensorMode, held: _Held) -> None:
+    def __init__(
+        self, source: CausalLM, model_config: PretrainedConfig, fake: FakeTensorMode, held: MemoryTracker
+    ) -> None:
         vars(self).update(vars(source))
         self.dtype = torch.float32
         self._modes = fake, held
@@ -245,7 +369,7 @@ class _Drawn(CausalLM):
         return lm.train()
 
 
-def _whole(plan: ModelPlan, drawn: _Drawn, held: _Held) -> ParallelModel:
+def _whole(plan: ModelPlan, drawn: _UnloadedSource, held: MemoryTracker) -> ParallelModel:
     """As `parallelize` gives it to each rank without FSDP."""
     parts = plan.parts
     lm = drawn.build_whole(torch.bfloat16 if parts.training.master_weights == "bf16" else torch.float32)
@@ -293,133 +417,6 @@ class _CountedAttention(VarlenAttention):
         return super().__call__(q_THD, k_THD, v_THD, segments, replace(options, softcap=None, sinks=None))
 
 
-class _Held(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, and those that collectives send."""
-
-    def __init__(self, shape: MeshShape, routed_tokens: int, vocab_size: int) -> None:
-        super().__init__()
-        self._routed_tokens, self._vocab_size = routed_tokens, vocab_size
-        self.phase, self.now = "load", 0
-        self.peaks: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        self._shape = shape
-        self._axes: dict[str, tuple[str, int]] = {}  # name of a process group -> mesh axes, number of ranks
-        self._sizes: dict[int, int] = {}  # storage -> bytes
-        self._kinds: dict[int, str] = {}  # storage -> what made it
-        self._events: list[tuple[str, int]] = []  # kind, bytes more or less
-        self._peak, self._num_at_peak = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and self._routed_tokens:
-            return self._routed_tokens  # the one number that expert parallelism reads from the device
-        result = func(*args, **(kwargs or {}))
-        for value in _tensors(result):
-            self.watch(value, func)
-        if func.overloadpacket is torch.ops._c10d_functional.wait_tensor:
-            self._waited(args[0], result)
-        elif func.namespace in ("c10d", "_c10d_functional"):
-            self._count_sent(func, args, kwargs or {}, result)
-        return result
-
-    def watch(self, value: Tensor, func: Any) -> None:
-        """A storage counts from its first tensor on until it is freed."""
-        storage = value.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes:
-            return
-        self._sizes[key] = 0
-        self._kinds[key] = self._kind_of(value, func)
-        self.resized(key, storage.nbytes())
-        weakref.finalize(storage, self._freed, key)
-
-    def resized(self, key: int, num_bytes: int) -> None:
-        """FSDP frees a gathered parameter by a storage of no bytes."""
-        if key in self._sizes:
-            self._change(self._kinds[key], num_bytes - self._sizes[key])
-            self._sizes[key] = num_bytes
-
-    def _waited(self, pending: Tensor, result: Tensor) -> None:
-        """What was waited for is the same memory; that of a fake collective is another."""
-        first, second = pending.untyped_storage()._cdata, result.untyped_storage()._cdata
-        if first != second:
-            self.resized(first, 0)
-
-    def enter(self, phase: str) -> None:
-        self.phase = phase
-        self.peaks[phase] = max(self.peaks[phase], self.now)
-
-    def forget(self, phase: str) -> None:
-        """Drops this phase: the work before the first step does not belong to a step."""
-        del self.peaks[phase]
-        self.sent.clear()
-        self._peak = 0
-
-    def at_peak(self) -> dict[str, int]:
-        """What was alive when most was held, the largest kinds first."""
-        held: Counter[str] = Counter()
-        for kind, num_bytes in self._events[: self._num_at_peak]:
-            held[kind] += num_bytes
-        return {kind: num_bytes for kind, num_bytes in held.most_common() if num_bytes > 0}
-
-    def _kind_of(self, value: Tensor, func: Any) -> str:
-        if self.phase == "load":
-            return "weights"
-        if self.phase == "optimizer":
-            return "optimizer states"
-        is_gathered = func.overloadpacket._qualified_op_name in _GATHERED
-        is_logits = value.ndim > 1 and value.shape[-1] == self._vocab_size
-        name = "gathered" if is_gathered else "logits" if is_logits else _MADE_IN[self.phase]
-        return f"{name} {[*value.shape]} {str(value.dtype).removeprefix('torch.')}"
-
-    def _change(self, kind: str, num_bytes: int) -> None:
-        self.now += num_bytes
-        self._events.append((kind, num_bytes))
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
-        if self.now > self._peak:
-            self._peak, self._num_at_peak = self.now, len(self._events)
-
-    def _freed(self, key: int) -> None:
-        self._change(self._kinds.pop(key), -self._sizes.pop(key))
-
-    def _count_sent(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = func.overloadpacket.__name__
-        given = [*args, *kwargs.values()]
-        groups = [dist.ProcessGroup.unbox(x) for x in given if isinstance(x, torch.ScriptObject) and _is_group(x)]
-        group_name = groups[0].group_name if groups else next(x for x in reversed(given) if isinstance(x, str))
-        axes, ranks = self._axes_of(group_name)
-        largest = max((t.numel() * t.element_size() for t in _tensors([*given, result])), default=0)
-        times = 2 if "allreduce" in name or "all_reduce" in name else 1  # a reduce-scatter and an all-gather
-        self.sent[axes] += times * largest * (ranks - 1) // ranks
-
-    def _axes_of(self, group_name: str) -> tuple[str, int]:
-        """Along which axes of the mesh the ranks of a group lie."""
-        if group_name not in self._axes:
-            group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-            ranks = dist.get_process_group_ranks(group)
-            names: list[str] = []
-            stride = 1
-            for axis in reversed(AXES):
-                size = getattr(self._shape, axis)
-                if len({rank // stride % size for rank in ranks}) > 1:
-                    names.insert(0, axis)
-                stride *= size
-            self._axes[group_name] = (" x ".join(names), len(ranks))
-        return self._axes[group_name]
-
-
-_MADE_IN = {  # phase -> what its tensors are
-    "forward": "activations",
-    "backward": "gradients and recomputed activations",
-    "save": "states to save",
-    "export": "weights to export",
-}
-_GATHERED = frozenset({"aten::empty", "aten::new_empty"})  # where collectives put what they gather
-
-
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
-
-
 def _routed_tokens(batch: ThdBatch, model_config: PretrainedConfig, shape: MeshShape) -> int:
     """How many times a token goes from one rank to another's experts in a layer, if experts are asked equally often."""
     if shape.ep == 1:
@@ -440,7 +437,7 @@ def _fake_world(shape: MeshShape) -> Iterator[Mesh]:
 
 
 @contextlib.contextmanager
-def _watching_resizes(held: _Held) -> Iterator[None]:
+def _watching_resizes(held: MemoryTracker) -> Iterator[None]:
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -456,26 +453,21 @@ def _watching_resizes(held: _Held) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
     """FSDP's device is the GPU; an update in place is one kernel there, which allocates nothing."""
     of_mesh, update = fsdp._get_device_from_mesh, optimizers.update
-    fsdp._get_device_from_mesh, optimizers.update = lambda mesh: GPU, lambda *args, **kwargs: None
+
+    def counted(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], **_: Any) -> None:
+        moved = gradient.nbytes + 2 * sum(x.nbytes for x in (parameter, *state.values()))
+        held.work[held.part][Operation("update", 0.0, moved)] += 1
+
+    fsdp._get_device_from_mesh, optimizers.update = lambda mesh: GPU, counted
     try:
         yield
     finally:
         fsdp._get_device_from_mesh, optimizers.update = of_mesh, update
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, DTensor):
-        yield from _tensors(value.to_local())
-    elif isinstance(value, FakeTensor) and value.device == GPU:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _local_bytes(value: Tensor) -> int:
     """On the GPU."""
-    return sum(part.nbytes for part in _tensors(value))
+    return sum(part.nbytes for part in gpu_tensors(value))

@@ -11,14 +11,12 @@ process answers for any mesh: set mesh.dp_shard to the processes meant.
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
+from transformers import PretrainedConfig
 
 from automodel_lite.config.components import text_of
 from automodel_lite.config.schema import Config, TrainingConfig
@@ -32,14 +30,13 @@ from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
-from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel, plan_model
 from automodel_lite.training.guards import Guards
-from automodel_lite.training.memory import gpu_bytes, out_of_memory_text, plan_memory
+from automodel_lite.training.memory import PLANNED_GPU, gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
-from automodel_lite.training.plan import ModelPlan, Parts, build_parts
+from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
 from automodel_lite.version import __version__
 
 
@@ -54,6 +51,7 @@ def dry_run(config: Config) -> int:
     model_config = parts.model.config(data.tokenizer)
     check_positions(data.longest, model_config)
     report = data.report(cost_model(model_config))
+    parts, recomputed = choose_recomputation(parts, model_config, report, shape, gpu_bytes(device) or PLANNED_GPU)
     made = plan_model(parts, model_config, shape, device, report.mean_tokens if report else None)
     adapter = _adapter_weights(made, device)
     memory, reduction = plan_memory(made, adapter, gpu_bytes(device))
@@ -63,6 +61,7 @@ def dry_run(config: Config) -> int:
         ("device", f"{device.type}, {shape.world_size} process(es) ({axes_text(made)}), {name} compute"),
         ("model", f"{model_config.model_type}: {count(made.size.parameters)} parameters, {trained}"),
         ("attention", made.attention),
+        *recomputed,
         *data_lines(data),
         *plan_lines(report, plan, config),
     ]
@@ -72,6 +71,33 @@ def dry_run(config: Config) -> int:
     console.say("memory", _memory(made, by_arithmetic, bool(reduction)))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0
+
+
+def choose_recomputation(
+    parts: Parts,
+    model_config: PretrainedConfig,
+    report: PackingReport | None,
+    shape: MeshShape | None = None,
+    gpu: int | None = None,
+) -> tuple[Parts, list[Line]]:
+    """Decides training.activation_checkpointing=auto; returns the parts, and a line of the start block that says why.
+    Before any process group exists: a step may be simulated.
+
+    shape  None = of the processes that run
+    gpu    bytes; None = those of this one; on a CPU nothing is recomputed
+    """
+    device = default_device()
+    gpu = gpu or gpu_bytes(device)
+    if parts.training.activation_checkpointing != "auto":
+        return parts, []
+    if gpu is None:
+        return with_recomputation(parts, "none", 1), []
+    from automodel_lite.training.recompute import settle_recomputation  # with the simulation
+
+    shape = shape or mesh_shape(parts.mesh, world_size())
+    plan = plan_model(parts, model_config, shape, device, report.mean_tokens if report else None)
+    parts, reason = settle_recomputation(plan, gpu, _adapter_weights(plan, device))
+    return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 
 
 def _memory(plan: ModelPlan, by_arithmetic: str, reduces_every: bool) -> str:
@@ -180,35 +206,10 @@ def check_master_weights(parts: Parts) -> None:
         raise ConfigError(f"{what} computes in bf16: set training.precision=bf16, not {training.precision}.")
 
 
-def from_run(config: Config) -> Config:
-    """Replaces a run's folder in model.pretrained by what that run has exported: its model, or its adapter and base.
-
-    Raises ConfigError for a run without an export, and for an adapter that nothing continues.
-    """
-    pretrained = config.model.get("pretrained")
-    folder = exported_folder(pretrained) if pretrained else None
-    if not pretrained or not folder or Path(folder) == Path(pretrained).expanduser():
-        return config
-    tokenizer = {key: folder if value == pretrained else value for key, value in config.tokenizer.items()}
-    settings = Path(folder) / "adapter_config.json"
-    if not settings.is_file():
-        return replace(config, model=config.model | {"pretrained": folder}, tokenizer=tokenizer)
-    if not config.peft:
-        raise ConfigError(
-            f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train the whole model, "
-            "python recipes/export_hf.py merges it into its base first."
-        )
-    base = json.loads(settings.read_text())["base_model_name_or_path"]
-    peft = config.peft | {"adapter": config.peft.get("adapter") or folder}
-    return replace(config, model=config.model | {"pretrained": base}, tokenizer=tokenizer, peft=peft)
-
-
 def prepare_process(config: TrainingConfig) -> None:
     """Threads and kernels of this process, before the first kernel runs."""
     use_threads(config.num_threads)
     use_deterministic(config.deterministic)
-    if config.tf32:
-        torch.set_float32_matmul_precision("high")
 
 
 def default_device() -> torch.device:
@@ -237,7 +238,6 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         ("device", _device(mesh, built.plan)),
         *([("", warning)] if (warning := uneven_hosts(mesh.shape, launched("LOCAL_WORLD_SIZE", 1))) else []),
         ("model", _model(built)),
-        *(("", note) for note in built.plan.parts.model.notes),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.plan.attention),
         *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),

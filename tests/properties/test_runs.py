@@ -19,7 +19,7 @@ VALUES = {
     "training.max_grad_norm": ["0", "1e-30", "1e30"],
     "training.val_every_steps": ["0", "1"],
     "training.precision": ["fp32", "bf16", "fp8"],
-    "training.activation_checkpointing": ["none", "full", "selective", "offload"],
+    "training.activation_checkpointing": ["auto", "none", "full", "selective", "offload"],
     "training.master_weights": ["fp32", "bf16"],
     "training.ema_decay": ["0.5", "0.999", "1"],
     "training.deterministic": ["true"],

@@ -15,6 +15,7 @@ from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.training import build
 from automodel_lite.training.build import compiles
+from automodel_lite.training.plan import build_parts
 from tests.runs import losses_by_step, train_quick
 
 
@@ -30,7 +31,7 @@ def test_auto_compiles_on_a_gpu() -> None:
 def test_the_batch_that_is_tried_has_whole_documents(size: int, cp: int, lengths: list[int]) -> None:
     """Of at most 1,024 tokens, in multiples of 2 x cp where ranks share them; a pack may have an odd number of tokens."""
     overrides = [f"packed_sequence.packed_sequence_size={size}", f"mesh.cp={cp}"]
-    batch = build.full_batch(build.build_parts(check_config(compose_config("smoke", overrides))), num_ids=7)
+    batch = build.full_batch(build_parts(check_config(compose_config("smoke", overrides))), num_ids=7)
     assert batch.cu_seqlens.diff().tolist() == lengths
     assert batch.num_label_tokens == size
     assert int(batch.input_ids.max()) == 6

@@ -7,10 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
-from automodel_lite.attention.interface import install
-from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.flops import model_size
@@ -18,9 +16,7 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.run.failures import Watchdog, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
-from automodel_lite.thd import stream_of
 from automodel_lite.training.memory import (
-    _activations,
     check_weights_fit,
     estimate_memory,
     optimizer_bytes,
@@ -54,7 +50,7 @@ def config_with(**training: object) -> Config:
         model={"_target_": "automodel_lite.models.source.CausalLM", "config": {"model_type": "llama"}},
         loss=FUSED,
         optimizer={"_target_": "automodel_lite.training.optimizers.adamw", "lr": 1e-3},
-        training=TrainingConfig(**training),  # type: ignore[arg-type]
+        training=TrainingConfig(**{"activation_checkpointing": "none", **training}),  # type: ignore[arg-type]
     )
 
 
@@ -64,28 +60,6 @@ def plan_of(
     """On dp_replicate x dp_shard x cp ranks under FSDP; without axes on one rank without it."""
     shape, strategy = MeshShape(*axes or (1, 1, 1)), "fsdp" if axes else "none"
     return ModelPlan(build_parts(config), model, model_size(model), shape, strategy, dtype)
-
-
-def saved_for_backward(model: LlamaForCausalLM) -> int:
-    """Bytes of all tensors that autograd keeps in a forward pass, each storage once, parameters left out."""
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    batch = stream_of(torch.arange(TOKENS)[None] % 64, "cpu")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model(**batch.model_inputs())
-    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in known)
-
-
-def test_activations_agree_with_what_autograd_keeps():
-    model = LlamaForCausalLM(LLAMA).train()
-    install(model, ReferenceAttention())
-    activations = _activations(plan_of(config_with(), dtype=torch.float32), 4)
-    assert sum(activations) == pytest.approx(saved_for_backward(model), rel=0.1)
 
 
 def test_sharding_an_8b_model():
@@ -142,12 +116,9 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
 
 def test_what_waits_in_host_memory_is_not_counted():
     config = config_with(activation_checkpointing="offload")
-    for stream in (2, 4):  # bytes: bf16 under FSDP, fp32 under autocast
-        offloaded, _ = _activations(plan_of(config), stream)
-        config.training.activation_checkpointing = "full"
-        full, _ = _activations(plan_of(config), stream)
-        config.training.activation_checkpointing = "offload"
-        assert full - offloaded == 3 * TOKENS * 64 * stream  # layers x tokens x hidden x bytes
+    offloaded = estimate_memory(plan_of(config, 1, 2, 1), None).activations
+    config.training.activation_checkpointing = "full"
+    assert estimate_memory(plan_of(config, 1, 2, 1), None).activations - offloaded == 3 * TOKENS * 64 * 2  # in bf16
     config.mesh.cpu_offload = True
     at_home = estimate_memory(plan_of(config, 1, 2, 1), None)
     assert (at_home.weights, at_home.optimizer) == (0, 0)

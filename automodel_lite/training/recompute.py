@@ -1,0 +1,98 @@
+"""Chooses how much of the forward pass is computed again in the backward pass: the least that fits.
+
+    none                              everything is kept
+    every 8th, 4th, 3rd, 2nd layer    the others keep all, these their input alone
+    full                              every layer
+    offload                           as full, with the inputs in host memory
+
+Each is slower than the one before it, and holds less; what each holds is counted by the simulation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from automodel_lite.errors import one_line
+from automodel_lite.training.memory import estimate_memory, gib
+from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
+from automodel_lite.training.simulation import (
+    GPUS_GB,
+    SLACK,
+    LayerPattern,
+    Simulation,
+    layer_pattern,
+    simulate_by_layers,
+)
+
+NONE, FULL, OFFLOAD = ("none", 1), ("full", 1), ("offload", 1)
+LADDER = (NONE, ("full", 8), ("full", 4), ("full", 3), ("full", 2), FULL, OFFLOAD)
+_CERTAIN = 2.0  # the coarse formulas are never this far off
+_HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is not simulated
+
+
+def recomputation_text(parts: Parts) -> str:
+    """`none`, `full`, `full, every layer of 2`, `offload`."""
+    how, every = parts.training.activation_checkpointing, parts.training.recompute_every_layers
+    return f"{how}, one layer of {every}" if how != "none" and every > 1 else how
+
+
+def usable(num_bytes: int) -> int:
+    """What a step may hold on a GPU of this size: less what the driver, the allocator and workspaces take. By the size
+    that it is sold with, so that GPUs of one kind agree.
+    """
+    nominal = max((size * 10**9 for size in GPUS_GB if size * 10**9 <= num_bytes), default=num_bytes)
+    return nominal - SLACK
+
+
+def least_recomputation(
+    plan: ModelPlan, capacity: float, pattern: LayerPattern, adapter: int | None = None
+) -> tuple[Parts, Simulation] | None:
+    """Returns the first rung of the ladder whose step holds at most `capacity` bytes, and its step; None without one.
+
+    Full recomputation tells at once whether only offloading is left. A rung between none and full holds about what lies
+    between the two by its share of recomputed layers: which is worth its simulation is read off that line.
+    """
+    rungs = {rung: with_recomputation(plan.parts, *rung) for rung in LADDER}
+    found: dict[tuple[str, int], Simulation] = {}
+
+    def fits(rung: tuple[str, int]) -> bool:
+        if estimate_memory(replace(plan, parts=rungs[rung]), adapter).total > _HOPELESS * capacity:
+            return False
+        if rung not in found:
+            found[rung] = simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern)
+        return found[rung].peak <= capacity
+
+    if fits(NONE):
+        return rungs[NONE], found[NONE]
+    if not fits(FULL):
+        return (rungs[OFFLOAD], found[OFFLOAD]) if fits(OFFLOAD) else None
+    for rung in LADDER[1:-1]:
+        if NONE in found:
+            seems = found[NONE].peak + (found[FULL].peak - found[NONE].peak) / rung[1]
+            if seems > capacity:
+                continue
+        if fits(rung):
+            return rungs[rung], found[rung]
+    raise AssertionError("full recomputation fits, and is on the ladder")
+
+
+def settle_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tuple[Parts, str]:
+    """Returns the parts with the least recomputation that fits, and why.
+
+    gpu  bytes of the GPU
+    No process group may exist: steps are simulated, where the coarse formulas leave a doubt.
+    """
+    parts = plan.parts
+    plain = with_recomputation(parts, *NONE)
+    capacity = usable(gpu)
+    kept = estimate_memory(replace(plan, parts=plain), adapter).total
+    if _CERTAIN * kept <= capacity:
+        return plain, f"none: all that is kept is about {gib(kept)} of {gib(capacity)}"
+    try:
+        found = least_recomputation(plan, capacity, layer_pattern(plan.config), adapter)
+    except (NotImplementedError, RuntimeError) as error:  # what cannot be simulated
+        return with_recomputation(parts, *FULL), f"full: the step cannot be counted ({one_line(error, 100)})"
+    if found is None:
+        return with_recomputation(parts, *OFFLOAD), f"offload, which may still need more than {gib(capacity)}"
+    chosen, step = found
+    return chosen, f"{recomputation_text(chosen)}: the least that fits, {gib(step.peak)} of {gib(capacity)} are counted"

@@ -1,0 +1,257 @@
+"""Counts what one rank of a simulated world holds, computes and sends, operation by operation.
+
+Each operation on the fake GPU is seen once: a storage counts from its first tensor until it is freed, a product by its
+FLOPs, everything else by the bytes that it reads and writes, and a collective by what leaves this rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from automodel_lite.parallel.mesh import AXES, MeshShape
+
+GPU = torch.device("cpu", 0)
+"""Fake tensors tell it from the host, which is "cpu" without a number, and copy between the two."""
+
+
+class Operation(NamedTuple):
+    """A kernel on the GPU.
+
+    kind    product | attention | update (of the optimizer) | other
+    flops   of an attention: per key that a query sees, as the documents are not known here
+    window  keys that a query sees at most; None = all of its document before it
+    """
+
+    kind: str
+    flops: float
+    bytes: int
+    window: int | None = None
+
+
+class Message(NamedTuple):
+    """A collective.
+
+    axes         of the mesh, along which its ranks lie
+    extent       ranks from its first to its last: more than a node has means the network
+    is_parallel  travels beside the computation, as FSDP's weights and gradients do
+    """
+
+    axes: str
+    extent: int
+    is_parallel: bool
+    bytes: int
+
+
+Work = Counter[Operation | Message]
+"""How often each happens."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, the operations, and what collectives send.
+
+    part  of the step that is counted: micro (a micro-batch before the last), last, update
+    """
+
+    def __init__(self, shape: MeshShape, routed_tokens: int, vocab_size: int) -> None:
+        super().__init__()
+        self.part = "update"
+        self.work: dict[str, Work] = {"micro": Counter(), "last": Counter(), "update": Counter()}
+        self.parallel_groups: frozenset[str] = frozenset()  # whose collectives travel beside the computation
+        self._routed_tokens, self._vocab_size = routed_tokens, vocab_size
+        self.phase, self.now = "load", 0
+        self.peaks: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self._shape = shape
+        self._axes: dict[str, tuple[str, int, int]] = {}  # name of a process group -> mesh axes, ranks, extent
+        self._sizes: dict[int, int] = {}  # storage -> bytes
+        self._kinds: dict[int, str] = {}  # storage -> what made it
+        self._events: list[tuple[str, int]] = []  # kind, bytes more or less
+        self._peak, self._num_at_peak = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and self._routed_tokens:
+            return self._routed_tokens  # the one number that expert parallelism reads from the device
+        result = func(*args, **(kwargs or {}))
+        for value in gpu_tensors(result):
+            self.watch(value, func)
+        if func.overloadpacket is torch.ops._c10d_functional.wait_tensor:
+            self._waited(args[0], result)
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self._count_sent(func, args, kwargs or {}, result)
+        elif self.phase in _COUNTED and (operation := _operation(func, args, kwargs or {}, result)):
+            self.work[self.part][operation] += 1
+        return result
+
+    def watch(self, value: Tensor, func: Any) -> None:
+        """A storage counts from its first tensor on until it is freed."""
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = 0
+        self._kinds[key] = self._kind_of(value, func)
+        self.resized(key, storage.nbytes())
+        weakref.finalize(storage, self._freed, key)
+
+    def resized(self, key: int, num_bytes: int) -> None:
+        """FSDP frees a gathered parameter by a storage of no bytes."""
+        if key in self._sizes:
+            self._change(self._kinds[key], num_bytes - self._sizes[key])
+            self._sizes[key] = num_bytes
+
+    def _waited(self, pending: Tensor, result: Tensor) -> None:
+        """What was waited for is the same memory; that of a fake collective is another."""
+        first, second = pending.untyped_storage()._cdata, result.untyped_storage()._cdata
+        if first != second:
+            self.resized(first, 0)
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.peaks[phase] = max(self.peaks[phase], self.now)
+
+    def forget(self, phase: str) -> None:
+        """Drops this phase: the work before the first step does not belong to a step."""
+        del self.peaks[phase]
+        self.sent.clear()
+        for work in self.work.values():
+            work.clear()
+        self._peak = 0
+
+    def at_peak(self) -> dict[str, int]:
+        """What was alive when most was held, the largest kinds first."""
+        held: Counter[str] = Counter()
+        for kind, num_bytes in self._events[: self._num_at_peak]:
+            held[kind] += num_bytes
+        return {kind: num_bytes for kind, num_bytes in held.most_common() if num_bytes > 0}
+
+    def _kind_of(self, value: Tensor, func: Any) -> str:
+        if self.phase == "load":
+            return "weights"
+        if self.phase == "optimizer":
+            return "optimizer states"
+        is_gathered = func.overloadpacket._qualified_op_name in _GATHERED
+        is_logits = value.ndim > 1 and value.shape[-1] == self._vocab_size
+        name = "gathered" if is_gathered else "logits" if is_logits else _MADE_IN[self.phase]
+        return f"{name} {[*value.shape]} {str(value.dtype).removeprefix('torch.')}"
+
+    def _change(self, kind: str, num_bytes: int) -> None:
+        self.now += num_bytes
+        self._events.append((kind, num_bytes))
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        if self.now > self._peak:
+            self._peak, self._num_at_peak = self.now, len(self._events)
+
+    def _freed(self, key: int) -> None:
+        self._change(self._kinds.pop(key), -self._sizes.pop(key))
+
+    def _count_sent(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = func.overloadpacket.__name__
+        given = [*args, *kwargs.values()]
+        groups = [dist.ProcessGroup.unbox(x) for x in given if isinstance(x, torch.ScriptObject) and _is_group(x)]
+        group_name = groups[0].group_name if groups else next(x for x in reversed(given) if isinstance(x, str))
+        axes, ranks, extent = self._axes_of(group_name)
+        largest = max((t.numel() * t.element_size() for t in gpu_tensors([*given, result])), default=0)
+        times = 2 if "allreduce" in name or "all_reduce" in name else 1  # a reduce-scatter and an all-gather
+        sent = times * largest * (ranks - 1) // ranks
+        self.sent[axes] += sent
+        if self.phase in _COUNTED and sent:
+            self.work[self.part][Message(axes, extent, group_name in self.parallel_groups, sent)] += 1
+
+    def _axes_of(self, group_name: str) -> tuple[str, int, int]:
+        """Returns the axes of the mesh along which the ranks of a group lie, their number, and their extent."""
+        if group_name not in self._axes:
+            group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+            ranks = dist.get_process_group_ranks(group)
+            names: list[str] = []
+            stride = 1
+            for axis in reversed(AXES):
+                size = getattr(self._shape, axis)
+                if len({rank // stride % size for rank in ranks}) > 1:
+                    names.insert(0, axis)
+                stride *= size
+            self._axes[group_name] = (" x ".join(names), len(ranks), max(ranks) - min(ranks) + 1)
+        return self._axes[group_name]
+
+
+_COUNTED = frozenset({"forward", "backward", "end of backward", "optimizer"})
+_MADE_IN = {  # phase -> what its tensors are
+    "forward": "activations",
+    "backward": "gradients and recomputed activations",
+    "end of backward": "gradients and recomputed activations",
+    "save": "states to save",
+    "export": "weights to export",
+}
+_GATHERED = frozenset({"aten::empty", "aten::new_empty"})  # where collectives put what they gather
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
+
+
+_FREE = frozenset(
+    {"detach", "view", "_unsafe_view", "t", "transpose", "unsqueeze", "expand", "slice", "select", "alias"}
+)
+_FREE |= {"permute", "split", "squeeze", "reshape", "as_strided", "empty", "empty_like", "empty_strided", "new_empty"}
+_FREE |= {"resize_", "device", "lift_fresh", "split_with_sizes", "unbind", "chunk"}
+"""What moves no bytes: views, and memory that is not written yet."""
+
+
+def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
+    """What a kernel computes, and the bytes that it reads and writes; None for what is none, or not on the GPU."""
+    name = func.overloadpacket.__name__
+    if name in _FREE or func.namespace in ("prim", "profiler"):
+        return None
+    args, kwargs, result = (_local_parts(value) for value in (args, kwargs, result))
+    # a look-up reads the rows that it gives, not the table; a gather the places that it takes
+    read = {"embedding": result, "index_select": result, "gather": args[1:]}.get(name, args)
+    touched = [x for x in tree_leaves((read, kwargs, result)) if isinstance(x, FakeTensor) and x.device == GPU]
+    moved = sum(x.numel() * x.element_size() for x in touched)
+    if not moved:
+        return None
+    if "_attn" in name or "flash_attention" in name:
+        # two products of each visible pair forward; five backward, as the scores are made again
+        query = next(x for x in touched if x.ndim == 3)
+        window = next((x[0] + 1 for x in args if isinstance(x, list) and len(x) == 2 and x[0] >= 0), None)
+        return Operation("attention", (10.0 if "backward" in name else 4.0) * query.numel(), moved, window)
+    if name == "_grouped_mm":  # rows of the first, each with one matrix of the second
+        return Operation("product", 2.0 * args[0].numel() * args[1].shape[-1], moved)
+    if func.overloadpacket in flop_registry:
+        flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+        return Operation("product", flops, moved)
+    if "adam" in name:  # reads four tensors of the weights' size, and writes all but the gradient in place
+        return Operation("update", 0.0, moved * 7 // 4)
+    return Operation("other", 0.0, moved)
+
+
+def _local_parts(value: Any) -> Any:
+    """The same with each distributed tensor's own part in its place."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, (list, tuple)):
+        return [_local_parts(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _local_parts(item) for key, item in value.items()}
+    return value
+
+
+def gpu_tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the local tensors on the fake GPU."""
+    if isinstance(value, DTensor):
+        yield from gpu_tensors(value.to_local())
+    elif isinstance(value, FakeTensor) and value.device == GPU:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from gpu_tensors(item)

@@ -1,0 +1,71 @@
+"""The least recomputation that fits is found by counting, and a CPU is not asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.training import recompute
+from automodel_lite.training.build import plan_model
+from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
+from automodel_lite.training.recompute import LADDER, least_recomputation, settle_recomputation, usable
+from automodel_lite.training.simulation import layer_pattern, simulate_by_layers
+from automodel_lite.training.start import choose_recomputation
+
+
+def planned(preset: str, gpus: int, *overrides: str) -> ModelPlan:
+    config = check_config(compose_config(preset, ["dataset.path=any", *overrides]))
+    parts = build_parts(replace(config, attention={}))
+    return plan_model(
+        replace(parts, attention=None), parts.model.described({}), MeshShape(1, gpus, 1), torch.device("cpu")
+    )
+
+
+def auto(plan: ModelPlan) -> ModelPlan:
+    return replace(plan, parts=with_recomputation(plan.parts, "auto", 1), dtype=torch.bfloat16)
+
+
+def test_the_8b_preset_recomputes_nothing_on_eight_gpus_of_80_gb() -> None:
+    plan = auto(planned("llama3_1_8b", 8))
+    parts, reason = settle_recomputation(plan, 80 * 10**9, None)
+    assert parts.training.activation_checkpointing == "none"
+    assert reason.startswith("none: the least that fits, ")
+
+
+@pytest.mark.parametrize("gigabytes", [24, 40, 48])
+def test_the_rung_before_the_chosen_one_does_not_fit(gigabytes: int) -> None:
+    plan = auto(planned("llama3_1_8b", 8))
+    capacity, pattern = usable(gigabytes * 10**9), layer_pattern(plan.config)
+    found = least_recomputation(plan, capacity, pattern)
+    assert found is not None
+    parts, step = found
+    assert step.peak <= capacity
+    rung = (parts.training.activation_checkpointing, parts.training.recompute_every_layers)
+    less = with_recomputation(plan.parts, *LADDER[LADDER.index(rung) - 1])
+    assert simulate_by_layers(less, plan.config, plan.shape, pattern).peak > capacity
+
+
+def test_what_fits_nothing_is_offloaded_as_far_as_possible() -> None:
+    plan = auto(planned("llama3_1_8b", 8))
+    parts, reason = settle_recomputation(plan, 16 * 10**9, None)
+    assert parts.training.activation_checkpointing == "offload"
+    assert "may still need more" in reason
+
+
+def test_small_models_and_cpus_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "simulate_by_layers", lambda *_: pytest.fail("a step was simulated"))
+    plan = auto(planned("qwen3_0_6b", 8, "packed_sequence.packed_sequence_size=2048"))
+    parts, reason = settle_recomputation(plan, 80 * 10**9, None)
+    assert parts.training.activation_checkpointing == "none"
+    assert reason.startswith("none: all that is kept is about ")
+    assert choose_recomputation(plan.parts, plan.config, None)[0].training.activation_checkpointing == "none"
+
+
+def test_gpus_of_one_kind_agree() -> None:
+    """An H100 reports 85.0e9 bytes, less where some are kept by the driver."""
+    assert usable(85_000_000_000) == usable(84_900_000_000) == 80 * 10**9 - (3 << 30)
