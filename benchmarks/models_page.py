@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import transformers
 
-from benchmarks.survey_models import LENGTHS, MOST_USED, Finding
+from benchmarks.survey_models import LENGTHS, MOST_USED, NEAR_TIE, Finding
 from benchmarks.tiny_models import COMPOSITES
 
 
@@ -15,9 +15,8 @@ def markdown(findings: Iterable[Finding]) -> str:
     findings = list(findings)
     decoders = [finding for finding in findings if finding.family not in COMPOSITES]
     composites = [finding for finding in findings if finding.family in COMPOSITES]
-    most = {family for family in MOST_USED.split()}
-    exact = [f.family.removesuffix("_text") for f in findings if f.verdict == "exact"]
-    used = sum(family in exact for family in most)
+    most = MOST_USED.split()
+    used = len(exact_of(most, findings))
     lines = [
         "# Model families on packed sequences",
         "",
@@ -30,7 +29,10 @@ def markdown(findings: Iterable[Finding]) -> str:
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on CPU. The survey "
         "covers every decoder-only causal LM in this version of transformers and the composites (vision, audio) "
         "whose language model is trained on text. Each family is a tiny random bf16 checkpoint, trained with the "
-        f"recipe itself in fp32. The ground truth is the family's own code on separate documents of {LENGTHS} tokens.",
+        f"recipe itself in fp32. The ground truth is the family's own code on separate documents of {LENGTHS} tokens. "
+        "Whatever a family measures in tokens (windows, chunks, scales, the original length of its rotation) is less "
+        "than the stream, so that it acts; widths and numbers of experts do not divide by the ranks; layers share keys "
+        "and values where the family's do.",
         "",
         f"**{summary(decoders)} of {len(decoders)} decoder-only families; {summary(composites)} of {len(composites)} "
         f"composites; {used} of the {len(most)} most fine-tuned families exact end to end.** The others are refused "
@@ -40,11 +42,14 @@ def markdown(findings: Iterable[Finding]) -> str:
         "|---|---|",
         "| packed | logits and all gradients of one pack against separate documents, relative to the largest; 1e-5 |",
         "| step | loss and gradient norm of a run's first step, in training mode; relative, 1e-5 |",
-        "| cp 2 | the same on two ranks, with a sharded model and each pack split in two; 1e-5 |",
+        "| cp 4 | the same on four ranks, with a sharded model (of six experts, one rank has none) and each pack split in "
+        "four; 1e-5 |",
         "| LoRA | the first step's loss with new adapters; the saved adapter loads, and routers have no adapter |",
         "| export | bf16; same keys, dtypes and class as the checkpoint, every weight read back and compared |",
+        "| fp8 | not a column: each checkpoint is also read from fp8 in blocks of 16 x 16 with ragged ends, bit for bit |",
         "| transformers' own packing | only `position_ids`, `use_cache=False` |",
         "",
+        *ties(findings),
         "## Mixtures of experts",
         "",
         "`model.experts` selects how experts are computed. `model.router_aux_loss=0.001` adds transformers' "
@@ -74,6 +79,26 @@ def markdown(findings: Iterable[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def exact_of(families: list[str], findings: list[Finding]) -> list[str]:
+    """Returns those of `families` that are exact; of a composite, its text part alone does not count."""
+    exact = {finding.family for finding in findings if finding.verdict == "exact"}
+    return [name for name in families if name in exact or (name not in COMPOSITES and f"{name}_text" in exact)]
+
+
+def ties(findings: list[Finding]) -> list[str]:
+    """Returns a line about mixtures that differed with some random weights and not with others."""
+    found = [
+        f"{f.family} ({f.near_ties} of {f.near_ties + 1})" for f in findings if f.near_ties and f.verdict == "exact"
+    ]
+    if not found:
+        return []
+    return [
+        "A router near a tie sends a token to another expert when a sum is rounded otherwise, so a mixture that differs by "
+        f"less than {NEAR_TIE:.0e} is tried with other random weights. Needed for: {', '.join(found)}.",
+        "",
+    ]
+
+
 def summary(findings: list[Finding]) -> str:
     counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ("exact", "refused")}
     return f"{counts['exact']} exact end to end, {counts['refused']} refused"
@@ -81,13 +106,13 @@ def summary(findings: list[Finding]) -> str:
 
 def table(findings: list[Finding]) -> list[str]:
     rows = [
-        "| family | packed | step | cp 2 | LoRA | export | transformers' own packing |",
+        "| family | packed | step | cp 4 | LoRA | export | transformers' own packing |",
         "|---|---|---|---|---|---|---|",
     ]
     for finding in findings:
         if finding.verdict == "exact":
             cells = [
-                finding.steps[name].removeprefix("exact, ") for name in ("packed", "step", "cp 2", "LoRA", "export")
+                finding.steps[name].removeprefix("exact, ") for name in ("packed", "step", "cp 4", "LoRA", "export")
             ]
             rows.append(f"| {finding.family} | {' | '.join(cells)} | {finding.native} |")
     return rows

@@ -1,7 +1,11 @@
 """A tiny random model of any family that transformers ships: a config by overriding sizes, key by key.
 
 Families name their sizes in many ways; one table of names serves them all, and what a family needs besides stands in
-SPECIAL. The layers are chosen so that every kind that the family has occurs.
+SPECIAL. The layers are chosen so that every kind that the family has occurs, and that some share their keys and values
+where layers of the family do. Numbers of experts and widths do not divide by 4 ranks or blocks of 16.
+
+Whatever a family measures in tokens (windows, chunks, scales, original lengths of rotations) is less than what the
+survey packs, so that it acts, and one that is taken from the stream instead of the document shows.
 """
 
 from __future__ import annotations
@@ -15,18 +19,26 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from automodel_lite.models.source import model_class
 
-VOCAB = 64
+VOCAB = 70
 WINDOW = 8
+LENGTH = 32
+"""Positions of a model: more than any document has, less than the stream."""
+ORIGINAL = 16
+"""Tokens that a rotation was trained on, before it was scaled: one document is longer, others are not."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 32,
+    "intermediate_size": 40,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": LENGTH,
+    "original_max_position_embeddings": ORIGINAL,
+    "floor_scale": WINDOW,
+    "block_size": ORIGINAL,
+    "local_attention": WINDOW,
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "attention_chunk_size": WINDOW,
@@ -35,16 +47,16 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
     "top_k_experts": 2,
-    "moe_num_experts": 4,
+    "moe_num_experts": 6,
     "moe_k": 2,
     "moe_topk": 2,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 24,
     "moe_ffn_hidden_size": 16,
     "expert_ffn_hidden_size": 16,
     "ffn_hidden_size": 32,
@@ -80,8 +92,8 @@ SMALL: dict[str, Any] = {
     "global_head_dim": 16,
     "num_global_key_value_heads": 2,
     # older names
-    "n_positions": 128,
-    "n_ctx": 128,
+    "n_positions": LENGTH,
+    "n_ctx": LENGTH,
     "n_embd": 32,
     "n_head": 4,
     "n_layer": 2,
@@ -101,11 +113,11 @@ SMALL: dict[str, Any] = {
     "dim_head": 8,
     "dim_ff": 32,
     "attention_heads": 4,
-    "max_seq_len": 128,
+    "max_seq_len": LENGTH,
     "max_window_layers": 0,
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0,
+    "num_kv_shared_layers": 2,
     "laurel_rank": 8,
     # state spaces, delta rules, convolutions
     "linear_num_value_heads": 4,
@@ -151,6 +163,10 @@ SMALL: dict[str, Any] = {
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
+LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+SHARING = ["sliding_attention", "full_attention"] * 2  # the second two take keys and values of the first two
 LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 CONV_THEN_FULL = {"layer_types": ["conv", "full_attention"]}
@@ -169,10 +185,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dots1": SLIDING_THEN_FULL,
     "dots3_note_text": {"num_key_value_heads": 4},
-    "gemma4_text": {"use_cache": True},
+    "gemma3n_text": {"layer_types": SHARING, "num_hidden_layers": 4},
+    "gemma4_text": {"use_cache": True, "layer_types": SHARING, "num_hidden_layers": 4},
+    "gemma4_unified_text": {"layer_types": SHARING, "num_hidden_layers": 4},
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granitemoehybrid": LINEAR_THEN_FULL,
+    "internlm3": {"rope_parameters": DYNAMIC_ROPE},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "kimi_linear": {"q_lora_rank": None, "mlp_layer_types": ["dense", "sparse"]},
     "laguna": SLIDING_THEN_FULL,
@@ -183,8 +202,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mellum": SLIDING_THEN_FULL,
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "mixtral": {"sliding_window": WINDOW},
-    "phi3": {"sliding_window": WINDOW},
-    "phimoe": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW, "rope_parameters": LONG_ROPE},
+    "phimoe": {"sliding_window": WINDOW, "rope_parameters": LONG_ROPE | {"short_mscale": 1.1, "long_mscale": 1.3}},
     "qwen2": WINDOWED,
     "qwen2_moe": WINDOWED,
     "qwen3": WINDOWED,
@@ -248,7 +267,7 @@ _COMPOSITES = """
     qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 gemma3n gemma4 gemma4_unified mistral3
     mistral_large4 kimi_k25 step3p7 muse_glimmer muse_spark llama4 glm4v glm4v_moe glm46v cohere2_vision internvl
     llava llava_onevision lfm2_vl exaone4_5 ernie4_5_vl_moe hyperclovax_vision_v2 smolvlm voxtral qwen2_audio
-    minimax_m3_vl nemotron_h_omni granite_docling aria paligemma
+    minimax_m3_vl nemotron_h_omni granite_docling aria paligemma got_ocr2 granite_speech deepseek_vl deepseek_vl_hybrid
 """
 COMPOSITES = _COMPOSITES.split()
 """Composites whose text half is fine-tuned on text."""
@@ -272,6 +291,7 @@ TOWERS: dict[str, Any] = {
 }
 """Sizes of vision and audio towers, whose other names are those of SMALL."""
 TOWERS_OF: dict[str, dict[str, Any]] = {
+    "gemma3n_vision": {"architecture": "test_resnet"},  # of timm's tiny ones; text does not meet it
     "gemma4_vision": {"position_embedding_size": 16, "pooling_kernel_size": 1},
     "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [4], "hidden_sizes": [32], "depths": [1]},
     "radio": {"video_temporal_patch_size": 2},
@@ -306,6 +326,9 @@ def _small(kind: type[PretrainedConfig], special: dict[str, Any], sizes: dict[st
         settings["num_key_value_heads"] = SMALL["num_attention_heads"]  # latent attention has as many keys as queries
     if known.get("sliding_window", 0) is None:
         del settings["sliding_window"]
+    rope = known.get("rope_parameters") or {}
+    if "original_max_position_embeddings" in rope:
+        settings["rope_parameters"] = {**rope, "original_max_position_embeddings": ORIGINAL}
     kinds = list(dict.fromkeys(known.get("layer_types") or []))
     if len(kinds) > 1 and "layer_types" not in special:
         settings["layer_types"] = kinds
@@ -318,14 +341,14 @@ def _is_settable(kind: type[PretrainedConfig], key: str) -> bool:
     return found is not None and (not isinstance(found, property) or found.fset is not None)
 
 
-def tiny_model(family: str) -> PreTrainedModel:
-    """In eval mode, with eager attention."""
-    return random_model(tiny_config(family))
+def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """Builds a model in eval mode, with eager attention."""
+    return random_model(tiny_config(family), seed)
 
 
-def random_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Random weights, the same on every call, large enough that every layer matters."""
-    torch.manual_seed(0)
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Builds a model with random weights, the same on every call, large enough that every layer matters."""
+    torch.manual_seed(seed)
     model: PreTrainedModel = model_class(config).from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

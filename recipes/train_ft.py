@@ -55,6 +55,7 @@ from automodel_lite.training.state import TrainState
 def main(config: Config) -> int:
     """Trains until the planned step, or until it must stop; returns the exit code."""
     quiet_libraries()
+    config = start.from_run(config)
     if config.dry_run:
         return start.dry_run(config)
     with resume.joined(config) as (config, peers, finished):

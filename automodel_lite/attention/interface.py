@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.attention.documents import NOW, hold_documents, install_mixers, install_rows
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.positions import install_rotations, refuse_rotations, scale_queries
-from automodel_lite.attention.spec import UNPACKED, AttentionSpec, has_attention, layer_chunk, layer_window
+from automodel_lite.attention.spec import (
+    UNPACKED,
+    AttentionSpec,
+    config_value,
+    has_attention,
+    layer_chunk,
+    layer_window,
+)
 from automodel_lite.attention.trees import over_tree
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, TreeKeys, stream_of
@@ -132,10 +139,13 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     """
     hold_documents(model)
     install_rotations(model)
-    if has_attention(model.config.get_text_config()):
+    text = model.config.get_text_config()
+    if has_attention(text):
         transformers.AttentionInterface.register(kernel.name, torch.compiler.disable(packed_attention(kernel)))
-        model.set_attn_implementation(kernel.name)
-        if model.config._attn_implementation != kernel.name:
+        # Of a composite, the language model alone: some towers look their attention up in a table of their own.
+        of_text = {key: kernel.name for key in model.config.sub_configs if config_value(model.config, key) is text}
+        model.set_attn_implementation({"": kernel.name, **of_text} if of_text else kernel.name)
+        if text._attn_implementation != kernel.name:
             refuse_rotations(model)
             install_rows(model)
             return

@@ -106,6 +106,7 @@ class TrainingConfig:
     recompute_every_layers: Positive = 1  # apply activation_checkpointing only to every n-th layer
     compile: BoolOrAuto = "auto"  # auto = on GPUs
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
+    tf32: bool = False  # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
     deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
     profile_steps: Annotated[list[int], FirstAndLast()] | None = free(None)  # [10, 12]: profile these steps
     num_threads: Annotated[int, Range(0), UpToTheCores()] = free(0)  # per process; 0 = cores / processes of this host

@@ -15,6 +15,7 @@ Legend: T tokens, C model dim.
 from __future__ import annotations
 
 import copy
+import fnmatch
 import functools
 import inspect
 import sys
@@ -247,6 +248,26 @@ def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
     """What text does not meet is not trained, in place; towers are held in `dtype`, that of their checkpoint."""
     for tower in towers(lm):
         tower.to(dtype).requires_grad_(False)
+
+
+def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[str]:
+    """Freezes the weights that the patterns name, in place; returns a line for each pattern.
+
+    patterns  parts of names between dots, with shell wildcards: embed_tokens, layers.[0-7], layers.*.mlp
+    Raises ConfigError for a pattern without a match, and where nothing is left to train.
+    """
+    lines, named = [], list(lm.named_parameters(remove_duplicate=False))  # a tied weight has two names
+    for pattern in patterns:
+        found = {p for name, p in named if fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")}
+        if not found:
+            names = ", ".join(dict.fromkeys(name for name, _ in named[:3]))
+            raise ConfigError(f"model.freeze={patterns}: no weight is named {pattern}; their names are {names} ...")
+        for parameter in found:
+            parameter.requires_grad_(False)
+        lines.append(f"frozen {pattern}: {len(found)} weights, {sum(p.numel() for p in found) / 1e6:,.2f} M parameters")
+    if not any(p.requires_grad for p in lm.parameters()):
+        raise ConfigError(f"model.freeze={patterns} leaves no weight to train.")
+    return lines
 
 
 def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -25,13 +25,14 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from automodel_lite.config.components import missing_package
-from automodel_lite.config.rules import Positive, Range
+from automodel_lite.config.rules import PathStr, Positive, Range
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import decoder_layers, local, output_head
 from automodel_lite.models.sharded import keep_part
@@ -53,6 +54,7 @@ class Lora:
     modules_to_save: list[str] | None = None  # modules to train fully, [embed_tokens, lm_head]
     use_dora: bool = False  # train the magnitude of each weight column separately (peft=dora)
     use_rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
+    adapter: PathStr | None = None  # continue training this adapter's folder; r, alpha and targets are its own
 
     def check(self, device: torch.device, strategy: str, pretrained: str | None) -> None:
         """Raises ConfigError for a model from scratch: its random weights are not saved anywhere."""
@@ -70,6 +72,9 @@ class Lora:
         """Puts adapters into `model`, in place, and freezes the rest; `base` is where its weights came from. Raises
         ConfigError when no layer has a name of target_modules.
         """
+        if self.adapter:
+            return self._continue(model, base)
+        is_tied = model.get_input_embeddings().weight is output_head(model).weight
         targets = lora_targets(model, self.target_modules, self.experts)
         if targets.parameters and (self.dropout or self.use_dora):
             raise ConfigError(
@@ -95,7 +100,38 @@ class Lora:
         self._check_saved_modules(model)
         _leave_casts_to_autocast(model)
         wrapped.peft_config["default"].base_model_name_or_path = _absolute(base)
-        return LoraAdapter(wrapped, self._describe(model))
+        unties = is_tied and model.get_input_embeddings().weight is not output_head(model).weight
+        how = "; the embedding and the head are no longer tied: each is trained and saved apart" if unties else ""
+        return LoraAdapter(wrapped, self._describe(model) + how)
+
+    def _continue(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
+        """Puts the adapter of a folder into `model`, in place, to be trained further."""
+        folder = Path(str(self.adapter)).expanduser()
+        if (folder / "adapter").is_dir():  # a run's
+            folder /= "adapter"
+        if not (folder / "adapter_config.json").is_file():
+            raise ConfigError(f"peft.adapter={self.adapter}: the folder has no adapter_config.json.")
+        config = peft.LoraConfig.from_pretrained(str(folder))
+        config.inference_mode = False
+        if config.modules_to_save:
+            raise ConfigError(
+                f"peft.adapter={self.adapter} trains {', '.join(config.modules_to_save)} as a whole, which is not "
+                "continued: merge it into its base with python recipes/export_hf.py, and begin a new adapter on that."
+            )
+        with _with_memory(model):
+            wrapped = peft.get_peft_model(model, config)
+        weights = load_file(folder / "adapter_model.safetensors")
+        own = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)  # the parameters, as files name them
+        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
+            only = sorted(own.keys() ^ weights.keys()) or ["a shape"]
+            raise ConfigError(f"peft.adapter={self.adapter} does not fit model.pretrained={base}: {only[0]} differs.")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+        _leave_casts_to_autocast(model)
+        wrapped.peft_config["default"].base_model_name_or_path = _absolute(base)
+        described = replace(self, r=config.r, alpha=config.lora_alpha, use_dora=config.use_dora, modules_to_save=None)
+        return LoraAdapter(wrapped, f"{described._describe(model)}, continued from {self.adapter}", is_continued=True)
 
     def _check_saved_modules(self, model: transformers.PreTrainedModel) -> None:
         found = {
@@ -162,6 +198,7 @@ class LoraAdapter:
 
     wrapped: peft.PeftModel
     description: str
+    is_continued: bool = False  # its weights are there before those of the base
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -183,7 +220,8 @@ class LoraAdapter:
         yield
         for parent, name, layer in places:
             setattr(parent, name, layer)
-            _take_from_base(layer)
+            if not self.is_continued:
+                _take_from_base(layer)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them; `weights` are

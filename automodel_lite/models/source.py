@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean, is_lost_peer, is_out_of_memory, one_line
-from automodel_lite.models.layers import freeze_towers, local
+from automodel_lite.models.layers import freeze_named, freeze_towers, local
 
 if TYPE_CHECKING:
     from automodel_lite.models.sharded import Spread
@@ -54,7 +54,10 @@ class CausalLM:
         trust_remote_code: bool = False,  # run the repository's own code; command line only, with a commit
         experts: Experts = "auto",  # how experts are computed; auto = what transformers takes
         router_aux_loss: Annotated[float, Range(0)] = 0.0,  # weight of the load-balancing loss of experts; 0 = none
+        freeze: list[str] | None = None,  # weights that are not trained, by name: [embed_tokens, "layers.[0-7]"]
     ) -> None:
+        self.freeze = list(freeze or ())
+        self.notes: list[str] = []  # what the start block says about the model that was built
         self.router_aux_loss = router_aux_loss
         self.experts = experts
         self.pretrained = pretrained
@@ -115,12 +118,12 @@ class CausalLM:
         """
         config = self._checked_config(tokenizer)
         if self.pretrained:
-            lm = _load(self.pretrained, config, {**self.source, **(load_arguments or {})})
+            lm = self._load(config, {**self.source, **(load_arguments or {})})
         else:
             from automodel_lite.models.sharded import draw_whole  # with the models' code
 
             lm = draw_whole(partial(model_class(config).from_config, config, dtype=torch.float32))
-        freeze_towers(lm, self.dtype)
+        self._freeze(lm)
         return lm.train()
 
     def build_sharded(
@@ -133,21 +136,36 @@ class CausalLM:
 
         config = self._checked_config(tokenizer)
 
-        def spread_text(lm: transformers.PreTrainedModel) -> None:
-            freeze_towers(lm, self.dtype)
+        def spread_trained(lm: transformers.PreTrainedModel) -> None:
+            self._freeze(lm)
             spread(lm)
 
         if not self.pretrained:
             make = partial(model_class(config).from_config, config, dtype=torch.float32)
-            return draw_shards(make, spread_text, device).train()
+            return draw_shards(make, spread_trained, device).train()
         try:
             if quantization_of(config):
                 raise CannotReadSlicesError  # blocks and their scales do not lie along the shards
-            return _load(self.pretrained, config, self.source, spread_text, device).train()
+            return self._load(config, self.source, spread_trained, device).train()
         except CannotReadSlicesError:
             lm = self.build(tokenizer)  # whole on each rank
             spread(lm)
             return lm
+
+    def _load(self, config: PretrainedConfig, *how: Any) -> transformers.PreTrainedModel:
+        """Loads as `_load` does; notes what the checkpoint holds beside the model."""
+        assert self.pretrained
+        lm, unknown = _load(self.pretrained, config, *how)
+        if unknown:
+            names = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
+            self.notes.append(
+                f"{len(unknown)} weights of the checkpoint are not part of the model and not exported: {names}"
+            )
+        return lm
+
+    def _freeze(self, lm: transformers.PreTrainedModel) -> None:
+        freeze_towers(lm, self.dtype)
+        self.notes += freeze_named(lm, self.freeze)
 
     def _checked_config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         config = self.config(tokenizer)
@@ -421,8 +439,10 @@ def _load(
     more: dict[str, Any],
     spread: Spread | None = None,
     device: torch.device | None = None,
-) -> transformers.PreTrainedModel:
-    """Loads the whole model, or with `spread` each rank's shards of it, which are held on `device`."""
+) -> tuple[transformers.PreTrainedModel, list[str]]:
+    """Loads the whole model, or with `spread` each rank's shards of it, which are held on `device`; and returns the
+    names of weights that the model does not have.
+    """
     quantization = quantization_of(config)
     if quantization and "quantization_config" not in more:
         more = {**more, "quantization_config": _dequantizing(quantization)}
@@ -471,7 +491,7 @@ def _load(
     if quantization:
         _forget_quantization(model)
     check_finite(model, f"model.pretrained={source}")
-    return model
+    return model, sorted(report["unexpected_keys"])
 
 
 def check_finite(model: transformers.PreTrainedModel, source: str) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -21,9 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import decoder_layers, output_head, towers
@@ -83,9 +78,11 @@ class ParallelModel:
             return self.loss_model.logits(batch, num_last)
 
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
-        """See LossModel.probe; every rank calls it with the same batch. No weight of a linear layer is gathered."""
+        """See LossModel.probe; every rank calls it with the same batch. Layers are gathered one at a time, as in any
+        forward, and are shards again afterwards.
+        """
         self.free_gathered()
-        with self._autocast(batch), _held_rows(self.module, self.compute_dtype, batch.labels.device):
+        with self._autocast(batch):
             found = self.loss_model.probe(batch)
         self.free_gathered()
         return found
@@ -177,147 +174,6 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
     shard(model)
     for method in ("logits", "plain_logits", "probe"):
         register_fsdp_forward_method(model, method)
-    if dist.get_backend() == "gloo":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(BroadcastGather())  # type: ignore[arg-type]
-
-
-class BroadcastGather:
-    """All-gather over gloo: each rank broadcasts its part into its place. Gloo's own gathers into a second buffer and
-    takes 5 times as long (50 MB over 4 ranks of one host: 0.52 against 0.10 s).
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        parts = output_tensor.chunk(group.size())
-        mine = parts[group.rank()]
-        if mine.data_ptr() != input_tensor.data_ptr():
-            mine.copy_(input_tensor)
-        pending = [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]
-        for work in pending:
-            work.wait()
-
-
-class HeldRows(Tensor):
-    """A weight [N, ...] of which this rank holds some rows: a linear layer multiplies by them, an embedding looks ids
-    up in them, and the results are gathered, which are small where tokens are few. Whatever else reads it gets the
-    whole.
-    """
-
-    shard: Any  # a DTensor
-
-    def __new__(cls, shard: DTensor, dtype: torch.dtype, device: torch.device) -> HeldRows:
-        self: HeldRows = Tensor._make_wrapper_subclass(cls, shard.shape, dtype=dtype, device=device)
-        self.shard = shard
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear and isinstance(args[1], cls) and not isinstance(args[0], cls):
-            return args[1].linear(args[0], *args[2:], **kwargs)
-        if func is F.embedding and isinstance(args[1], cls) and kwargs.get("max_norm") is None:
-            return args[1].look_up(args[0])
-        if func.__name__ == "__get__" or func in (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point):
-            return super().__torch_function__(func, types, args, kwargs)
-        return func(*tree_map_only(cls, cls.whole, args), **tree_map_only(cls, cls.whole, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*tree_map_only(cls, cls.whole, args), **tree_map_only(cls, cls.whole, kwargs or {}))
-
-    def whole(self) -> Tensor:
-        return self.shard.full_tensor().to(self.device, self.dtype)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear(x, whole, bias)`; x is the same on all ranks."""
-        group, rows, start, per_rank = self._held()
-        own_bias = None if bias is None else bias[start : start + len(rows)]
-        own_TN = F.linear(x.reshape(-1, x.shape[-1]), rows, own_bias)
-        padded_NT = own_TN.new_zeros(per_rank, len(own_TN))
-        padded_NT[: len(rows)] = own_TN.t()
-        all_NT = own_TN.new_empty(per_rank * group.size(), len(own_TN))
-        gather = BroadcastGather() if dist.get_backend(group) == "gloo" else dist.all_gather_into_tensor
-        gather(all_NT, padded_NT, group=group)
-        return all_NT[: self.shape[0]].t().contiguous().view(*x.shape[:-1], self.shape[0])
-
-    def look_up(self, ids: Tensor) -> Tensor:
-        """`F.embedding(ids, whole)`; ids are the same on all ranks."""
-        group, rows, start, _ = self._held()
-        is_own = (ids >= start) & (ids < start + len(rows))
-        found = torch.zeros(*ids.shape, *self.shape[1:], device=ids.device)
-        found[is_own] = rows[ids[is_own] - start].float()
-        dist.all_reduce(found, group=group)  # one rank has it, the others add zeros
-        return found.to(self.dtype)
-
-    def _held(self) -> tuple[dist.ProcessGroup, Tensor, int, int]:
-        """The ranks that share it, the rows of this one, the first of them, and the most that a rank holds."""
-        group = self.shard.device_mesh.get_group(len(self.shard.placements) - 1)
-        per_rank = -(-self.shape[0] // group.size())
-        return group, self.shard.to_local().to(self.device, self.dtype), per_rank * group.rank(), per_rank
-
-
-@contextmanager
-def _held_rows(model: nn.Module, compute_dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Inside, FSDP gathers all but the weights of linear layers and embeddings, which are `HeldRows`: a check of some
-    hundred tokens then sends products of some hundred rows, where the weights are the whole model.
-    """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model._get_fsdp_state()._lazy_init()  # remembers every parameter's dtype; otherwise the first forward does it
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = {id(group): group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)}
-    managed = {id(param.sharded_param) for group in groups.values() for param in group.fsdp_params}
-    owners = [m for unit in units for m in _outside_lists(unit) if _is_plain(m)]
-    held: dict[int, Any] = {}
-    for owner in owners:
-        weight: Any = owner._parameters["weight"]
-        if id(weight) in managed and _is_split_by_rows(weight):
-            dtype = weight.dtype if compute_dtype == torch.float32 else compute_dtype
-            owner._parameters["weight"] = held.setdefault(id(weight), HeldRows(weight, dtype, device))
-    gathered = {key: group.fsdp_params for key, group in groups.items()}
-    for group in groups.values():
-        group.fsdp_params = [param for param in group.fsdp_params if id(param.sharded_param) not in held]
-        if not group.fsdp_params:
-            group.unshard = lambda async_op=False: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for key, group in groups.items():
-            group.fsdp_params = gathered[key]
-            vars(group).pop("unshard", None)
-        for owner in owners:
-            weight = owner._parameters["weight"]
-            if isinstance(weight, HeldRows):
-                owner._parameters["weight"] = weight.shard
-
-
-def _outside_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules that every token meets: experts in a list run where tokens were sent, and a rank that rounds otherwise
-    would send them elsewhere.
-    """
-    yield module
-    for child in module.children():
-        if not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _outside_lists(child)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """A linear layer (in fp8 it has a product of its own) or an embedding."""
-    return type(module).forward is nn.Linear.forward or isinstance(module, nn.Embedding)
-
-
-def _is_split_by_rows(weight: DTensor) -> bool:
-    """By FSDP alone, over more than one rank."""
-    *replicated, last = weight.placements
-    has_peers = weight.device_mesh.size(len(replicated)) > 1
-    return type(last) is Shard and last.dim == 0 and has_peers and all(p.is_replicate() for p in replicated)
 
 
 def _units(modules: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:

@@ -120,6 +120,7 @@ def build_model(
     memory, reduction = plan_memory(plan, trained, gpu_bytes(mesh.device))
     model = replace(model, reduces_every=bool(reduction))
     flops = step_flops(plan.config, plan.size, trained)
+    flops = flops.without_frozen(lm) if parts.model.freeze else flops
     return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)
 
 
@@ -187,6 +188,9 @@ def assemble(
     What changes the modules happens before FSDP, which remembers each parameter's module.
     """
     source, peft = parts.model, parts.peft
+    source.notes = []
+    if peft and source.freeze:
+        raise ConfigError(f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.")
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
     made: list[tuple[ParallelModel, LoraAdapter | None]] = []

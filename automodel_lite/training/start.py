@@ -11,7 +11,10 @@ process answers for any mesh: set mesh.dp_shard to the processes meant.
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import transformers
@@ -30,6 +33,7 @@ from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, use_threads, world_size
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
+from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel, plan_model
@@ -206,10 +210,35 @@ def check_master_weights(parts: Parts) -> None:
         raise ConfigError(f"{what} computes in bf16: set training.precision=bf16, not {training.precision}.")
 
 
+def from_run(config: Config) -> Config:
+    """Replaces a run's folder in model.pretrained by what that run has exported: its model, or its adapter and base.
+
+    Raises ConfigError for a run without an export, and for an adapter that nothing continues.
+    """
+    pretrained = config.model.get("pretrained")
+    folder = exported_folder(pretrained) if pretrained else None
+    if not pretrained or not folder or Path(folder) == Path(pretrained).expanduser():
+        return config
+    tokenizer = {key: folder if value == pretrained else value for key, value in config.tokenizer.items()}
+    settings = Path(folder) / "adapter_config.json"
+    if not settings.is_file():
+        return replace(config, model=config.model | {"pretrained": folder}, tokenizer=tokenizer)
+    if not config.peft:
+        raise ConfigError(
+            f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train the whole model, "
+            "python recipes/export_hf.py merges it into its base first."
+        )
+    base = json.loads(settings.read_text())["base_model_name_or_path"]
+    peft = config.peft | {"adapter": config.peft.get("adapter") or folder}
+    return replace(config, model=config.model | {"pretrained": base}, tokenizer=tokenizer, peft=peft)
+
+
 def prepare_process(config: TrainingConfig) -> None:
     """Threads and kernels of this process, before the first kernel runs."""
     use_threads(config.num_threads)
     use_deterministic(config.deterministic)
+    if config.tf32:
+        torch.set_float32_matmul_precision("high")
 
 
 def default_device() -> torch.device:
@@ -238,6 +267,7 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         ("device", _device(mesh, built.plan)),
         *([("", warning)] if (warning := uneven_hosts(mesh.shape, launched("LOCAL_WORLD_SIZE", 1))) else []),
         ("model", _model(built)),
+        *(("", note) for note in built.plan.parts.model.notes),
         *([("peft", built.adapter.description)] if built.adapter else []),
         ("attention", built.plan.attention),
         *([("kernels", "deterministic: the same bits in each run")] if config.training.deterministic else []),

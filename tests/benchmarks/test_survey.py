@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.utils import is_timm_available
 
-from benchmarks.survey_models import MOST_USED, Finding
+from benchmarks.models_page import exact_of
+from benchmarks.survey_models import MOST_USED, Finding, is_near_tie
 from benchmarks.tiny_models import COMPOSITES, decoder_families
 
 
@@ -27,7 +29,7 @@ def test_a_family_of_each_kind(tmp_path: Path) -> None:
     refused, hybrid, by_rows = found(["deepseek_v32", "minimax", "bloom"], tmp_path)
     assert refused.verdict == "refused"
     assert "indexed_attention" in refused.refused
-    assert [*hybrid.steps] == ["costs", "packed", "step", "export", "LoRA", "adapter", "cp 2"]
+    assert [*hybrid.steps] == ["costs", "packed", "step", "export", "LoRA", "adapter", "fp8", "cp 4"]
     assert (hybrid.verdict, by_rows.verdict) == ("exact", "exact")
 
 
@@ -37,4 +39,20 @@ def test_every_family_is_exact_or_refused_in_a_sentence(tmp_path: Path) -> None:
     assert [f.family for f in findings if f.verdict in ("WRONG", "BROKEN")] == []
     exact = {f.family for f in findings if f.verdict == "exact"}
     assert len(exact - {*COMPOSITES}) >= 120
-    assert {*MOST_USED.split()} <= exact | {family.removesuffix("_text") for family in exact}
+    missing = {*MOST_USED.split()} - {*exact_of(MOST_USED.split(), findings)}
+    assert missing <= ({"gemma3n"} if not is_timm_available() else set())
+
+
+def test_a_composite_counts_as_a_whole() -> None:
+    found = [Finding("gemma3n_text", steps={"step": "exact"}), Finding("llama4_text", steps={"step": "exact"})]
+    found += [Finding("llama4", steps={"step": "exact"}), Finding("gemma3n", native="ImportError: timm")]
+    assert exact_of(["gemma3n", "llama4", "kimi_linear"], found) == ["llama4"]
+
+
+def test_a_near_tie_is_told_from_a_fault() -> None:
+    small, large = "WRONG by 2e-05", "WRONG by 2e-02"
+    assert is_near_tie(Finding("a", steps={"step": small, "export": "exact"}, is_mixture=True))
+    assert not is_near_tie(Finding("dense", steps={"step": small}))
+    assert not is_near_tie(Finding("a", steps={"step": small, "cp 4": large}, is_mixture=True))
+    assert not is_near_tie(Finding("a", steps={"step": small, "export": "WRONG: ['lm_head']"}, is_mixture=True))
+    assert not is_near_tie(Finding("a", steps={"step": "exact"}, is_mixture=True))

@@ -9,6 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import is_timm_available
 
+from automodel_lite.attention.documents import runs_by_rows
+from automodel_lite.attention.interface import check_packing_isolation, install
+from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import (
@@ -20,14 +23,17 @@ from automodel_lite.models.layers import (
     towers,
 )
 from automodel_lite.models.lora import Lora
-from automodel_lite.models.source import CausalLM
+from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.run.weight_files import _unique, as_saved, groups_of, stored_dtypes
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model
 from recipes import export_hf
 from tests.ranks import run_ranks
 
-FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25", "nemotron_h_omni"]
+FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25", "nemotron_h_omni", "got_ocr2", "deepseek_vl_hybrid"]
+"""The last two: a class whose attention cannot be replaced around a language model whose can, and a tower that looks its
+attention up in a table of its own.
+"""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,6 +55,21 @@ def test_a_tower_of_a_missing_package_is_refused_before_anything_is_loaded(tmp_p
         ConfigError, match="model_type=gemma3n needs the package timm for its vision tower: pip install"
     ):
         CausalLM(pretrained=str(tmp_path)).described({})
+
+
+@pytest.mark.parametrize("family", ["got_ocr2", "granite_speech", "deepseek_vl_hybrid"])
+def test_the_kernel_is_put_under_the_language_model_alone(family: str) -> None:
+    """Their towers, or their class as a whole, cannot take it: once a KeyError at the export, or refused."""
+    model = tiny_model(family)
+    install(model, ReferenceAttention())
+    check_packing_isolation(model)
+    assert not runs_by_rows(model)
+    config = model.config
+    assert config.get_text_config()._attn_implementation == "thd_reference"
+    of_towers = [part for key in config.sub_configs if (part := getattr(config, key)) is not config.get_text_config()]
+    assert of_towers
+    assert "thd_reference" not in {part._attn_implementation for part in of_towers}
+    assert describe(config).config.model_type == family
 
 
 def test_a_head_of_several_layers_is_no_tower() -> None:

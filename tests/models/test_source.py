@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_model
+from automodel_lite.models.layers import freeze_named
+from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.source import CausalLM
-from benchmarks.survey_models import save
-from benchmarks.tiny_models import tiny_model
+from benchmarks.survey_models import load, run, save, separate, step_of
+from benchmarks.tiny_models import random_model, tiny_config, tiny_model
+from tests.runs import train
 
 
 @pytest.mark.parametrize(
@@ -104,3 +110,88 @@ def test_a_stored_shape_does_not_ask_the_hub(tmp_path: Path, revision: str, answ
         server.shutdown()
     assert done.stdout.strip() == answer, done.stderr
     assert bool(questions) == asks
+
+
+def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
+    save(tiny_model("llama"), tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    save_file(load_file(path) | {"v_head.weight": torch.zeros(1, 32)}, path, metadata={"format": "pt"})
+    source = CausalLM(str(tmp_path / "model"))
+    source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert source.notes == ["1 weights of the checkpoint are not part of the model and not exported: v_head.weight"]
+
+
+def test_frozen_weights_stay_and_the_others_learn(tmp_path: Path) -> None:
+    save(tiny_model("llama"), tmp_path / "model")
+    run(tmp_path, "full", "model.freeze=[embed_tokens,'layers.0.*.down_proj']")
+    before, after = (load_file(tmp_path / name) for name in ("model/model.safetensors", "full/hf/model.safetensors"))
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert {name for name in before if "norm" not in name and name in same} == {
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    }
+
+
+def test_what_to_freeze_must_exist_and_leave_something() -> None:
+    model = tiny_model("llama")
+    assert freeze_named(model, ["layers.[01].mlp"]) == ["frozen layers.[01].mlp: 6 weights, 0.01 M parameters"]
+    assert sum(p.requires_grad for p in model.model.layers.parameters()) == 12
+    with pytest.raises(
+        ConfigError, match=r"model.freeze=\['layer.0'\]: no weight is named layer.0; their names are mod"
+    ):
+        freeze_named(model, ["layer.0"])
+    with pytest.raises(ConfigError, match=r"leaves no weight to train"):
+        freeze_named(model, ["model", "lm_head"])
+
+
+def test_a_tied_weight_is_frozen_under_both_names() -> None:
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    model = random_model(config)
+    freeze_named(model, ["lm_head"])
+    assert not model.model.embed_tokens.weight.requires_grad
+
+
+def first_step(folder: Path, name: str, *overrides: str) -> dict[str, float]:
+    row = json.loads(run(folder, name, *overrides))
+    return {"loss": row["loss"], "grad_norm": row["grad_norm"]}
+
+
+def test_a_run_goes_on_from_a_run(tmp_path: Path) -> None:
+    """Its folder stands for its exported model."""
+    save(tiny_model("llama"), tmp_path / "model")
+    run(tmp_path, "one")
+    again = first_step(tmp_path, "two", f"model.pretrained={tmp_path / 'one'}")
+    assert again == first_step(tmp_path, "three", f"model.pretrained={tmp_path / 'one/hf'}")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_is_continued(kind: str, tmp_path: Path) -> None:
+    save(tiny_model("llama"), tmp_path / "model")
+    run(tmp_path, "one", f"peft={kind}", "peft.r=4", "optimizer.lr=0.05")
+    adapted = load_adapted(str(tmp_path / "one/adapter"), torch.float32).requires_grad_()
+    want = step_of(separate(adapted))
+    by_key = first_step(tmp_path, "two", f"peft={kind}", f"peft.adapter={tmp_path / 'one'}")
+    assert by_key["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert abs(by_key["loss"] / step_of(separate(load(tmp_path)))["loss"] - 1) > 1e-3
+    assert by_key == first_step(tmp_path, "three", "peft=lora", f"model.pretrained={tmp_path / 'one'}")
+    with pytest.raises(ConfigError, match=r"holds an adapter: peft=lora continues it"):
+        run(tmp_path, "four", f"model.pretrained={tmp_path / 'one'}")
+    assert by_key["loss"] == pytest.approx(on_two_ranks(tmp_path, kind), rel=1e-5)
+
+
+def on_two_ranks(folder: Path, kind: str) -> float:
+    """Sharded: the adapter is there before the weights of its base."""
+    settings = [f"model.pretrained={folder}/model", f"dataset.path={folder}/documents.jsonl", "dataset.labels=aligned"]
+    settings += ["tokenize.train_on=all", "packed_sequence.packed_sequence_size=48", "training.max_steps=1", "name=x"]
+    settings += ["training.global_batch_size=1", "mesh.cp=2", f"peft={kind}", f"peft.adapter={folder}/one/adapter"]
+    rows = train("finetune", folder / "two_ranks", *settings, "lr_scheduler=constant", world_size=2)
+    return float(next(row["loss"] for row in rows if "loss" in row))
+
+
+def test_tied_weights_that_are_trained_as_a_whole_are_no_longer_tied() -> None:
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    saved = Lora(r=2, modules_to_save=["embed_tokens"]).adapt(random_model(config), "base").description
+    assert "the embedding and the head are no longer tied" in saved
+    assert "tied" not in Lora(r=2).adapt(random_model(config), "base").description

@@ -33,7 +33,7 @@ from benchmarks.survey_models import save
 from benchmarks.tiny_models import random_model
 from tests.attention.families import FAMILIES, VOCAB, documents, stream
 from tests.attention.hybrids import HYBRIDS
-from tests.parallel.test_matrix import fsdp_parameters, loss_model
+from tests.parallel.test_matrix import loss_model
 from tests.ranks import run_ranks
 from tests.runs import QUICK, config_of, losses, train
 
@@ -252,9 +252,6 @@ def _probe(family: str, mesh: Mesh, leaks: bool = False) -> tuple[float, bool, s
     model = parallelize(loss_model(family), mesh, "fsdp", torch.float32)
     before = dict(model.loss_model.named_parameters())
     got_TV, found_plain = model.probe(batch)
-    gathered = {param._param_fqn for param in fsdp_parameters(model) if param.all_gather_outputs}
-    assert {name for name in gathered if name.endswith("_proj.weight") and "mixer" not in name} == set()
-    model.free_gathered()
     assert all(before[name] is p for name, p in model.loss_model.named_parameters())
     error = max(float((x - want_TV).abs().max() / want_TV.std()) for x in (got_TV, model.logits(batch)))
     if leaks:
@@ -273,7 +270,7 @@ def _see_the_document_before(layer: torch.nn.Module, inputs: object, output: Any
 
 
 def test_the_probe_of_shards_is_that_of_one_process() -> None:
-    """Weights stay where they are: tied, with a softcap, read outside their layer (DeepSeek's router), fused experts."""
+    """Tied, with a softcap, read outside their layer (DeepSeek's router), fused experts."""
     families = ["llama", "gemma2_softcap_window", "deepseek_v3_latent", "gpt_oss_sinks_window"]
     for answers in run_ranks(probes_of_a_rank, 3, families):
         assert "documents of a pack see each other" in answers.pop("leaky")[2]

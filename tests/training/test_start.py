@@ -16,6 +16,7 @@ from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.config.sizes import MeshShape
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import TrainingPlan
@@ -24,7 +25,7 @@ from automodel_lite.data.packing.report import packing_report
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import steps_text, try_model, try_settings, uneven_hosts
+from automodel_lite.training.start import prepare_process, steps_text, try_model, try_settings, uneven_hosts
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import train_quick
@@ -250,3 +251,14 @@ def test_copies_of_a_model_that_share_hosts(replicas: int, shards: int, cp: int,
     assert (warning == "") == is_even
     if warning:
         assert f"spans {shards} ranks (mesh.dp_shard={shards}), and a host has 8" in warning
+
+
+def test_products_in_tf32_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    try:
+        for tf32, precision in ((False, before), (True, "high")):
+            prepare_process(TrainingConfig(tf32=tf32, num_threads=1))
+            assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.set_num_threads(threads)
