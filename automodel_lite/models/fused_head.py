@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.graphs import strict_graphs
@@ -22,9 +23,18 @@ from automodel_lite.graphs import strict_graphs
 LEAST_CHUNK_TOKENS = 512
 
 
-def chunk_rows(chunk_tokens: int | None, hidden_size: int) -> int:
+MAX_CHUNK_LOGITS = 2**30
+"""Kernels that index with 32 bits fail from 2^31 on, and 4 GiB in fp32 fill any GPU."""
+ROW_MULTIPLE = 16
+"""Of the rows of a compiled chunk: a last chunk of one row would need a graph of its own (sizes 0 and 1 are constants
+to dynamo), which one rank compiles while the others wait.
+"""
+
+
+def chunk_rows(chunk_tokens: int | None, hidden_size: int, vocab_size: int) -> int:
     """Rows of logits that exist at one time."""
-    return chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_size)
+    most = max(ROW_MULTIPLE, MAX_CHUNK_LOGITS // vocab_size // ROW_MULTIPLE * ROW_MULTIPLE)
+    return min(chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_size), most)
 
 
 def linear_cross_entropy(
@@ -43,11 +53,23 @@ def linear_cross_entropy(
     backward pass needs no logits. Rows labeled -100 must have been left out. No rows: zero, with zero gradients.
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
+    if backend is not None:
+        hidden_RC, labels_R, weights_R, chunk_tokens = _padded(hidden_RC, labels_R, weights_R, chunk_tokens)
     with torch.autocast(hidden_RC.device.type, enabled=False):
         total: Tensor = _LinearCrossEntropy.apply(
             hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend
         )
     return total
+
+
+def _padded(
+    hidden_RC: Tensor, labels_R: Tensor, weights_R: Tensor | None, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Appends rows of weight 0 and rounds chunks up, so that each has a multiple of ROW_MULTIPLE rows."""
+    added = -len(labels_R) % ROW_MULTIPLE
+    weights_R = torch.ones_like(labels_R, dtype=torch.float32) if weights_R is None else weights_R
+    padded = (F.pad(x, (0, 0) * (x.ndim - 1) + (0, added)) for x in (hidden_RC, labels_R, weights_R))
+    return *padded, -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,9 +101,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
             # Rows are independent: the loss of a chunk and d loss / d logits need the logits of this chunk alone.
             rows = slice(start, start + chunk_tokens)
-            weights = None if weights_R is None else weights_R[rows]
+            # Copies: to dynamo, views that begin at 0 and elsewhere are two kinds, each with a graph.
+            labels, weights = labels_R[rows].clone(), None if weights_R is None else weights_R[rows].clone()
             loss, grad_logits = _chunk_loss_by(backend)(
-                hidden_RC[rows] @ weight_VC.t(), labels_R[rows], weights, softcap, needs_hidden or needs_weight
+                hidden_RC[rows] @ weight_VC.t(), labels, weights, softcap, needs_hidden or needs_weight
             )
             total += loss
             # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row from a row; that of
@@ -140,7 +163,11 @@ def _chunk_loss(
         return loss, log_probs
     # d loss / d capped = p - onehot(label); the chain rule multiplies it by the slope.
     grad = log_probs.exp_()
-    grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
+    if torch.compiler.is_compiling():
+        # A comparison is part of the pass that makes the exp; before a scatter, compilers write the fp32 [rows, V].
+        grad = torch.where(torch.arange(grad.shape[1], device=grad.device) == labels[:, None], grad - 1.0, grad)
+    else:
+        grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
     if weights is not None:
         grad.mul_(weights[:, None])
     return loss, (grad if slope is None else grad.mul_(slope)).to(dtype)
@@ -172,7 +199,7 @@ def chunked_rows(
     columns  tensors [R, ...] that `function` gets a chunk of, without gradients
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
-    rows = chunk_rows(chunk_tokens, hidden_RC.shape[1])
+    rows = chunk_rows(chunk_tokens, *weight_VC.shape[::-1])
 
     def of_product(logits: Tensor, *parts: Tensor) -> Tensor:
         return function(capped(logits, softcap), *parts)

@@ -206,7 +206,7 @@ class Loss(ABC):
         """
         if self.needs_logits:
             return shape.num_tokens * shape.vocab_size * (shape.compute_bytes + 8)
-        chunk = min(shape.num_tokens, chunk_rows(None, shape.hidden_size))
+        chunk = min(shape.num_tokens, chunk_rows(None, shape.hidden_size, shape.vocab_size))
         heads = 2 if self.needs_teacher else 1
         return heads * 4 * chunk * shape.vocab_size * 4 + shape.head_gradient_bytes
 
@@ -247,7 +247,7 @@ class FusedLinearCrossEntropy(PlainLoss):
         hidden_RC, weight_VC, softcap = inputs.head.hidden_RC, inputs.head.weight_VC, inputs.head.softcap
         assert hidden_RC is not None
         assert weight_VC is not None
-        rows, weights_R = chunk_rows(self.chunk_tokens, hidden_RC.shape[1]), inputs.columns.get("loss_weights")
+        rows, weights_R = chunk_rows(self.chunk_tokens, *weight_VC.shape[::-1]), inputs.columns.get("loss_weights")
         total = linear_cross_entropy(hidden_RC, weight_VC, inputs.labels_R, rows, softcap, self.backend, weights_R)
         return LossOutput(total, {})
 
@@ -255,7 +255,7 @@ class FusedLinearCrossEntropy(PlainLoss):
         """Of a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to which each chunk adds
         its own in the compute dtype when the fp32 logits are gone.
         """
-        chunk = chunk_rows(self.chunk_tokens, shape.hidden_size)
+        chunk = chunk_rows(self.chunk_tokens, shape.hidden_size, shape.vocab_size)
         logits = min(shape.num_tokens, chunk) * shape.vocab_size
         sum_so_far = shape.head_gradient_bytes if shape.num_tokens > chunk else 0
         of_chunk = shape.head_gradient_bytes / 4 * shape.compute_bytes

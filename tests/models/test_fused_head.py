@@ -1,0 +1,79 @@
+"""Chunks of the fused head: how large they are, how many graphs they need, and what a compiler writes for one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from automodel_lite.graphs import compiled_graphs
+from automodel_lite.models.fused_head import MAX_CHUNK_LOGITS, _chunk_loss, chunk_rows, linear_cross_entropy
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossShape
+
+V, C = 211, 16
+
+
+def results(rows: int, chunk: int, backend: str | None, weights: torch.Tensor | None = None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight = (torch.randn(n, C, generator=generator).requires_grad_() for n in (rows, V))
+    labels = torch.randint(0, V, (rows,), generator=generator)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk, 5.0, backend, weights)
+    (loss * 0.37).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [loss.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize(
+    ("asked", "hidden", "vocabulary", "rows"),
+    [
+        (None, 4096, 128256, 4096),
+        (None, 256, 128256, 512),
+        (100, 4096, 128256, 100),
+        (None, 16384, 151936, 7056),  # 2^30 / 151,936 = 7,067: 2.5e9 logits in one chunk were over 2^31
+        (10**6, 64, 2**31, 16),
+    ],
+)
+def test_a_chunk_stays_below_2_to_the_30(asked: int | None, hidden: int, vocabulary: int, rows: int) -> None:
+    assert chunk_rows(asked, hidden, vocabulary) == rows
+    assert rows == 16 or rows * vocabulary <= MAX_CHUNK_LOGITS
+
+
+def test_the_memory_of_a_chunk_is_bounded_too() -> None:
+    shape = LossShape(1e6, 151936, 16384, compute_bytes=2, head_gradient_bytes=0.0)
+    assert FusedLinearCrossEntropy().logits_bytes(shape) <= 6 * MAX_CHUNK_LOGITS
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 33, 64, 97])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_compiled_chunks_give_the_same_numbers(rows: int, weighted: bool) -> None:
+    """Padded to a multiple of 16, with a comparison in place of a scatter."""
+    torch._dynamo.reset()
+    weights = torch.rand(rows, generator=torch.Generator().manual_seed(1)) if weighted else None
+    for got, want in zip(results(rows, 32, "eager", weights), results(rows, 32, None, weights)):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_last_chunk_of_one_row_needs_no_graph_of_its_own() -> None:
+    """Graphs: the first chunk, and one of any number of rows; dynamo takes sizes of 0 and 1 for constants."""
+    torch._dynamo.reset()
+    before = compiled_graphs()
+    results(96, 32, "eager")
+    results(80, 32, "eager")  # a last chunk of 16
+    warm = compiled_graphs()
+    assert warm - before <= 2
+    for rows in (65, 33, 1, 66, 79, 97, 31, 2):
+        results(rows, 32, "eager")
+    assert compiled_graphs() == warm
+
+
+@pytest.mark.slow
+def test_a_compiler_writes_no_fp32_logits() -> None:
+    """Of a chunk in bf16 it writes the gradient in bf16 alone: with a scatter, the fp32 [rows, V] came first."""
+    torch._dynamo.reset()
+    logits, labels = torch.randn(64, 4096).bfloat16(), torch.randint(0, 4096, (64,))
+    compiled = torch.compile(_chunk_loss, fullgraph=True)
+    _, codes = run_and_get_code(compiled, logits, labels, torch.ones(64), None, True)
+    assert re.findall(r"empty_strided_cpu\(\(64, 4096\), \(4096, 1\), torch\.(\w+)\)", codes[0]) == ["bfloat16"]
