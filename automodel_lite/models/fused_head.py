@@ -68,8 +68,9 @@ def _padded(
     """Appends rows of weight 0 and rounds chunks up, so that each has a multiple of ROW_MULTIPLE rows."""
     added = -len(labels_R) % ROW_MULTIPLE
     weights_R = torch.ones_like(labels_R, dtype=torch.float32) if weights_R is None else weights_R
-    padded = (F.pad(x, (0, 0) * (x.ndim - 1) + (0, added)) for x in (hidden_RC, labels_R, weights_R))
-    return *padded, -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    labels_R, weights_R = F.pad(labels_R, (0, added)), F.pad(weights_R, (0, added))
+    chunk_tokens = -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    return F.pad(hidden_RC, (0, 0, 0, added)), labels_R, weights_R, chunk_tokens
 
 
 def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tensor]:
