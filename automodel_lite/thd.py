@@ -476,11 +476,16 @@ def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor, nodes: Nodes |
     return torch.zeros_like(lens).scatter_reduce(0, document, places, "amax")
 
 
-def stream_of(documents: Iterable[Tensor], device: torch.device | str = "cpu") -> ThdBatch:
-    """The unpadded stream of documents, int64 [L] each; their labels are the ids themselves."""
-    documents = list(documents)
+def stream_of(
+    documents: Iterable[Tensor], device: torch.device | str = "cpu", trees: dict[int, Tensor] | None = None
+) -> ThdBatch:
+    """The unpadded stream of documents, int64 [L] each; their labels are the ids themselves.
+
+    trees  the positions of those that branch, by their number
+    """
+    documents, trees = list(documents), trees or {}
     ids, lens = torch.cat(documents), torch.tensor([[len(document) for document in documents]])
-    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    positions = torch.cat([trees.get(i, torch.arange(len(document))) for i, document in enumerate(documents)])
     row = {"input_ids": ids[None], "labels": ids[None], "position_ids": positions[None]}
     return to_thd({**row, "seq_lens": lens, "seq_lens_padded": lens}).to(device)
 

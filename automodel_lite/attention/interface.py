@@ -244,9 +244,11 @@ Logits = Callable[[ThdBatch], Tensor]
 
 @torch.no_grad()
 def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu", logits: Logits | None = None) -> None:
-    """One forward of `second | first | second | changed | second | second with another end`: neither what stands before
-    it nor its place may change the logits of `second`, nor may its last token change those before. Where the former
-    change, a second forward tells which of the two it is.
+    """One forward of `second | first | second | changed | second | second with another end | a tree`: neither what
+    stands before it nor its place may change the logits of `second`, nor may its last token change those before, nor a
+    branch those of another. Where the first two change them, a second forward tells which it is.
+
+        the tree   second[:8] + first[:8], and from the last token that it shares, second[7:]
 
     logits   how a model that is spread over ranks is called (by all of them); None = directly
     Raises ConfigError when logits change by more than `tolerance_std`.
@@ -259,11 +261,14 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
     model.eval()
     try:
         ending = torch.cat([second[:-1], first[:1]])
-        stream = [second, first, second, first.flip(0), second, ending]
-        result_TV = logits(stream_of(torch.stack(stream), device))
+        half = DOCUMENT_TOKENS // 2
+        tree, whole = torch.cat([second[:half], first[:half], second[half - 1 :]]), torch.arange(DOCUMENT_TOKENS)
+        stream = [second, first, second, first.flip(0), second, ending, tree]
+        branched = {len(stream) - 1: torch.cat([whole, whole[half - 1 :]])}
+        result_TV = logits(stream_of(stream, device, branched))
         if not torch.isfinite(result_TV).all():
             raise ConfigError(f"{type(model).__name__}: its logits are not finite: {_why_not_finite(model)}")
-        alone, _, packed, _, last, of_ending = result_TV.float().split(DOCUMENT_TOKENS)
+        alone, _, packed, _, last, of_ending, _, *branch = result_TV.float().split(DOCUMENT_TOKENS)
         scale, limit = packed.std(), tolerance_std(result_TV.dtype)
         moved = max((packed - other).abs().max() / scale for other in (alone, last))
         if moved < limit:
@@ -272,9 +277,14 @@ def check_packing_isolation(model: nn.Module, device: torch.device | str = "cpu"
                     f"{type(model).__name__} is not causal: a token moves the logits of those before it. "
                     f"{UNPACKED.capitalize()}."
                 )
+            if not (torch.cat(branch) - packed[half - 1 :]).abs().max() / scale < limit:
+                raise ConfigError(
+                    f"{type(model).__name__}: branches of a tree of documents see each other, though documents do not. "
+                    f"{UNPACKED.capitalize()}."
+                )
             return
         stream[1] = first.flip(0)
-        changed = logits(stream_of(torch.stack(stream), device)).float().split(DOCUMENT_TOKENS)[2]
+        changed = logits(stream_of(stream, device, branched)).float().split(DOCUMENT_TOKENS)[2]
     finally:
         model.train(was_training)
     if not (packed - changed).abs().max() / scale < limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from automodel_lite.attention import interface
 from automodel_lite.attention.interface import check_packing_isolation, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import AttentionSpec
+from automodel_lite.attention.trees import over_tree
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import Segments
+from automodel_lite.thd import Segments, TreeKeys
 from benchmarks.tiny_models import tiny_config
 from tests.attention.families import BASE, build, documents, stream
 
@@ -249,3 +252,19 @@ def _spec() -> AttentionSpec:
 
 def test_transformers_is_new_enough() -> None:
     assert int(transformers.__version__.split(".")[0]) >= 5
+
+
+def test_branches_that_see_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: the second branch, from key 112 on, sees tokens of the first in place of what they share."""
+
+    def leaking(kernel: Any, tree: TreeKeys, is_cut: bool) -> Any:
+        paths = tree.paths.clone()
+        paths[112:119] += 8
+        return over_tree(kernel, replace(tree, paths=paths), is_cut)
+
+    model = build("llama")
+    install(model, ReferenceAttention())
+    check_packing_isolation(model)
+    monkeypatch.setattr(interface, "over_tree", leaking)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM: branches of a tree of documents see each other"):
+        check_packing_isolation(model)
