@@ -23,7 +23,11 @@ class RanksDifferError(ConfigError):
 
 
 class PeerError(ConfigError):
-    """The mistake of another rank, which has printed it; rank 0 repeats it."""
+    """The error of another rank, which has printed it; rank 0 repeats it."""
+
+    def __init__(self, text: str, exit_code: int = MISTAKE_EXIT) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class RunStoppedError(RuntimeError):

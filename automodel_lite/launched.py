@@ -7,6 +7,8 @@ import re
 
 from automodel_lite.errors import ConfigError
 
+_VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+
 
 def world_size() -> int:
     """Processes of this job, as torchrun or srun started them; 1 without a launcher."""
@@ -16,6 +18,11 @@ def world_size() -> int:
 def rank() -> int:
     """This process' number in the job."""
     return launched("RANK", 0)
+
+
+def is_first_here() -> bool:
+    """Returns whether this process speaks for its node; of several that meet the same mistake, one prints it."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def launched(name: str, default: int) -> int:
@@ -40,14 +47,16 @@ def check_launched() -> None:
                 f"the environment has {name}={os.environ[name]} of WORLD_SIZE={world_size()} processes, which "
                 f"count from 0: torchrun and srun set both; without them, unset {name} and WORLD_SIZE."
             )
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if world_size() > 1 and missing:
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing and (world_size() > 1 or "RANK" in os.environ):
+        given = " ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)
         raise ConfigError(
-            f"the environment has WORLD_SIZE={world_size()} and no {' and no '.join(missing)}: start with torchrun or "
-            "automodel-lite train --nproc, which set them; for one process, unset WORLD_SIZE."
+            f"the environment has {given} and no {' and no '.join(missing)}: start with torchrun or "
+            "automodel-lite train --nproc, which set them; for one process, unset "
+            f"{'WORLD_SIZE' if 'RANK' not in os.environ else 'RANK'}."
         )
-    if "RANK" in os.environ and "MASTER_PORT" in os.environ:
-        launched("MASTER_PORT", 0)
+    if "RANK" in os.environ and not 0 < launched("MASTER_PORT", 0) < 1 << 16:
+        raise ConfigError(f"the environment has MASTER_PORT={os.environ['MASTER_PORT']}: ports are 1 to 65535.")
 
 
 def check_alone() -> None:

@@ -19,7 +19,6 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 import torch
 
-from automodel_lite.cli.ending import leave_from_thread
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
@@ -33,7 +32,7 @@ from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress, activity, duration
-from automodel_lite.run.failures import StepNumbers
+from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import MetricsLog, value_of
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -71,7 +70,7 @@ class TrainFinetuneRecipe:
     def __init__(self, config: Config, peers: Peers | None = None) -> None:
         self.config = config
         self.console = Console(is_silent=rank() != 0)
-        self.guards = Guards(config, peers or Peers(None), self.console.print, leave_from_thread)
+        self.guards = Guards(config, peers or Peers(None), self.console.print)
         self.page = LiveReport(self.guards.folder.path, config.report and rank() == 0, self.console.say)
         # built by setup(), in the order the data meets them
         self.data: PackSource

@@ -144,7 +144,7 @@ SIZES = [
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:-1]),
     ],
 )
-def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, message: str, tmp_path: Path) -> None:
+def test_under_torchrun_the_summary_quotes_the_sentence(overrides: str, message: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     recipe = [str(ROOT / "recipes" / "train_ft.py"), "--config-name", "smoke", f"output_dir={tmp_path / 'run'}"]
     done = subprocess.run(
@@ -156,8 +156,8 @@ def test_under_torchrun_the_sentence_is_the_last_on_the_screen(overrides: str, m
         timeout=120,
     )
     assert done.returncode != 0
-    assert done.stderr.splitlines()[-1] == message, done.stderr  # behind torchrun's summary, which quotes it
-    assert done.stderr.count(message) == 3
+    assert f"\n{message}\n" in done.stderr, done.stderr  # above torchrun's summary, which quotes it
+    assert done.stderr.count(message) >= 2
     assert "exitcode  : 2" in done.stderr
     assert not (tmp_path / "run").exists()
 

@@ -2,7 +2,7 @@
 sentences that a process ends with.
 """
 
-from automodel_lite.cli.ending import run_tool
+from automodel_lite.cli.exit_codes import run_tool
 from automodel_lite.cli.hydra_app import compose_config, run_recipe
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.recipes import imported

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli.completion import answer_query
-from automodel_lite.cli.ending import end, hide_secrets
+from automodel_lite.cli.exit_codes import end, hide_secrets
 from automodel_lite.cli.help import help_of
 from automodel_lite.cli.line import Line, allow_new_key, check_options, chosen, group_of, is_sweep, parsed, split
 from automodel_lite.cli.permissions import check_granted, check_hydra_settings

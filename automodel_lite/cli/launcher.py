@@ -26,8 +26,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from automodel_lite.cli.ending import LAUNCHED_BY_US, SAVED
+from automodel_lite.cli.exit_codes import SAVED
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, RunStoppedError
+from automodel_lite.run.exits import LAUNCHED_BY_US
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
 
 FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")

@@ -95,7 +95,6 @@ class StepFlops:
             self.per_token * num_tokens + self.per_label_token * num_label_tokens + self.attention.per_pair * num_pairs
         )
 
-
     def without_frozen(self, lm: transformers.PreTrainedModel) -> StepFlops:
         """Returns the costs without the gradients of weights that are frozen: 4 products in place of 6."""
         weights = [p for layer in decoder_layers(lm) for p in layer.parameters() if p.ndim > 1]

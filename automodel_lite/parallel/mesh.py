@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.config.sizes import MeshShape, mesh_shape
+from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.launched import launched, rank, world_size
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # ranks in this order, those of tp next to each other
@@ -91,7 +98,30 @@ class Rendezvous:
         return dist.PrefixStore("words", self._of_job or self._launchers())
 
     def _launchers(self) -> dist.Store:
-        self._store = self._store or next(dist.rendezvous("env://"))[0]
+        """The launcher's store; raises ConfigError when its address is wrong, with a line every 30 s until then."""
+        if self._store is not None:
+            return self._store
+        host, port = os.environ["MASTER_ADDR"], launched("MASTER_PORT", 0)
+        try:
+            socket.getaddrinfo(host, port)
+        except OSError as error:
+            raise ConfigError(f"MASTER_ADDR={host} is no host that this one knows ({error.strerror}).") from None
+        with _lines_every(LINE_EVERY_S, f"waiting for rank 0 at {host}:{port}"):
+            try:
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
+                    self._store = next(dist.rendezvous("env://", timeout=_START))[0]
+                else:  # nobody waits in there for all ranks: who is missing is named by `Peers`
+                    self._store = dist.TCPStore(
+                        host, port, world_size(), rank() == 0, _START, wait_for_workers=False, multi_tenant=True
+                    )
+            except dist.DistError as error:
+                cause = (
+                    "is taken by another program, or two processes have RANK=0" if rank() == 0 else "does not answer"
+                )
+                raise ConfigError(
+                    f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set the same free port "
+                    "on every node."
+                ) from None
         return self._store
 
     def open_group(self, backend: str, timeout: timedelta) -> None:
@@ -119,7 +149,26 @@ class Rendezvous:
         return [json.loads(self._of_job.get(key)) for key in keys]
 
 
+@contextmanager
+def _lines_every(seconds: float, text: str) -> Iterator[None]:
+    """A line of the first process of a node for what takes long; the call inside may hold the main thread."""
+    is_over, began = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not is_over.wait(seconds):
+            print(f"[rank {rank()}] {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+
+    if launched("LOCAL_RANK", 0) == 0:
+        threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
 RENDEZVOUS = Rendezvous()
+LINE_EVERY_S = 30.0
+_START = timedelta(minutes=10)  # for rank 0 to start
 _FOREVER = timedelta(days=30)
 
 

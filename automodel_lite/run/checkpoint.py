@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from automodel_lite.config.schema import CheckpointConfig, Config
 from automodel_lite.errors import ConfigError, RunStoppedError
-from automodel_lite.parallel.peers import Control
+from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
 from automodel_lite.run.folder import RunFolder, config_yaml
@@ -50,6 +49,7 @@ from automodel_lite.run.sharded_files import (
     check_index,
     take_boxes,
 )
+from automodel_lite.run.staging import HostCopies
 
 JsonState = dict[str, Any]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
@@ -89,7 +89,7 @@ class Checkpointer:
     _token: str = field(init=False)  # of this process' temporary folders: a job that was thought dead has others
     _is_pending: bool = False
     _current: _Save | None = None
-    _stager: DefaultStager | None = field(default=None, repr=False)
+    _copies: HostCopies = field(default_factory=HostCopies, repr=False)
 
     def __post_init__(self) -> None:
         self._token = self.control.on_first(lambda: uuid.uuid4().hex[:8])
@@ -138,8 +138,11 @@ class Checkpointer:
             self._write(current, tensors, state)
             self.finish()
         else:
-            staged = self._stage(tensors)
-            current.thread = threading.Thread(target=self._write, args=(current, staged, state), daemon=True)
+            try:
+                tensors = self._copies.take(tensors)
+            except (OSError, RuntimeError) as error:  # a host without room for a copy: the other ranks learn of it
+                current.error = error
+            current.thread = threading.Thread(target=self._write, args=(current, tensors, state), daemon=True)
             current.thread.start()
         return self.newest == path
 
@@ -173,28 +176,14 @@ class Checkpointer:
             text = scrub(" ".join(_cause(current.error).split()))[:300]
             self.say(f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry")
 
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A copy on the CPU that training does not change; the memory is used again by the next save."""
-        if self._stager is None:
-            # page-locked memory takes a GPU's copy at 25 GB/s and more, other memory at 3 to 6
-            is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-            options = StagingOptions(
-                use_pinned_memory=is_cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=is_cuda,
-            )
-            self._stager = DefaultStager(options)
-        staged = self._stager.stage(tensors)
-        assert isinstance(staged, dict)
-        return staged
-
     def _write(self, current: _Save, tensors: dict[str, Tensor], state: JsonState) -> None:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all ranks."""
         temporary = self.folder / f".tmp-{self._token}-{current.path.name}"
         tensors_folder = temporary / on_disk.TENSORS
         writer = ShardWriter(tensors_folder, self.saver.rank, self.config.checksums)
         try:
+            if self.saver.max([int(current.error is not None)])[0]:
+                raise current.error or OSError("another rank has no memory for a copy of its tensors")
             self.saver.on_first(lambda: self._begin(current, temporary))
             dcp.save(
                 tensors,

@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING
 from automodel_lite.config.rules import seconds_of
 
 if TYPE_CHECKING:  # the command line needs no torch
-    from automodel_lite.parallel.peers import Control
+    from automodel_lite.parallel.control import Control
+    from automodel_lite.parallel.peers import Peers
     from automodel_lite.run.checkpoint import Checkpointer
-    from automodel_lite.run.failures import Watchdog
     from automodel_lite.run.lock import RunLock
+    from automodel_lite.run.watchdog import Watchdog
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
@@ -93,7 +94,9 @@ class StopSignals:
         if self.received:
             raise StoppedEarly(self.received)
 
-    def watch(self, watchdog: Watchdog, boundary: StepBoundary, last_words: Callable[[str, str], None]) -> None:
+    def watch(
+        self, watchdog: Watchdog, peers: Peers, boundary: StepBoundary, last_words: Callable[[str, str], None]
+    ) -> None:
         """Starts the thread that ends this process, wherever it is, at a second Ctrl-C; and when it hangs after a stop
         signal: at once when another rank has failed, else when its step goes on for 10 s or three of the longest steps
         more.
@@ -130,8 +133,8 @@ class StopSignals:
                             leave("interrupted", "a second Ctrl-C: exited without a save", INTERRUPTED_EXIT)
                 if ready or not is_waiting:
                     continue
-                waited_s = waited_s + _LOOK_EVERY_S if watchdog.is_in_step else 0.0
-                if watchdog.has_failed() or waited_s > max(_GIVE_UP_S, 3 * boundary.longest_s):
+                waited_s = waited_s + _LOOK_EVERY_S if watchdog.doing.startswith("in step") else 0.0
+                if peers.has_failed() or waited_s > max(_GIVE_UP_S, 3 * boundary.longest_s):
                     leave("failed", "stopping without a save because the other ranks are gone", 1)
 
         threading.Thread(target=wait, daemon=True).start()

@@ -16,7 +16,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.rules import Positive, Range
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.parallel.peers import Control
+from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import json_line
 from automodel_lite.run.folder import RunFolder, plain

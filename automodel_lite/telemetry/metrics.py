@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.run.failures import StepNumbers
+from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.thd import ThdBatch
 
 PHASES = ("data", "forward", "backward", "optimizer", "validation", "checkpoint", "other")

@@ -17,14 +17,18 @@ from torch import Tensor
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import ReadyStep
-from automodel_lite.errors import MISTAKE_EXIT, PeerError, RunStoppedError
-from automodel_lite.parallel.mesh import rank
-from automodel_lite.parallel.peers import Control, Peers, flat, open_control
+from automodel_lite.errors import PeerError, RunStoppedError
+from automodel_lite.launched import is_first_here, rank
+from automodel_lite.parallel.control import Control, open_control
+from automodel_lite.parallel.peers import Peers, flat
 from automodel_lite.run.checkpoint import Checkpointer
-from automodel_lite.run.failures import BadSteps, Place, StepNumbers, Watchdog, are_finite, recorded
+from automodel_lite.run.exits import leave
+from automodel_lite.run.failures import Place, recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
+from automodel_lite.run.nonfinite import NonfiniteSteps, StepNumbers, are_finite
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
+from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.training.memory import MemoryEstimate, out_of_memory_text
 from automodel_lite.training.plan import Parts
 from automodel_lite.training.state import TrainState
@@ -42,35 +46,30 @@ class Guards:
         guards.close()
     """
 
-    def __init__(
-        self,
-        config: Config,
-        peers: Peers,
-        say: Callable[[str], None],
-        end_process: Callable[[str, int], object],
-    ) -> None:
-        self.config, self.peers, self.say, self.end_process = config, peers, say, end_process
+    def __init__(self, config: Config, peers: Peers, say: Callable[[str], None]) -> None:
+        self.config, self.peers, self.say = config, peers, say
         self.folder = RunFolder(config.output_dir)
         self.lock = RunLock(self.folder.lock)
-        self.watchdog = Watchdog(self.folder, rank(), config.training.stuck_after_s)
+        self.watchdog = Watchdog(self.folder.path, rank(), config.training.stuck_after_s)
         self.memory_text = ""  # what a full memory held, and what to change: see memory.out_of_memory_text
         self.state = TrainState()
         self.ranks = self.slow_ranks = Control(None)
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
-        self.nonfinite: BadSteps
+        self.nonfinite: NonfiniteSteps
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
         """Records how the run ends; a rank that only noticed the end of another one reports that rank's error.
         `at_end` is called in any case, unless the folder is another job's by then.
         """
-        self.peers.watch(self._end_with_peer)
+        self.peers.leave = self._end_with_peer
         with self.lock:
             try:
-                with self.watchdog, recorded(self.watchdog, self.lock, lambda: self.memory_text, self.place):
+                with recorded(self.folder, self.watchdog, self.lock, self.peers, lambda: self.memory_text, self.place):
                     yield
             finally:
+                self.watchdog.stop()
                 if not self.lock.is_taken():
                     at_end()
 
@@ -93,7 +92,7 @@ class Guards:
         )
         deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
         self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
-        self.nonfinite = BadSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.say)
+        self.nonfinite = NonfiniteSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.say)
         self.lock.token = self.ranks.on_first(self.lock.acquire)
 
     def watch_progress(self) -> None:
@@ -104,11 +103,11 @@ class Guards:
     def watch_steps(self) -> None:
         """Before the first step, a signal ends the process; from now on it is a request to save and exit."""
         SIGNALS.defer()
-        SIGNALS.watch(self.watchdog, self.boundary, self._record_end)
+        SIGNALS.watch(self.watchdog, self.peers, self.boundary, self._record_end)
 
     def enter(self, doing: str) -> None:
         """This rank begins something new: `in step 4`."""
-        self.watchdog.beat(doing)
+        self.watchdog.enter(doing)
 
     def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> None:
         """Looks at the numbers of the step before, which the device has finished, and agrees on a stop."""
@@ -191,7 +190,7 @@ class Guards:
         """Ends this rank, wherever it is, with the error of another."""
         self._record_end("failed", str(error))
         self.lock.release()
-        self.end_process(str(error), MISTAKE_EXIT)
+        leave(str(error), error.exit_code, is_shown=is_first_here())
 
     def _record_end(self, state: str, reason: str) -> None:
         """Called before a thread ends the process."""

@@ -11,7 +11,9 @@ from automodel_lite.config.schema import CheckpointConfig, Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
+from automodel_lite.launched import is_first_here
 from automodel_lite.parallel.peers import Peers, flat, open_peers, together, versions
+from automodel_lite.run.exits import leave
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.training.guards import Guards
@@ -26,6 +28,7 @@ def joined(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     Raises RanksDifferError when the ranks were started differently, and ConfigError when the folder is another run's.
     """
     folder, peers = RunFolder(config.output_dir), open_peers(is_new_job=True)
+    peers.leave = lambda error: leave(str(error), error.exit_code, is_shown=is_first_here())
     with together(peers):
         config = folder.with_saved_layout(config)
         message = folder.finished_message(config)

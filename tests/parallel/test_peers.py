@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from contextlib import redirect_stderr, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,9 @@ import torch.distributed as dist
 
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import DataError, PeerError, RanksDifferError
-from automodel_lite.parallel.peers import flat, open_control, open_peers, together, versions
+from automodel_lite.parallel.control import open_control
+from automodel_lite.parallel.peers import flat, open_peers, together, versions
+from automodel_lite.parallel.processes import this_process
 from tests.ranks import run_ranks
 from tests.runs import train_quick
 
@@ -91,14 +98,13 @@ def test_a_run_of_different_settings_does_not_start(tmp_path: Path, override: st
 def _meet_a_mistake(rank: int, world_size: int, waits_in: str) -> str:
     peers = open_peers(is_new_job=True)
     heard: list[str] = []
+    peers.leave = lambda error: heard.append(str(error))
     try:
         with together(peers):
             if rank == 1:
-                peers.have_printed()
                 raise DataError("a.jsonl:7: not JSON")
             if waits_in == "compare":
                 peers.compare("data", {})
-            peers.watch(lambda error: heard.append(str(error)))
             while not heard:
                 time.sleep(0.05)
             return heard[0]
@@ -153,3 +159,72 @@ def test_under_torchrun_it_is_printed_by_that_rank_and_by_rank_0_and_ends_all(tm
     )
     if (tmp_path / "run").exists():
         assert '"failed"' in (tmp_path / "run/STATUS.json").read_text()
+
+
+def _die(rank: int, world_size: int, ready: str) -> str:
+    peers = open_peers(is_new_job=True)
+    heard: list[str] = []
+    peers.leave = lambda error: heard.append(str(error))
+    try:
+        with together(peers):
+            peers.compare("settings", {})
+            if rank == 1:
+                pid = os.fork()  # the rank's own process: a child that joins under its number, and is killed
+                os._exit(0) if pid == 0 else os.waitpid(pid, 0)
+                gone = this_process_of(pid)
+                peers._store.set("process/1", json.dumps(gone))  # type: ignore[union-attr]
+                time.sleep(6)
+                return ""
+            while not heard:
+                time.sleep(0.05)
+            return heard[0]
+    except PeerError as error:
+        return str(error)
+
+
+def this_process_of(pid: int) -> dict[str, Any]:
+    return {**vars(this_process()), "pid": pid}
+
+
+def test_a_rank_that_is_killed_is_named_within_seconds() -> None:
+    """Before training, where no collective would fail: the others once waited for over 700 s without a line."""
+    began = time.monotonic()
+    first, _ = run_ranks(_die, 2, "")
+    assert re.fullmatch(r"rank 1 on \S+: ended without a message \(killed, out of memory, or a crash\)", first)
+    assert time.monotonic() - began < 60
+
+
+def _wait_alone(rank: int, world_size: int) -> str:
+    """Rank 0 of three, of which the others never come."""
+    os.environ |= {"WORLD_SIZE": "3"}
+    said = io.StringIO()
+    peers = open_peers(is_new_job=True)
+    with redirect_stderr(said), pytest.MonkeyPatch.context() as patch, suppress(PeerError):
+        patch.setattr("automodel_lite.parallel.peers.LINE_EVERY_S", 0.3)
+        patch.setattr("automodel_lite.parallel.peers._START_S", 1.0)
+        peers.join()
+        peers.compare("settings", {})
+    return said.getvalue()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    lines = run_ranks(_wait_alone, 1)[0].splitlines()
+    assert lines[0] == "waiting for ranks 1, 2: not started (0 s)"
+    assert len(lines) >= 2
+
+
+def _get(store: dist.Store) -> None:
+    with suppress(dist.DistError):
+        store.get("never")
+
+
+def test_a_watching_thread_has_a_store_of_its_own() -> None:
+    """A `get` that waits holds the lock of its client: `check` through it came back after the whole wait."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=4), wait_for_workers=False)
+    waiting = threading.Thread(target=_get, args=(store,))
+    waiting.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    assert not store.clone().check(["failure"])  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 2
+    waiting.join()

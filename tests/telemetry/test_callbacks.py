@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.peers import Control
+from automodel_lite.parallel.control import Control
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.callbacks import Callback, EarlyStopping, JsonlLogger, RunInfo, open_metrics
 from tests.runs import config_of, rows_of, train

@@ -7,7 +7,7 @@ import torch
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
-from automodel_lite.run.failures import StepNumbers
+from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.telemetry.metrics import Counts, Meter, PhaseClock, StepResult, peak_flops, peak_of, sum_counts
 from automodel_lite.thd import to_thd
 

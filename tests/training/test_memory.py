@@ -13,9 +13,11 @@ from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.flops import model_size
 from automodel_lite.parallel.mesh import MeshShape
-from automodel_lite.run.failures import Watchdog, recorded
+from automodel_lite.parallel.peers import Peers
+from automodel_lite.run.failures import recorded
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
+from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.training.memory import (
     check_weights_fit,
     estimate_memory,
@@ -193,9 +195,12 @@ def test_remedies_come_in_order_and_fit_the_settings():
 def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
     text = out_of_memory_text(build_parts(config_with()), None)
     run = RunFolder(tmp_path)
-    watchdog = Watchdog(run, 0, after_s=0)
-    watchdog.beat("in step 3")
-    with pytest.raises(RunStoppedError) as stopped, recorded(watchdog, RunLock(run.lock), lambda: text):
+    watchdog = Watchdog(run.path, 0, after_s=0)
+    watchdog.enter("in step 3")
+    with (
+        pytest.raises(RunStoppedError) as stopped,
+        recorded(run, watchdog, RunLock(run.lock), Peers(None), lambda: text),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     sentence = str(stopped.value)
     assert sentence.startswith("out of memory on rank 0")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
-from automodel_lite.run.failures import StepNumbers
+from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.telemetry.metrics import StepResult
 from recipes import train_ft
 from tests.runs import losses_by_step, train_quick

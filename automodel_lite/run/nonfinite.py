@@ -1,0 +1,125 @@
+"""Steps whose loss or gradient is not finite: dumped and skipped; too many in a row end the run.
+
+bad_steps/step_00000017/
+    rank_00000.json           step, packs of the whole step, loss sum and gradient norm over all ranks
+    rank_00000.safetensors    this rank's micro-batches: input_ids_0, labels_0, position_ids_0, cu_seqlens_0 ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from automodel_lite.errors import RunStoppedError
+from automodel_lite.models.layers import local
+from automodel_lite.parallel.control import Control
+from automodel_lite.run.durable import json_line
+from automodel_lite.thd import ThdBatch
+
+
+@torch.no_grad()
+def are_finite(parameters: Iterable[Tensor], ranks: Control) -> bool:
+    """Are all trained weights finite, on all ranks? Reads them once, which costs less than writing them."""
+    bad = torch.zeros((), dtype=torch.bool)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            here = local(parameter)
+            bad = bad.to(here.device) | ~torch.isfinite(here).all()
+    return not ranks.max([int(bad)])[0]
+
+
+class StepNumbers:
+    """A step's loss (summed over its label tokens) and gradient norm over all ranks, on their way to the host."""
+
+    def __init__(self, loss_sum: Tensor, grad_norm: Tensor) -> None:
+        values = torch.stack([loss_sum.detach().float(), grad_norm.detach().float()])
+        self._host = torch.empty(2, pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
+        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+    def read(self) -> tuple[float, float]:
+        """Waits until the device has finished the step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss_sum, grad_norm = self._host.tolist()
+        return loss_sum, grad_norm
+
+
+@dataclass
+class NonfiniteSteps:
+    """Counts the nonfinite steps in a row, which the optimizer has skipped on the device.
+
+    A step's numbers are read when the next step is under way (`watch`), or when they are wanted (`settle`), so that the
+    device never waits for the host. Every rank calls every method, and the numbers are those of all ranks.
+    """
+
+    folder: Path
+    max_in_a_row: int
+    rank: int
+    say: Callable[[str], None]
+    in_a_row: int = 0
+    _watched: tuple[int, Sequence[int], Sequence[ThdBatch], StepNumbers] | None = None
+
+    def watch(self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], numbers: StepNumbers) -> None:
+        """Settles the step before; `batches` are kept until this one is settled."""
+        self.settle()
+        self._watched = (step, pack_ids, batches, numbers)
+
+    def settle(self) -> None:
+        """Waits for the step under watch: a bad one is dumped; raises RunStoppedError when it is one too many in a
+        row.
+        """
+        if self._watched is None:
+            return
+        (step, pack_ids, batches, numbers), self._watched = self._watched, None
+        loss_sum, grad_norm = numbers.read()
+        if math.isfinite(loss_sum) and math.isfinite(grad_norm):
+            self.in_a_row = 0
+        else:
+            self._record(step, pack_ids, batches, loss_sum, grad_norm)
+
+    def _record(
+        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], loss_sum: float, grad_norm: float
+    ) -> None:
+        self.in_a_row += 1
+        where = self.folder / f"step_{step:08d}"
+        facts = {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss_sum, "grad_norm": grad_norm}
+        try:
+            _dump(where, self.rank, facts, batches)
+        except (OSError, SafetensorError) as error:
+            self.say(f"WARNING: {where} cannot be written: {error}")
+        what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
+        if self.in_a_row > self.max_in_a_row:
+            raise RunStoppedError(
+                f"{what}, the {_ordinal(self.in_a_row)} time in a row: the run stops; training.max_bad_steps="
+                f"{self.max_in_a_row} are skipped. The packs {_first_few(pack_ids)} are dumped in {where}; no "
+                "checkpoint was written since the last good step. Look at the data, lower optimizer.lr, or raise the "
+                "warm-up."
+            )
+        self.say(f"{step:7d}  WARNING: {what}: not applied; packs {_first_few(pack_ids)}, dumped in {where}")
+
+
+def _dump(where: Path, rank: int, facts: dict[str, object], batches: Sequence[ThdBatch]) -> None:
+    where.mkdir(parents=True, exist_ok=True)
+    (where / f"rank_{rank:05d}.json").write_text(json_line(facts))
+    tensors = {}
+    for number, batch in enumerate(batches):
+        for name in ("input_ids", "labels", "position_ids", "cu_seqlens"):
+            tensors[f"{name}_{number}"] = vars(batch)[name].cpu().contiguous().clone()
+    save_file(tensors, where / f"rank_{rank:05d}.safetensors")
+
+
+def _first_few(pack_ids: Sequence[int]) -> str:
+    shown = ", ".join(map(str, pack_ids[:8]))
+    return f"{shown} and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else shown
+
+
+def _ordinal(number: int) -> str:
+    return {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")

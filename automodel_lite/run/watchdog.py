@@ -1,0 +1,134 @@
+"""The stacks of a rank that makes no progress, in its log; and a record when it is killed.
+
+A call that holds the interpreter's lock stops every thread, so another process keeps the time, in a session of its own
+that no Ctrl-C reaches. It reads what the rank is doing, a line at each `enter`, and sends a signal when the next is
+late: faulthandler writes the stack of the main thread, which is safe because it is that thread's own. A thread writes
+all stacks when it gets the lock. (faulthandler's own timer walks running threads: one healthy rank in 400 crashed.)
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+_SIGNAL = signal.SIGRTMAX - 3  # unused elsewhere: USR1 is the scheduler's, USR2 submitit's
+_LOOK_EVERY_S = 0.5  # for the death of the rank
+_END_S = 2.0
+
+
+class Watchdog:
+    """`enter` at every step; when the next one does not come within `after_s`, stacks go to the log, repeatedly."""
+
+    def __init__(self, run: Path, rank: int, after_s: float) -> None:
+        self.run, self.rank, self.after_s = run, rank, after_s
+        self.log = run / "logs" / f"rank_{rank:05d}.log"
+        self.doing = "setting up"  # for error reports, too
+        self._since = time.monotonic()
+        self._is_over = threading.Event()
+        self._file: TextIO | None = None
+        self._timer: subprocess.Popen[bytes] | None = None
+
+    def start(self, token: str) -> None:
+        """From now on the rank is watched; `token` is the one in the run's lock."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
+        faulthandler.register(_SIGNAL, self._file, all_threads=False)
+        facts = json.dumps([str(self.run), self.rank, token, self.after_s])
+        command = [sys.executable, "-I", "-S", __file__, facts]
+        self._timer = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        assert self._timer.stdin
+        os.set_blocking(self._timer.stdin.fileno(), False)  # a timer that hangs must not hold up its rank
+        threading.Thread(target=self._write_all_stacks, daemon=True).start()
+        self.enter(self.doing)
+
+    def enter(self, doing: str) -> None:
+        """The rank begins something new: `in step 4`."""
+        now = time.monotonic()
+        if self._file and self.after_s and now - self._since > self.after_s:
+            self._file.write(f"the stacks above are of: {self.doing}; it took {now - self._since:.0f} s\n")
+        self.doing, self._since = doing, now
+        self._send(doing)
+
+    def stop(self) -> None:
+        """Stops watching: the rank ends normally, or has recorded why not."""
+        self._is_over.set()
+        if self._timer is None:
+            return
+        self._send("")
+        timer, self._timer = self._timer, None
+        try:
+            timer.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            timer.kill()  # its signal would end this process, once nobody handles it
+        faulthandler.unregister(_SIGNAL)
+
+    def _send(self, doing: str) -> None:
+        if self._timer and self._timer.stdin:
+            with suppress(OSError):  # it is gone, or hangs: the training goes on without it
+                os.write(self._timer.stdin.fileno(), doing.encode() + b"\n")
+
+    def _write_all_stacks(self) -> None:
+        """In a thread: the stacks of all others, each time that the rank has been late for another `after_s`."""
+        from automodel_lite.redact import scrub  # not in the other process, which has no packages
+
+        num_written, since = 0, self._since
+        while self.after_s and not self._is_over.wait(min(_LOOK_EVERY_S, self.after_s / 2)):
+            num_written, since = (num_written if since == self._since else 0), self._since
+            if time.monotonic() - since < (num_written + 1) * self.after_s:
+                continue
+            num_written += 1
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            lines = [f"Timeout ({self.after_s:g} s)! {time.strftime('%F %T')} {self.doing}\n"]
+            for number, frame in sys._current_frames().items():
+                if number != threading.get_ident():
+                    lines += [f"Thread {names.get(number, number)}:\n", *traceback.format_stack(frame)]
+            with suppress(OSError, ValueError):  # the disk is full, or the process ends
+                assert self._file
+                self._file.write(scrub("".join(lines)))
+
+
+def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
+    """The other process: reads lines from stdin, until the rank has sent an empty one, or is gone."""
+    parent, doing, text = os.getppid(), "setting up", b""
+    due = time.monotonic() + after_s
+    while os.getppid() == parent:
+        if select.select([0], [], [], _LOOK_EVERY_S)[0]:
+            *lines, text = (text + os.read(0, 1 << 16)).split(b"\n")
+            if b"" in lines:
+                return
+            if lines:
+                doing, due = lines[-1].decode(), time.monotonic() + after_s
+            elif os.getppid() == parent:
+                time.sleep(_LOOK_EVERY_S / 10)  # a closed pipe is always ready
+        if after_s and time.monotonic() >= due:
+            due = time.monotonic() + after_s
+            os.kill(parent, _SIGNAL)
+    # the rank was killed: STATUS.json says so, if the folder is still this run's
+    status = run / "STATUS.json"
+    facts = json.loads(status.read_text())
+    if json.loads((run / "run.lock").read_text())["token"] == token and facts["state"] == "running":
+        reason = f"rank {rank} on {socket.gethostname()} ended without a message (killed, out of memory, or a crash)"
+        temporary = status.with_name(f".STATUS.json.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(facts | {"state": "failed", "reason": f"{reason}, {doing}"}) + "\n")
+        os.replace(temporary, status)
+
+
+if __name__ == "__main__":
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    folder, *rest = json.loads(sys.argv[1])
+    keep_time(Path(folder), *rest)
