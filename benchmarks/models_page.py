@@ -59,6 +59,17 @@ def markdown(findings: Iterable[Finding]) -> str:
         "LoRA adapts attention and shared experts, routed experts with `peft.experts=true` ([lora.md](lora.md)), "
         "and never routers.",
         "",
+        "## Parts of a model",
+        "",
+        "- `model.freeze=[embed_tokens, \"layers.[0-7]\"]` freezes weights by parts of their names; the startup block counts "
+        "them. The memory estimate still counts them as trained.",
+        "- `tokenizer.added_tokens=[\"<think>\", \"</think>\"]` adds tokens. Many embeddings have spare rows for them; where "
+        "they do not, `model.resize_embeddings=true` adds rows, each the mean of the others. Each rank then reads the whole "
+        "model before it is sharded.",
+        "- `model.pretrained=runs/first` continues from what a run has exported ([lora.md](lora.md) for adapters).",
+        "- Weights of a checkpoint that the model does not have are named in the startup block; those that transformers "
+        "ignores on purpose (MTP heads) are copied into the export.",
+        "",
         "## Decoder-only families, exact end to end",
         "",
         *table(decoders),

@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import OneOf, PathStr, Range, looks_local
 from automodel_lite.errors import ConfigError, did_you_mean, is_lost_peer, is_out_of_memory, one_line
-from automodel_lite.models.layers import freeze_named, freeze_towers, local
+from automodel_lite.models.layers import freeze_named, freeze_towers, local, output_head
 
 if TYPE_CHECKING:
     from automodel_lite.models.sharded import Spread
@@ -54,8 +54,10 @@ class CausalLM:
         trust_remote_code: bool = False,  # run the repository's own code; command line only, with a commit
         experts: Experts = "auto",  # how experts are computed; auto = what transformers takes
         router_aux_loss: Annotated[float, Range(0)] = 0.0,  # weight of the load-balancing loss of experts; 0 = none
+        resize_embeddings: bool = False,  # add rows for tokens that the tokenizer has and the model lacks
         freeze: list[str] | None = None,  # weights that are not trained, by name: [embed_tokens, "layers.[0-7]"]
     ) -> None:
+        self.resize_embeddings = resize_embeddings
         self.freeze = list(freeze or ())
         self.notes: list[str] = []  # what the start block says about the model that was built
         self.router_aux_loss = router_aux_loss
@@ -79,8 +81,17 @@ class CausalLM:
 
     def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         """The model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
+        config = self._config_as_stored(tokenizer)
+        if self._grows(config, tokenizer):
+            config.get_text_config().vocab_size = len(tokenizer)
+        return config
+
+    def _config_as_stored(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
         return self.described({"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}})
+
+    def _grows(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+        return self.resize_embeddings and config.get_text_config().vocab_size < len(tokenizer)
 
     def described(self, defaults: dict[str, Any]) -> PretrainedConfig:
         """The loaded config with the overrides; of a model from scratch, the overrides over `defaults`.
@@ -119,6 +130,8 @@ class CausalLM:
         config = self._checked_config(tokenizer)
         if self.pretrained:
             lm = self._load(config, {**self.source, **(load_arguments or {})})
+            if self._grows(config, tokenizer):
+                self.notes.append(grow_embeddings(lm, len(tokenizer)))
         else:
             from automodel_lite.models.sharded import draw_whole  # with the models' code
 
@@ -144,8 +157,8 @@ class CausalLM:
             make = partial(model_class(config).from_config, config, dtype=torch.float32)
             return draw_shards(make, spread_trained, device).train()
         try:
-            if quantization_of(config):
-                raise CannotReadSlicesError  # blocks and their scales do not lie along the shards
+            if quantization_of(config) or self._grows(config, tokenizer):
+                raise CannotReadSlicesError  # blocks, scales or rows that are added do not lie along the shards
             return self._load(config, self.source, spread_trained, device).train()
         except CannotReadSlicesError:
             lm = self.build(tokenizer)  # whole on each rank
@@ -168,14 +181,15 @@ class CausalLM:
         self.notes += freeze_named(lm, self.freeze)
 
     def _checked_config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-        config = self.config(tokenizer)
+        config = self._config_as_stored(tokenizer)
         source_dtype = config.dtype if self.pretrained else None
         self.dtype = source_dtype if isinstance(source_dtype, torch.dtype) else torch.float32
         rows = config.get_text_config().vocab_size
-        if len(tokenizer) > rows:
+        if len(tokenizer) > rows and not self._grows(config, tokenizer):
             raise ConfigError(
                 f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: use the model's own "
-                f"tokenizer, or set model.config.vocab_size={len(tokenizer)} for a model from scratch."
+                "tokenizer; for tokens that you have added set model.resize_embeddings=true, for a model from scratch "
+                f"model.config.vocab_size={len(tokenizer)}."
             )
         if self.experts != "auto":
             config._experts_implementation = self.experts
@@ -265,6 +279,21 @@ def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> tr
 def is_remote_code(kind: type) -> bool:
     """Is the class from a model's repository? transformers puts such code into a package of its own."""
     return kind.__module__.startswith("transformers_modules.")
+
+
+@torch.no_grad()
+def grow_embeddings(lm: transformers.PreTrainedModel, num_rows: int) -> str:
+    """Adds rows to the embedding and the head, in place, each the mean of those before; returns a line that says so.
+
+    The mean is a token about which nothing is known, and the same on every rank; random rows would begin with logits
+    above those of all other tokens.
+    """
+    before = embedding_rows(lm)
+    lm.resize_token_embeddings(num_rows, mean_resizing=False)
+    modules: list[Any] = [lm.get_input_embeddings(), output_head(lm)]
+    for grown in {p for module in modules for p in module.parameters() if p.shape[0] == num_rows}:
+        grown[before:] = grown[:before].mean(0)
+    return f"the embedding has {num_rows} rows in place of {before}; each new one begins as the mean of the others"
 
 
 def embedding_rows(model: transformers.PreTrainedModel) -> int:

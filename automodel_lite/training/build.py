@@ -191,6 +191,11 @@ def assemble(
     source.notes = []
     if peft and source.freeze:
         raise ConfigError(f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.")
+    if peft and source.resize_embeddings:
+        raise ConfigError(
+            "model.resize_embeddings=true with peft: an adapter's base keeps its rows. Train and export the model whole "
+            "first, or remove tokenizer.added_tokens."
+        )
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
     made: list[tuple[ParallelModel, LoraAdapter | None]] = []

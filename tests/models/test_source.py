@@ -195,3 +195,32 @@ def test_tied_weights_that_are_trained_as_a_whole_are_no_longer_tied() -> None:
     saved = Lora(r=2, modules_to_save=["embed_tokens"]).adapt(random_model(config), "base").description
     assert "the embedding and the head are no longer tied" in saved
     assert "tied" not in Lora(r=2).adapt(random_model(config), "base").description
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "apart"])
+def test_added_tokens_get_rows_that_are_exported(is_tied: bool, tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.tie_word_embeddings = is_tied
+    save(random_model(config), tmp_path / "model")
+    added = ["tokenizer.added_tokens=['<think>','<act>','<see>','<say>','<end>','<go>','<a>','<b>','<c>']"]
+    with pytest.raises(
+        ConfigError, match=r"has 71 tokens, the model's embedding 70 rows: .*model.resize_embeddings=true"
+    ):
+        run(tmp_path, "refused", *added)
+    grown = first_step(tmp_path, "full", *added, "model.resize_embeddings=true", "optimizer.lr=0")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "full/hf"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        if "embed" in name or "lm_head" in name:
+            assert after[name].shape == (71, 32)
+            torch.testing.assert_close(after[name][70].float(), value.float().mean(0), atol=2e-3, rtol=1e-2)
+        assert torch.equal(after[name][: len(value)], value)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "full/hf")
+    assert tokenizer.convert_tokens_to_ids("<c>") == 70
+    (tmp_path / "full/model").symlink_to(tmp_path / "full/hf")
+    want = step_of(separate(load(tmp_path / "full")))
+    assert grown["loss"] == pytest.approx(want["loss"], rel=1e-3)  # of the export, in bf16
+    with pytest.raises(ConfigError, match=r"w5 is a token of .* already"):
+        run(tmp_path, "known", "tokenizer.added_tokens=[w5]")
+    with pytest.raises(ConfigError, match=r"model.resize_embeddings=true with peft"):
+        run(tmp_path, "adapter", *added, "model.resize_embeddings=true", "peft=lora")

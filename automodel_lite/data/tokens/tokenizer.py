@@ -49,6 +49,7 @@ def load_tokenizer(
     path: PathStr,
     *,
     chat_template: str | None = None,  # a Jinja file that replaces the tokenizer's own template
+    added_tokens: list[str] | None = None,  # texts that become tokens of their own; see model.resize_embeddings
 ) -> PreTrainedTokenizerFast:
     """Loads a fast tokenizer from a folder or by its hub name.
 
@@ -69,6 +70,9 @@ def load_tokenizer(
             raise ConfigError(
                 f"tokenizer.chat_template holds the value of {name}, which would be trained on and exported: remove it."
             )
+    if known := [token for token in added_tokens or () if token in tokenizer.get_vocab()]:
+        raise ConfigError(f"tokenizer.added_tokens={added_tokens}: {known[0]} is a token of {path} already: remove it.")
+    tokenizer.add_tokens(list(added_tokens or ()))
     return require_fast(tokenizer, path)
 
 
