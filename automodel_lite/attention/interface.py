@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -154,6 +155,7 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
 
 def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, None]]:
     """The kernel with the signature that transformers' attention layers call."""
+    kinds: WeakKeyDictionary[nn.Module, tuple[int | None, int | None]] = WeakKeyDictionary()  # window, chunk
 
     def forward(
         module: nn.Module,
@@ -174,8 +176,10 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         if documents is None:
             raise ConfigError(f"{type(module).__name__} got no documents: call the model with ThdBatch.model_inputs().")
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
-        window = _window(module, sliding_window)
-        chunk = layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
+        # What the config says of a layer is read at its first forward: configs are slow to ask, layers many.
+        if module not in kinds:
+            kinds[module] = _window(module, sliding_window), layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
+        window, chunk = kinds[module]
         q, k, v = (_in_compute_dtype(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
         q = scale_queries(module, q, documents.position_ids)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling

@@ -319,8 +319,10 @@ class LossModel(nn.Module):
 
     def wrap_head(self) -> None:
         """Lets the head compute a loss in place of its product; again when something else has replaced its forward."""
-        head = output_head(self.lm)
-        head.forward = _computing_inside(head)
+        # Both are looked for among all modules, once and not in every forward; in a tuple they are not registered as
+        # submodules a second time.
+        self._found = text_decoder(self.lm), output_head(self.lm)
+        self._found[1].forward = _computing_inside(self._found[1])
 
     def learn_from(self, teacher: LossModel) -> None:
         """A frozen second model, whose head's rows the loss gets."""
@@ -375,7 +377,7 @@ class LossModel(nn.Module):
         if self.loss.needs_logits or not self.head_is_product:
             logits_RV: Tensor = self.lm(**inputs, logits_to_keep=rows).logits.squeeze(0)
             return logits_RV
-        hidden_TC: Tensor = text_decoder(self.lm)(**inputs).last_hidden_state.squeeze(0)
+        hidden_TC: Tensor = self._found[0](**inputs).last_hidden_state.squeeze(0)
         return hidden_TC.index_select(0, rows)
 
     def behind(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
@@ -397,7 +399,7 @@ class LossModel(nn.Module):
 
     def in_head(self, hidden_RC: Tensor, compute: HeadResult) -> Tensor:
         """`compute(hidden, weight)` inside the forward of the output head."""
-        result: Tensor = output_head(self.lm)(hidden_RC, compute=compute)
+        result: Tensor = self._found[1](hidden_RC, compute=compute)
         return result
 
     @torch.no_grad()
@@ -407,10 +409,10 @@ class LossModel(nn.Module):
         """
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
-        head = output_head(self.lm)
+        head = self._found[1]
         hooks = [
             head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
-            text_decoder(self.lm).register_forward_hook(lambda *call: outputs.append(call[2].last_hidden_state)),
+            self._found[0].register_forward_hook(lambda *call: outputs.append(call[2].last_hidden_state)),
         ]
         logits_TV: Tensor = self.lm(**batch.model_inputs()).logits[0]
         for hook in hooks:

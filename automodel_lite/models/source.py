@@ -59,6 +59,7 @@ class CausalLM:
     ) -> None:
         self.resize_embeddings = resize_embeddings
         self.freeze = list(freeze or ())
+        self._described: list[tuple[dict[str, Any], PretrainedConfig]] = []
         self.notes: list[str] = []  # what the start block says about the model that was built
         self.router_aux_loss = router_aux_loss
         self.experts = experts
@@ -88,7 +89,11 @@ class CausalLM:
 
     def _config_as_stored(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
-        return self.described({"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}})
+        defaults = {"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}}
+        if defaults not in [known for known, _ in self._described]:
+            # Described once per start; each caller gets a copy, as models write into theirs.
+            self._described = [(defaults, self.described(defaults))]
+        return copy.deepcopy(self._described[0][1])
 
     def _grows(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
         return self.resize_embeddings and config.get_text_config().vocab_size < len(tokenizer)

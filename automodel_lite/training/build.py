@@ -193,8 +193,8 @@ def assemble(
         raise ConfigError(f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.")
     if peft and source.resize_embeddings:
         raise ConfigError(
-            "model.resize_embeddings=true with peft: an adapter's base keeps its rows. Train and export the model whole "
-            "first, or remove tokenizer.added_tokens."
+            "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model "
+            "and export it, or remove tokenizer.added_tokens."
         )
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
