@@ -42,7 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.checkpoints:
         paths = [find_checkpoint(folder, name) for name in sorted(args.checkpoints, reverse=True)]
     else:
-        paths = survey(folder.checkpoints)[0][: args.last]
+        complete, skipped = survey(folder.checkpoints)
+        if skipped:  # a mean without one of them is another model
+            names = " ".join(path.name for path in complete)
+            raise ConfigError("\n".join([*skipped, f"To average the others, choose --checkpoints {names}."]))
+        paths = complete[: args.last]
     if len(paths) < (args.last or 2):
         raise ConfigError(
             f"{args.run} has {len(paths)} complete checkpoints to average: train with checkpoint.keep_last=5, or keep "

@@ -113,6 +113,7 @@ class TrainFinetuneRecipe:
         show(start.data_lines(self.data))
         self.plan = self.data.plan(config.training)
         self.guards.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
+        self.guards.compare_sources(resume.sources_of(parts, self.data))
         model_config = parts.model.config(self.data.tokenizer)
         check_positions(self.data.longest, model_config)
         report = self.data.report(cost_model(model_config))
@@ -139,7 +140,7 @@ class TrainFinetuneRecipe:
     def resume(self, report: PackingReport | None) -> None:
         """Continues from the newest checkpoint that loads, or starts fresh."""
         saved = self.guards.checkpointer.load_newest(self.model.loss_model, self.optimizer)
-        self.state = self.guards.state = resume.state_of(saved, self.data, self.config.checkpoint)
+        self.state = self.guards.state = resume.state_of(saved, self.data, self.guards)
         move_to(self.scheduler, self.num_steps)
         resume.open_folder(self.guards, self.data, report, self.console.lines)
         self.metrics = resume.open_log(self.guards, saved)

@@ -153,6 +153,8 @@ def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
     if not found:
         raise ConfigError("\n".join([f"{folder.path} has no complete checkpoint.", *skipped]))
     by_name = {path.name: path for path in found}
+    if name is None and (newer := [text for text in skipped if text > found[0].name]):
+        raise ConfigError("\n".join([*newer, f"To use the one before it, choose --checkpoint {found[0].name}."]))
     if name and name not in by_name:
         raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
     return by_name[name] if name else found[0]

@@ -9,6 +9,7 @@ nonfinite    steps whose loss or gradient is not finite are skipped, and too man
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import ReadyStep
-from automodel_lite.errors import PeerError, RunStoppedError
+from automodel_lite.errors import ConfigError, PeerError, RunStoppedError
 from automodel_lite.launched import is_first_here, rank
 from automodel_lite.parallel.control import Control, open_control
 from automodel_lite.parallel.peers import Peers, flat
@@ -32,6 +33,8 @@ from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.training.memory import MemoryEstimate, out_of_memory_text
 from automodel_lite.training.plan import Parts
 from automodel_lite.training.state import TrainState
+
+_VISIBLE_WITHIN_S = 10.0
 
 
 class Guards:
@@ -81,6 +84,11 @@ class Guards:
         """Raises RanksDifferError on every rank when these facts are not the same on all of them."""
         self.peers.compare(topic, flat(facts))
 
+    def compare_sources(self, sources: dict[str, str]) -> None:
+        """Compares the files of the model and the validation sets, which no setting tells; a checkpoint keeps them."""
+        self.compare("model files and validation data", sources)
+        self.state.sources = sources
+
     def open(self) -> None:
         """Opens the control groups and takes the folder; every rank calls it. Raises ConfigError when another job has
         taken it meanwhile.
@@ -94,6 +102,21 @@ class Guards:
         self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
         self.nonfinite = NonfiniteSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.say)
         self.lock.token = self.ranks.on_first(self.lock.acquire)
+        self._check_shared_folder()
+
+    def _check_shared_folder(self) -> None:
+        """Raises ConfigError unless every rank sees the lock that rank 0 has just written: on a disk of its own a node
+        would save checkpoints that are never whole. Network file systems may show it a few seconds later.
+        """
+        end = time.monotonic() + _VISIBLE_WITHIN_S
+        while not (is_seen := self.lock.is_held()) and time.monotonic() < end:
+            time.sleep(0.2)
+        blind = self.ranks.max([0 if is_seen else rank() + 1])[0]
+        if blind:
+            raise ConfigError(
+                f"output_dir={self.folder.path} is not the same folder on all nodes: rank {blind - 1} does not see "
+                "what rank 0 has written there: use a file system that all nodes share."
+            )
 
     def watch_progress(self) -> None:
         """From now on the stacks of a rank that makes no progress are written to its log."""

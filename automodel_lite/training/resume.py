@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from automodel_lite.config.schema import CheckpointConfig, Config
+import numpy as np
+
+from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
+from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
 from automodel_lite.parallel.peers import Peers, flat, open_peers, together, versions
 from automodel_lite.run.exits import leave
 from automodel_lite.run.folder import RunFolder, plain
+from automodel_lite.run.model_files import model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.training.guards import Guards
+from automodel_lite.training.plan import Parts
 from automodel_lite.training.state import TrainState
+
+_NUM_ROWS = 256  # of a validation set that are hashed
 
 
 @contextmanager
@@ -37,12 +45,35 @@ def joined(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
         yield config, peers, message
 
 
-def state_of(saved: dict[str, Any] | None, data: PackSource, config: CheckpointConfig) -> TrainState:
-    """Where the checkpoint stood, or the beginning; raises ConfigError when its data were others."""
+def sources_of(parts: Parts, data: PackSource) -> dict[str, str]:
+    """Digests of what no setting tells: the model's files, and rows of each validation set."""
+    files = model_files(parts.model.pretrained, str(parts.model.source["revision"]))
+    found = {f"model {name}": digest for name, digest in files.items()}
+    for name, packs in data.val_packs.items():
+        digest = hashlib.sha256(packs.plan.fingerprint().encode())
+        for row in np.linspace(0, len(packs.rows) - 1, min(len(packs.rows), _NUM_ROWS), dtype=int):
+            digest.update(np.ascontiguousarray(packs.rows[int(row)]["input_ids"]).tobytes())
+        found[f"validation set {name}"] = digest.hexdigest()[:16]
+    return found
+
+
+def state_of(saved: dict[str, Any] | None, data: PackSource, guards: Guards) -> TrainState:
+    """Where the checkpoint stood, or the beginning; raises ConfigError when its data or its model were others."""
+    now = guards.state.sources
     if saved is None:
-        return TrainState()
-    check_same_data(saved["data"], data.fingerprint(), config.accept_changes)
-    return TrainState.of_json(saved)
+        return TrainState(sources=now)
+    accepts = guards.config.checkpoint.accept_changes
+    check_same_data(saved["data"], data.fingerprint(), accepts)
+    before: dict[str, str] = saved.get("sources", now)  # of a version that kept none
+    # weights on disk matter where they are not trained: under an adapter; trained ones come from the checkpoint
+    matters = lambda key: guards.config.peft or not key.endswith((".safetensors", ".bin", "index.json"))  # noqa: E731
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and matters(key)]
+    if changed and not accepts:
+        raise ConfigError(
+            f"{', '.join(sorted(changed))}: not what the checkpoint was trained with: restore the old files, start a "
+            "new run with name=..., or continue with checkpoint.accept_changes=true."
+        )
+    return TrainState.of_json(saved, now)
 
 
 def open_folder(

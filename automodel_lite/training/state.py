@@ -17,6 +17,7 @@ class TrainState:
     cursor: Cursor = field(default_factory=Cursor)
     pending_validation: bool = False  # of this step: it is due, or was interrupted
     val_loss: float | None = None  # of this step
+    sources: dict[str, str] = field(default_factory=dict)  # digests of model files and validation sets
 
     def advance(self, after: Cursor) -> None:
         """A step is finished, and `after` is the position in the data."""
@@ -32,9 +33,10 @@ class TrainState:
             "extra": extra,
             "owes_validation": self.pending_validation,
             "val_loss": self.val_loss,
+            "sources": self.sources,
         }
 
     @classmethod
-    def of_json(cls, saved: dict[str, Any]) -> TrainState:
-        """Reads what `to_json` wrote."""
-        return cls(saved["step"], Cursor(**saved["cursor"]), saved["owes_validation"], saved["val_loss"])
+    def of_json(cls, saved: dict[str, Any], sources: dict[str, str]) -> TrainState:
+        """Reads what `to_json` wrote; the sources are those of now."""
+        return cls(saved["step"], Cursor(**saved["cursor"]), saved["owes_validation"], saved["val_loss"], sources)

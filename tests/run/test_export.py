@@ -26,7 +26,7 @@ from recipes import average, export_hf
 from tests.attention.families import FAMILIES
 from tests.parallel.test_sharded_start import tokenizer
 from tests.ranks import run_ranks
-from tests.runs import config_of, train
+from tests.runs import config_of, train, train_quick
 
 IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 FEW = ["training.max_steps=3", "training.val_every_steps=0", "optimizer.lr=1e-2"]
@@ -160,6 +160,19 @@ def test_an_export_that_fails_leaves_a_run_that_is_exported_later(tmp_path: Path
 
 def _no_space() -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_no_tool_takes_an_older_checkpoint_by_itself(tmp_path: Path) -> None:
+    """Of a truncated newest one, 32 of 32 exports once took the one before without a word."""
+    run = tmp_path / "run"
+    assert train_quick(run, "checkpoint.every_steps=2")[0] == 0
+    newest = run / "checkpoints/step_00000006/tensors/rank_00000.safetensors"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"step_00000006 is skipped: .*\n.*choose --checkpoint step_00000004"):
+        export_hf.main([str(run)])
+    with pytest.raises(ConfigError, match=r"step_00000006 is skipped: .*\n.*choose --checkpoints step_00000004"):
+        average.main([str(run)])
+    assert export_hf.main([str(run), "--checkpoint", "step_00000004"]) == 0
 
 
 def test_a_run_that_was_trained_further_does_not_answer_with_its_old_export(base: Path, tmp_path: Path):

@@ -1,0 +1,105 @@
+"""A run goes on with the model and the folder that it began with, on every node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError, RanksDifferError
+from automodel_lite.parallel.peers import Peers
+from automodel_lite.run.lock import RunLock
+from automodel_lite.training.guards import Guards
+from tests.ranks import run_ranks
+from tests.runs import train, train_quick
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    train("smoke", folder / "run", "training.max_steps=1", "checkpoint.every_steps=0")
+    return folder / "run" / "hf"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "file", "is_refused"),
+    [
+        ("peft=lora", "model.safetensors", True),
+        ("peft=none", "model.safetensors", False),
+        ("peft=none", "config", True),
+    ],
+    ids=["lora-weights", "whole-weights", "whole-config"],
+)
+def test_another_base_on_disk_is_refused_on_resume(
+    adapter: str, file: str, is_refused: bool, base: Path, tmp_path: Path
+) -> None:
+    """An adapter once went on with other weights below it; weights that are trained come from the checkpoint."""
+    model = shutil.copytree(base, tmp_path / "model")
+    options = ["model=pretrained", f"model.pretrained={model}", adapter]
+    assert train_quick(tmp_path / "run", *options, stop_at=2)[0] == 75
+    if file == "config":
+        config = json.loads((model / "config.json").read_text())
+        config["rms_norm_eps"] = 1e-3
+        (model / "config.json").write_text(json.dumps(config))
+    else:
+        weights = {name: value * 1.5 for name, value in load_file(model / file).items()}
+        save_file(weights, model / file, {"format": "pt"})
+    if not is_refused:
+        assert train_quick(tmp_path / "run", *options)[0] == 0
+        return
+    with pytest.raises(
+        ConfigError, match=r"model (model.safetensors|config.json): not what the checkpoint was trained"
+    ):
+        train_quick(tmp_path / "run", *options)
+    assert train_quick(tmp_path / "run", *options, "checkpoint.accept_changes=true")[0] == 0
+
+
+def _train_on_a_node(rank: int, world_size: int, folder: str, node: str) -> str:
+    """Each rank's node has files of its own under the same path."""
+    link = Path(folder, f"seen_by_{rank}")
+    shutil.copytree(node, link)
+    if rank == 1:
+        config = json.loads((link / "config.json").read_text())
+        config["rms_norm_eps"] = 1e-3
+        (link / "config.json").write_text(json.dumps(config))
+    from automodel_lite.training import resume
+
+    resume.model_files = lambda name, revision: _files(str(link), revision)  # type: ignore[assignment]
+    try:
+        train_quick(Path(folder) / "run", "model=pretrained", f"model.pretrained={node}")
+    except RanksDifferError as error:
+        return str(error)
+    return "trained"
+
+
+def _files(name: str, revision: str | None) -> dict[str, str]:
+    from automodel_lite.run.model_files import model_files
+
+    return model_files(name, revision)
+
+
+def test_nodes_with_other_model_files_do_not_start(base: Path, tmp_path: Path) -> None:
+    for text in run_ranks(_train_on_a_node, 2, str(tmp_path), str(base)):
+        assert "do not agree on its model files and validation data:\n  model config.json: " in text
+
+
+def _open_on_own_disk(rank: int, world_size: int, folder: str) -> str:
+    guards = Guards(Config(name="x", output_dir=f"{folder}/disk_of_{rank}"), Peers(None), print)
+    try:
+        guards.open()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        guards.lock.release()
+    return "opened"
+
+
+def test_disks_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every save once warned, and the run ended without a checkpoint."""
+    for rank, text in enumerate(run_ranks(_open_on_own_disk, 2, str(tmp_path))):
+        assert f"disk_of_{rank} is not the same folder on all nodes: rank 1 does not see" in text
+    assert not RunLock(tmp_path / "disk_of_0" / "run.lock").path.exists()
