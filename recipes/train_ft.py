@@ -45,6 +45,7 @@ from automodel_lite.training.build import BuiltModel, build_model
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import sample_answers, validation_losses
 from automodel_lite.training.guards import Guards
+from automodel_lite.training.label_values import with_values
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
 from automodel_lite.training.schedules import move_to
@@ -125,6 +126,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         with activity("loading the model"):
             self.built = build_model(parts, self.data.tokenizer, self.mesh, report.mean_tokens if report else None)
+        self.data = with_values(self.data, self.built, self.mesh, config.cache_dir)
         self.model = self.built.model
         show([*start.model_lines(config, self.built, self.mesh), *recomputed])
         check_exportable(config, self.built, self.data)

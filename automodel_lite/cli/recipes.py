@@ -26,7 +26,8 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.interpreter import collecting_seldom
 
-_READ_ONLY = ("inspect_data", "prepare_data", "verify")  # they write no run's folder, so nobody has to name one
+# They write no run's folder, so nobody has to name one.
+_READ_ONLY = ("inspect_data", "prepare_data", "score", "verify")
 
 
 @dataclass(frozen=True)

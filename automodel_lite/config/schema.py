@@ -178,6 +178,7 @@ class Config:
     model: Part = field(default_factory=dict)
     attention: Part = free(dict)
     peft: Part = field(default_factory=dict)
+    teacher: Part = field(default_factory=dict)
     loss: Part = field(default_factory=dict)
     optimizer: Part = field(default_factory=dict)
     lr_scheduler: Part = field(default_factory=dict)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, singledispatch
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +33,7 @@ from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, 
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.reading.documents import Documents, TokenizedData
+from automodel_lite.data.tokens.token_rows import Rows
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents, tokenize_shard
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError
@@ -120,6 +121,23 @@ class PlannedPacks(PackSource):
     @classmethod
     def tokenize_shard(cls, config: Config, documents: Documents) -> tuple[tuple[str, ...], list[int]]:
         return tokenize_shard(documents, job_of(config, documents, build_packer(config).tree), config.cache_dir)
+
+    def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PlannedPacks:
+        train = self.tokens.train
+        found = {name: columns_of(name, packs.rows) for name, packs in self.val_packs.items()}
+        tokens = replace(self.tokens, train=train.with_columns(columns_of("train", train)))
+
+        def extended(packs: PackedDataset, rows: Rows) -> PackedDataset:
+            return PackedDataset(rows, packs.plan, packs.padding_idx)
+
+        @lru_cache(maxsize=2)
+        def packs_of(epoch: int) -> PackedDataset:
+            return extended(self.packs_of(epoch), tokens.train)
+
+        val_packs = {
+            name: extended(packs, packs.rows.with_columns(found[name])) for name, packs in self.val_packs.items()
+        }
+        return replace(self, tokens=tokens, packs_of=packs_of, val_packs=val_packs)
 
     @property
     def held_out(self) -> Mapping[str, PackedDataset]:

@@ -172,7 +172,7 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
         )  # its gradient needs no weight
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
     shard(model)
-    for method in ("logits", "plain_logits", "probe"):
+    for method in ("logits", "plain_logits", "probe", "before_head"):
         register_fsdp_forward_method(model, method)
 
 

@@ -265,7 +265,10 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         base=_base_text(pretrained),
         use=_USE[kind].format(name=repo or folder),
         data=[*data, *(f"{name}: {value}" for name, value in packing_of(record))],
-        results=facts_of(record),
+        results=[
+            ("method", str(record.config.get("loss", {}).get("_target_", "")).rpartition(".")[2]),
+            *facts_of(record),
+        ],
         command=record.facts.get("command", ""),
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
@@ -100,22 +100,32 @@ class BuiltModel:
 
 
 def build_model(
-    parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, mean_tokens: float | None = None
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    mean_tokens: float | None = None,
+    trains: bool = True,
 ) -> BuiltModel:
     """The model on the mesh: described, sharded, then read or drawn by each rank for its own shards; then checked.
 
+    trains  False for a frozen second model: in evaluation mode, its weights in the compute dtype
     Raises ConfigError as `plan_model` does, and for weights that no memory holds.
     """
     plan = plan_model(parts, parts.model.config(tokenizer), mesh.shape, mesh.device, mean_tokens)
     check_weights_fit(plan, mesh.device)
     with returning_blocks():
-        model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype)
+        model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype, trains)
         lm = model.loss_model.lm
         install(lm, plan.kernel)
         if runs_by_rows(lm):
             plan = replace(plan, attention=rows_reason(parts, lm))
         loss = check_model(plan.parts.mesh.cp_exchange, model, mesh)
-    compiled = speed_up(plan.parts, model, mesh)
+    if trains and parts.teacher:
+        frozen = as_teacher(parts)
+        check_same_vocabulary(frozen, tokenizer)
+        teacher = build_model(frozen, tokenizer, mesh, mean_tokens, trains=False)
+        model.loss_model.learn_from(teacher.model.loss_model)
+    compiled = speed_up(plan.parts, model, mesh) if trains else "off"
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
     memory, reduction = plan_memory(plan, trained, gpu_bytes(mesh.device))
     model = replace(model, reduces_every=bool(reduction))
@@ -180,8 +190,34 @@ def check_offload(parts: Parts, strategy: str) -> None:
         )
 
 
+def as_teacher(parts: Parts) -> Parts:
+    """The parts of the frozen second model: the same but for what is trained."""
+    assert parts.teacher is not None
+    return replace(parts, model=parts.teacher, teacher=None, peft=None, loss=FusedLinearCrossEntropy())
+
+
+def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken at its word."""
+    name = str(teacher.model.pretrained)
+    try:
+        theirs = AutoTokenizer.from_pretrained(name, revision=teacher.model.source["revision"]).get_vocab()
+    except (OSError, ValueError):
+        return
+    ours = tokenizer.get_vocab()
+    if differing := sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)):
+        raise ConfigError(
+            f"teacher.pretrained={name} has another vocabulary than the student ({len(differing):,} tokens differ, as "
+            f"{differing[0]!r}), and probabilities are compared token by token: take a teacher of the same family."
+        )
+
+
 def assemble(
-    parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, strategy: str, dtype: torch.dtype
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    strategy: str,
+    dtype: torch.dtype,
+    trains: bool = True,
 ) -> tuple[ParallelModel, LoraAdapter | None]:
     """The parallel model with its weights, and the adapter inside it, if there is one.
 
@@ -208,10 +244,13 @@ def assemble(
         adapter = peft.adapt(lm, str(source.pretrained)) if peft else None
         if adapter:  # frozen towers of a model that is trained keep the dtype in which they are written back
             cast_frozen(lm, dtype)
-        if parts.training.fp8 != "none":
+        if not trains:
+            cast_frozen(lm.requires_grad_(False), dtype)
+        elif parts.training.fp8 != "none":
             use_fp8(decoder_layers(lm), parts.training.fp8)
         loss_model = LossModel(lm, parts.loss, balance_of(lm, source.router_aux_loss))
-        made.append((parallelize(loss_model, mesh, strategy, dtype, parts.mesh.cpu_offload), adapter))
+        of_frozen = "none" if strategy == "ddp" and not trains else strategy  # DDP has no gradients to reduce
+        made.append((parallelize(loss_model, mesh, of_frozen, dtype, parts.mesh.cpu_offload), adapter))
         if adapter and is_described:
             loading.enter_context(adapter.hidden())
 
@@ -224,7 +263,7 @@ def assemble(
     if not parts.mesh.cpu_offload:
         torch.nn.Module.to(model.loss_model, mesh.device)
     _buffers_to(model.loss_model, mesh.device)
-    model.loss_model.train()
+    model.loss_model.train(trains)
     return model, adapter
 
 
@@ -345,4 +384,5 @@ def full_batch(parts: Parts, num_ids: int) -> ThdBatch:
     multiple = 2 * cp if cp > 1 else 1
     least = -(-tokens // DOCUMENT_TOKENS)
     number = next(n for n in range(least, tokens + 1) if tokens % n == 0 and (tokens // n) % multiple == 0)
-    return stream_of(torch.arange(tokens).view(number, -1) % num_ids, "cpu")
+    batch = stream_of(torch.arange(tokens).view(number, -1) % num_ids, "cpu")
+    return replace(batch, columns=parts.loss.example_columns(batch))

@@ -16,6 +16,7 @@ from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
 from automodel_lite.data.prepare import build_packer
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import Loss, checked_loss
 from automodel_lite.models.source import CausalLM
@@ -42,6 +43,7 @@ class Parts:
     packed_sequence_size: int
     mesh: MeshConfig
     training: TrainingConfig
+    teacher: CausalLM | None = None  # a frozen second model
 
     @property
     def is_quantized(self) -> bool:
@@ -51,13 +53,26 @@ class Parts:
 
 def build_parts(config: Config) -> Parts:
     """Raises ConfigError for what a part refuses, and for a package that is missing."""
+    loss, teacher = checked_loss(build(config.loss)), build(config.teacher) if config.teacher else None
+    if loss.needs_teacher != (teacher is not None):
+        name = type(loss).__name__
+        cure = "needs one: set teacher=pretrained teacher.pretrained=..." if loss.needs_teacher else "does not use it"
+        raise ConfigError(f"teacher={'pretrained' if teacher else 'none'}: loss={name} {cure}.")
+    packer = build_packer(config)
+    cuts = packer.overlong in ("truncate", "split") or packer.strategy.cuts_documents
+    if "answers" in loss.required and (cuts or packer.strategy.is_ragged):
+        raise ConfigError(
+            f"packed_sequence.strategy={packer.strategy.name} overlong={packer.overlong}: pairs of answers stay whole, "
+            "in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."
+        )
     return Parts(
         model=build(config.model),
         attention=build(config.attention) if config.attention else None,
         peft=build(config.peft) if config.peft else None,
-        loss=checked_loss(build(config.loss)),
+        loss=loss,
+        teacher=teacher,
         optimizer=partial(build, config.optimizer),
-        packed_sequence_size=build_packer(config).packed_sequence_size,
+        packed_sequence_size=packer.packed_sequence_size,
         mesh=config.mesh,
         training=config.training,
     )

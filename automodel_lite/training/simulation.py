@@ -52,7 +52,7 @@ from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
 from automodel_lite.training import optimizers
-from automodel_lite.training.build import assemble, full_batch, plan_model
+from automodel_lite.training.build import as_teacher, assemble, full_batch, plan_model
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import ModelPlan, Parts
@@ -212,6 +212,13 @@ def _simulated(
     with _fake_world(shape) as mesh, _watching_resizes(held), _as_on_a_gpu(held):
         of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         drawn = _UnloadedSource(parts.model, model_config, fake, held)
+        teacher: ParallelModel | None = None
+        if parts.teacher:
+            frozen = as_teacher(parts)
+            of_teacher = _UnloadedSource(frozen.model, frozen.model.config(_NO_TOKENIZER), fake, held)
+            teacher, _ = assemble(
+                replace(frozen, model=of_teacher), _NO_TOKENIZER, mesh, plan.strategy, dtype, trains=False
+            )
         if plan.strategy == "fsdp":
             adapters: Any = _Adapters(parts.peft) if parts.peft else None
             model, _ = assemble(replace(parts, model=drawn, peft=adapters), _NO_TOKENIZER, mesh, "fsdp", dtype)
@@ -219,6 +226,9 @@ def _simulated(
         else:
             with fake, held:
                 model = _whole(plan, drawn, held)
+        if teacher is not None:
+            install(teacher.loss_model.lm, _CountedAttention())
+            model.loss_model.learn_from(teacher.loss_model)
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
         with fake, held:
             inputs = of_rank.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))

@@ -7,10 +7,11 @@ of it. Every source offers the same to training.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +20,9 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.reading.documents import Documents
+from automodel_lite.data.tokens.token_rows import Rows
 from automodel_lite.data.tokens.tokenize import Job
+from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 
@@ -119,6 +122,12 @@ class PackSource(ABC):
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """What the order of the data follows from, for checkpoints: other values are other data."""
+
+    def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PackSource:
+        """The same packs, whose rows have more columns; columns_of: (name of a set, its rows) -> columns."""
+        raise ConfigError(
+            "values per label are computed beforehand, and a stream is not known then: use dataset=files."
+        )
 
     @property
     def counts(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import BufferedWriter, FileIO
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.errors import DataError
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
@@ -63,6 +63,18 @@ class Rows(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         """The columns of one document; they are not to be written to."""
+
+    @property
+    def flat(self) -> TokenRows:
+        """The flat rows that all tokens stand in; raises ConfigError for rows of several sets."""
+        raise ConfigError(
+            "values per label are computed for one set of documents (dataset=files, toy_chat ...): make one of the "
+            "mixture's sets, or score each alone."
+        )
+
+    def with_columns(self, columns: Mapping[str, np.ndarray]) -> Rows:
+        """The same rows with more columns, [tokens of the flat rows, ...] each."""
+        return replace(self.flat, columns={**self.flat.columns, **columns}, folder=None)
 
     def located(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
         """Flat rows that hold these documents, where each begins in them, and its length; int64 [D] each."""
@@ -120,6 +132,10 @@ class TokenRows(Rows):
         if not all(values.flags.c_contiguous for values in self.columns.values() if isinstance(values, np.ndarray)):
             names = " and ".join(self.columns)
             raise DataError(f"{names} of flat rows must be contiguous: use np.ascontiguousarray.")
+
+    @property
+    def flat(self) -> TokenRows:
+        return self
 
     @property
     def input_ids(self) -> np.ndarray:

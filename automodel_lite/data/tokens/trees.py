@@ -211,6 +211,14 @@ class TreeRows(Rows):
             )
 
     @property
+    def flat(self) -> TokenRows:
+        return self.trees
+
+    def with_columns(self, columns: Mapping[str, np.ndarray]) -> TreeRows:
+        flat = self.trees.with_columns(columns)
+        return TreeRows(flat.flat, self.most_tokens)
+
+    @property
     def lengths(self) -> np.ndarray:
         return self._lengths
 

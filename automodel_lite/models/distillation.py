@@ -1,0 +1,120 @@
+"""Losses that learn from a teacher: a frozen second model, or its likeliest tokens stored beside the data.
+
+    forward   KL(teacher || student)        reverse   KL(student || teacher)
+    jsd       beta * KL(teacher || m) + (1 - beta) * KL(student || m),  m = beta * teacher + (1 - beta) * student
+              (generalized Jensen-Shannon divergence, arXiv:2306.13649)
+
+Each is a value per label; both heads are evaluated a chunk of rows at a time. Logits are divided by the temperature;
+the divergence is not multiplied by its square.
+
+Legend: R rows that carry a label, V vocabulary, K stored tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from automodel_lite.config.rules import PathStr, Positive, Range
+from automodel_lite.models.loss import Loss, LossInputs, LossOutput
+from automodel_lite.thd import ThdBatch
+
+Frac = Annotated[float, Range(0, 1)]
+MOST_KNOWN = 1 - 2**-23
+"""Probability of the stored tokens, at most: the rest's logarithm stays finite in fp32."""
+
+
+class DistillationLoss(Loss):
+    """A divergence and a share of plain cross-entropy, per label, times its weight where the data bring weights."""
+
+    columns = frozenset({"loss_weights"})
+    cross_entropy: Frac
+
+    def _of_rows(self, inputs: LossInputs, values_R2: Tensor) -> LossOutput:
+        """values_R2: divergence and cross-entropy of each row."""
+        weights_R = inputs.columns.get("loss_weights")
+        divergence, plain = (values_R2 if weights_R is None else values_R2 * weights_R[:, None]).sum(0).unbind()
+        total = (1 - self.cross_entropy) * divergence + self.cross_entropy * plain
+        return LossOutput(total, {"divergence": divergence, "ce": plain})
+
+
+@dataclass(frozen=True)
+class Distill(DistillationLoss):
+    """From a frozen second model, `teacher.pretrained`, on the same mesh."""
+
+    needs_teacher = True
+
+    kind: Literal["forward", "reverse", "jsd"] = "forward"  # KL from the teacher, to it, or between both
+    beta: Annotated[float, Range(0, 1)] = 0.5  # of jsd: 0 and 1 are its limits, reverse and forward KL
+    temperature: Annotated[float, Range(0.01, 100)] = 1.0  # divides both models' logits
+    cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        def both(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
+            student, teacher = (F.log_softmax(x / self.temperature, -1) for x in (logits, teacher_logits))
+            return torch.stack(
+                [self.divergence(student, teacher), F.cross_entropy(logits, labels, reduction="none")], 1
+            )
+
+        return self._of_rows(inputs, inputs.rows_with_teacher(both, inputs.labels_R))
+
+    def divergence(self, student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
+        """[R], of log-probabilities."""
+        if self.kind == "forward" or (self.kind == "jsd" and self.beta == 1):
+            return _kl(teacher_RV, student_RV)
+        if self.kind == "reverse" or self.beta == 0:
+            return _kl(student_RV, teacher_RV)
+        mixed_RV = torch.logaddexp(teacher_RV + math.log(self.beta), student_RV + math.log(1 - self.beta))
+        return self.beta * _kl(teacher_RV, mixed_RV) + (1 - self.beta) * _kl(student_RV, mixed_RV)
+
+
+def _kl(one_RV: Tensor, other_RV: Tensor) -> Tensor:
+    return (one_RV.exp() * (one_RV - other_RV)).sum(-1)
+
+
+@dataclass(frozen=True)
+class DistillTopK(DistillationLoss):
+    """Forward KL from stored log-probabilities of the teacher's likeliest tokens, recipes/score.py's; all other tokens
+    together are one more class.
+    """
+
+    columns = frozenset({"loss_weights", "teacher_ids", "teacher_log_probs"})
+    required = frozenset({"teacher_ids", "teacher_log_probs"})
+
+    teacher: PathStr  # a folder or hub name, as recipes/score.py was given it
+    top_k: Positive = 64  # tokens stored per label
+    cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        def both(logits: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+            log_probs = log_probs.float()
+            student = F.log_softmax(logits, -1).gather(-1, ids)
+            rest, rest_of_teacher = (torch.log1p(-x.exp().sum(-1).clamp(max=MOST_KNOWN)) for x in (student, log_probs))
+            of_rest = rest_of_teacher.exp() * (rest_of_teacher - rest)
+            known = (log_probs.exp() * (log_probs - student)).sum(-1)
+            return torch.stack([known + of_rest, F.cross_entropy(logits, labels, reduction="none")], 1)
+
+        columns = inputs.labels_R, inputs.columns["teacher_ids"], inputs.columns["teacher_log_probs"]
+        return self._of_rows(inputs, inputs.rows(both, *columns))
+
+    def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
+        """Tokens of equal probability."""
+        labels = batch.labels
+        ids = torch.arange(self.top_k, device=labels.device).expand(len(labels), -1).contiguous()
+        return {"teacher_ids": ids, "teacher_log_probs": torch.full_like(ids, -math.log(self.top_k), dtype=torch.float)}
+
+
+def top_k_of(top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of rows [r, V] and labels -> [r, 2 * top_k] fp32: ids (whole up to 2^24) and log-probabilities."""
+
+    def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
+        found = F.log_softmax(logits, -1).topk(min(top_k, logits.shape[-1]), -1)
+        return torch.cat([found.indices.float(), found.values], -1)
+
+    return likeliest

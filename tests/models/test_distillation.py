@@ -1,0 +1,179 @@
+"""Distillation on packs against the textbook: plain transformers, one document at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from automodel_lite.attention.interface import install
+from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.models.distillation import Distill, DistillationLoss, DistillTopK
+from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
+from automodel_lite.parallel.context_parallel import cp_shard
+from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.sharding import parallelize
+from automodel_lite.thd import ThdBatch
+from tests.attention.families import build, documents, stream
+from tests.ranks import run_ranks
+
+DOCUMENTS = documents([9, 4, 17])
+LOSSES = {
+    "forward": Distill(),
+    "reverse": Distill(kind="reverse", temperature=2.0),
+    "jsd": Distill(kind="jsd", beta=0.3),
+    "forward with cross-entropy": Distill(cross_entropy=0.4, temperature=0.5),
+}
+
+
+def teacher_of(family: str) -> Any:
+    teacher = build(family).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return teacher.requires_grad_(False)
+
+
+def textbook(lm: Any, teacher: Any, loss: Distill) -> Tensor:
+    total = torch.zeros(())
+    for ids, labels in DOCUMENTS:
+        real = labels != -100
+        of_student, of_teacher = (
+            m(input_ids=ids[None], use_cache=False).logits[0][real].float() for m in (lm, teacher)
+        )
+        p, q = (F.softmax(x / loss.temperature, -1) for x in (of_teacher, of_student))
+        kl = lambda a, b: (a * (a / b).log()).sum()  # noqa: E731
+        m = loss.beta * p + (1 - loss.beta) * q
+        value = {"forward": kl(p, q), "reverse": kl(q, p), "jsd": loss.beta * kl(p, m) + (1 - loss.beta) * kl(q, m)}
+        plain = F.cross_entropy(of_student, labels[real], reduction="sum")
+        total = total + (1 - loss.cross_entropy) * value[loss.kind] + loss.cross_entropy * plain
+    return total
+
+
+def packed(loss: DistillationLoss, family: str = "llama", teacher: Any = None) -> tuple[LossModel, ThdBatch]:
+    lm = build(family)
+    install(lm, ReferenceAttention())
+    model = LossModel(lm, loss).train()
+    if teacher is not None:
+        install(teacher, ReferenceAttention())
+        model.learn_from(LossModel(teacher, FusedLinearCrossEntropy()))
+    return model, stream(DOCUMENTS)
+
+
+def gradients(lm: Any) -> list[Tensor]:
+    return [p.grad for p in lm.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_pack_equals_the_textbook(family: str, loss: Distill) -> None:
+    plain = build(family)
+    want = textbook(plain, teacher_of(family), loss)
+    want.backward()
+    model, batch = packed(loss, family, teacher_of(family))
+    got = model(batch)
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradients(model.lm), gradients(plain), strict=True):
+        assert float((one - other).abs().max()) < 1e-5 * max(1.0, float(other.abs().max()))
+
+
+def stored(teacher: Any, batch: ThdBatch, top_k: int) -> ThdBatch:
+    with torch.no_grad():
+        found = F.log_softmax(teacher(**batch.model_inputs()).logits[0].float(), -1).topk(top_k, -1)
+    return replace(batch, columns={"teacher_ids": found.indices, "teacher_log_probs": found.values})
+
+
+def test_stored_logits_of_the_whole_vocabulary_are_the_teacher() -> None:
+    teacher = teacher_of("llama")
+    model, batch = packed(Distill(), teacher=teacher)
+    want = model(batch)
+    want.backward()
+    other, batch = packed(DistillTopK("teacher", top_k=96))
+    got = other(stored(teacher, batch, build("llama").config.vocab_size))
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for one, another in zip(gradients(other.lm), gradients(model.lm), strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-4, atol=1e-5)
+
+
+def test_the_rest_of_few_stored_tokens_is_one_class() -> None:
+    teacher = teacher_of("llama")
+    install(teacher, ReferenceAttention())
+    model, batch = packed(DistillTopK("teacher", top_k=4))
+    batch = stored(teacher, batch, 4)
+    with torch.no_grad():
+        q = model.lm(**batch.model_inputs()).logits[0].float().softmax(-1)[batch.label_rows]
+        ids, p = (batch.columns[name][batch.label_rows] for name in ("teacher_ids", "teacher_log_probs"))
+        p, q = p.exp(), q.gather(1, ids)
+        rest_p, rest_q = 1 - p.sum(1), 1 - q.sum(1)
+        want = (p * (p / q).log()).sum() + (rest_p * (rest_p / rest_q).log()).sum()
+        torch.testing.assert_close(model(batch), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_a_student_taught_by_itself_stays_where_it_is(kind: Any) -> None:
+    model, batch = packed(Distill(kind=kind), teacher=build("llama").requires_grad_(False))
+    loss = model(batch)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-5)
+    assert max(float(grad.abs().max()) for grad in gradients(model.lm)) < 1e-5
+
+
+def test_a_longer_vocabulary_is_padding() -> None:
+    """Sizes that differ are those of one tokenizer, padded: only ids that both have are compared."""
+    teacher = teacher_of("llama")
+    model, batch = packed(Distill(), teacher=teacher)
+    want = model(batch).detach()
+    head = teacher.lm_head
+    head.weight = torch.nn.Parameter(torch.cat([head.weight, torch.randn(8, head.weight.shape[1])]), False)
+    torch.testing.assert_close(model(batch).detach(), want)
+
+
+def spread(rank: int, world: int, shape: tuple[int, int, int, int], strategy: str, kind: Any) -> list[float]:
+    """Differences of loss and gradients from one process, which has both documents."""
+    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    mesh = Mesh(MeshShape(*shape), torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=names))
+    loss, parts = Distill(kind=kind, cross_entropy=0.2), [documents([9, 14]), documents([17, 3], seed=1)]
+    alone, _ = packed(loss, teacher=teacher_of("llama"))
+    want = alone(stream([*parts[0], *parts[1]])) / 40
+    want.backward()
+    student, _ = packed(loss)
+    teacher = teacher_of("llama")
+    install(teacher, ReferenceAttention())
+    model = parallelize(student, mesh, strategy, torch.float32)
+    frozen = parallelize(
+        LossModel(teacher, FusedLinearCrossEntropy()).eval(),
+        mesh,
+        "none" if strategy == "ddp" else strategy,
+        torch.float32,
+    )
+    student.learn_from(frozen.loss_model)
+    own = parts[mesh.dp_rank] if mesh.shape.dp == 2 else [*parts[0], *parts[1]]
+    total = model(cp_shard(stream(own, 2 * mesh.shape.cp), mesh.cp, "all_gather")) / 40
+    (total * model.mean_ranks).backward()
+    wanted = dict(alone.named_parameters())
+    differences = []
+    for name, parameter in model.loss_model.named_parameters():
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        differences.append(float((grad - wanted[name].grad).abs().max()))
+    assert all(p.grad is None for p in frozen.parameters())
+    return [abs(float(mesh.sum(total) - want)), max(differences)]
+
+
+LAYOUTS = {"dp 2": ((2, 1, 1, 1), "ddp"), "cp 2": ((1, 1, 2, 1), "fsdp"), "fsdp 2": ((1, 2, 1, 1), "fsdp"), "tp 2": ((1, 1, 1, 2), "fsdp")}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+@pytest.mark.parametrize(("shape", "strategy"), LAYOUTS.values(), ids=LAYOUTS)
+def test_two_ranks_with_a_teacher_equal_one(shape: tuple[int, int, int, int], strategy: str, kind: str) -> None:
+    for of_loss, of_grads in run_ranks(spread, 2, shape, strategy, kind):
+        assert of_loss < 1e-6
+        assert of_grads < 1e-6

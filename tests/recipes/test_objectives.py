@@ -1,0 +1,138 @@
+"""Whole runs of preference and distillation: every layout of ranks alike, resumed bit for bit, LoRA too."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.errors import ConfigError
+from recipes import score
+from tests.runs import Row, config_of, train
+
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo", "Peru": "Lima", "Japan": "Tokyo"}
+SMALL = (
+    "name=x",
+    "model=llama_smoke",
+    "tokenizer=bpe",
+    "packed_sequence.packed_sequence_size=256",
+    "training.global_batch_size=4",
+    "training.num_threads=1",
+    "training.log_every_steps=1",
+    "training.val_every_steps=2",
+    "training.max_steps=4",
+    "lr_scheduler.warmup_steps=0",
+    "optimizer.lr=1e-3",
+    "checkpoint.every_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs with prompts of several lengths."""
+    file, draw = tmp_path_factory.mktemp("pairs") / "pairs.jsonl", random.Random(0)
+    rows = []
+    for _ in range(64):
+        asked, other = draw.sample(sorted(CAPITALS), 2)
+        prompt = f"What is the capital of {asked}? " * draw.randint(1, 3)
+        chosen, rejected = f"The capital of {asked} is {CAPITALS[asked]}.", f"I believe it is {CAPITALS[other]}."
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def dpo(folder: Path, pairs: Path, *overrides: str, world_size: int = 1) -> list[Row]:
+    where = (f"dataset.path={pairs}", "dataset.val_frac=0.2", f"cache_dir={folder.parent / 'cache'}")
+    return train("dpo", folder, *where, *SMALL, *overrides, world_size=world_size)
+
+
+def curve(rows: list[Row], name: str = "loss") -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+def test_dpo_begins_at_ln_2_and_learns_to_prefer(pairs: Path, tmp_path: Path) -> None:
+    rows = dpo(tmp_path / "run", pairs)
+    losses = curve(rows)
+    assert losses[0] == pytest.approx(0.69314718, abs=1e-6)
+    assert losses[-1] < 0.6
+    assert curve(rows, "loss/accuracy")[-1] == 1.0
+    assert curve(rows, "loss/reward_margin")[0] == pytest.approx(0, abs=1e-5)
+    last = [row for row in rows if "val_loss/val" in row][-1]
+    assert last["val_loss/val"] < 0.6
+    assert last["val_accuracy/val"] == 1.0
+    assert last["val_cross_entropy/val"] > 1
+
+
+LAYOUTS = {"dp 2": "mesh.strategy=ddp", "fsdp 2": "mesh.strategy=fsdp", "cp 2": "mesh.cp=2"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_two_ranks_prefer_as_one(layout: str, pairs: Path, tmp_path: Path) -> None:
+    """Slots of a multiple of 4 give the packs that context parallelism needs to all."""
+    one = dpo(tmp_path / "one", pairs, "packed_sequence.slot_multiple=4")
+    two = dpo(tmp_path / "two", pairs, "packed_sequence.slot_multiple=4", layout, world_size=2)
+    assert curve(two) == pytest.approx(curve(one), abs=1e-5)
+    assert curve(two, "loss/reward_margin") == pytest.approx(curve(one, "loss/reward_margin"), abs=1e-4)
+    assert curve(two, "val_loss/val") == pytest.approx(curve(one, "val_loss/val"), abs=1e-5)
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(pairs: Path, tmp_path: Path) -> None:
+    whole = curve(dpo(tmp_path / "whole", pairs))
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_00000004")
+    shutil.rmtree(tmp_path / "parts" / "hf")
+    (tmp_path / "parts" / "STATUS.json").unlink()
+    parts = curve(dpo(tmp_path / "parts", pairs))
+    assert len(whole) == len(parts) == 4
+    assert parts == whole
+
+
+def test_lora_prefers_against_the_model_without_it(pairs: Path, tmp_path: Path) -> None:
+    rows = dpo(tmp_path / "run", pairs, "peft=lora", "optimizer.lr=1e-2")
+    assert curve(rows)[0] == pytest.approx(0.69314718, abs=1e-6)
+    assert curve(rows)[-1] < curve(rows)[0]
+
+
+def test_a_loss_for_single_answers_refuses_pairs(pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="column answers, which loss=FusedLinearCrossEntropy does not use"):
+        dpo(tmp_path / "run", pairs, "loss=fused_linear_cross_entropy")
+
+
+def test_distillation_from_a_model_to_itself_begins_at_0(pairs: Path, tmp_path: Path) -> None:
+    dpo(tmp_path / "run", pairs)
+    model = tmp_path / "run" / "hf"
+    rows = train(
+        "distill",
+        tmp_path / "student",
+        "dataset=toy_chat",
+        "dataset.num_chats=60",
+        f"model.pretrained={model}",
+        f"teacher.pretrained={model}",
+        *(setting for setting in SMALL if setting not in ("model=llama_smoke", "tokenizer=bpe")),
+    )
+    assert curve(rows)[0] == pytest.approx(0, abs=1e-5)
+    assert curve(rows, "val_cross_entropy/held_out")
+
+
+def test_a_whole_stored_vocabulary_teaches_as_the_teacher_does(pairs: Path, tmp_path: Path) -> None:
+    dpo(tmp_path / "run", pairs)
+    dpo(tmp_path / "other", pairs, "seed=5")
+    common = (
+        "dataset=toy_chat",
+        "dataset.num_chats=60",
+        f"model.pretrained={tmp_path / 'run' / 'hf'}",
+        f"cache_dir={tmp_path / 'cache'}",
+        *(setting for setting in SMALL if setting not in ("model=llama_smoke", "tokenizer=bpe")),
+    )
+    teacher = tmp_path / "other" / "hf"
+    vocab_size = json.loads((teacher / "config.json").read_text())["vocab_size"]
+    in_memory = train("distill", tmp_path / "a", *common, f"teacher.pretrained={teacher}")
+    stored = (*common, "loss=distill_topk", f"loss.teacher={teacher}", f"loss.top_k={vocab_size}")
+    with pytest.raises(ConfigError, match="with the same arguments first"):
+        train("finetune", tmp_path / "b", *stored)
+    assert score.main(config_of("finetune", tmp_path / "b", *stored)) == 0
+    from_cache = train("finetune", tmp_path / "b", *stored)
+    assert curve(from_cache) == pytest.approx(curve(in_memory), abs=1e-3)  # log-probabilities are stored in fp16
