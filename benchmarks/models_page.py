@@ -50,6 +50,7 @@ def markdown(findings: Iterable[Finding]) -> str:
         "| transformers' own packing | only `position_ids`, `use_cache=False` |",
         "",
         *ties(findings),
+        *unread(findings),
         "## Mixtures of experts",
         "",
         "`model.experts` selects how experts are computed. `model.router_aux_loss=0.001` adds transformers' "
@@ -108,6 +109,12 @@ def ties(findings: list[Finding]) -> list[str]:
         f"less than {NEAR_TIE:.0e} is tried with other random weights. Needed for: {', '.join(found)}.",
         "",
     ]
+
+
+def unread(findings: list[Finding]) -> list[str]:
+    """Returns a line about families whose checkpoints in fp8 are refused."""
+    found = [f.family for f in findings if f.steps.get("fp8", "").startswith("refused")]
+    return [f"Checkpoints in fp8 that transformers cannot read, and that are refused: {', '.join(found)}.", ""] * bool(found)
 
 
 def summary(findings: list[Finding]) -> str:

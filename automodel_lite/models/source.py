@@ -508,6 +508,13 @@ def _load(
         raise ConfigError(
             f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): download them again."
         ) from None
+    except ValueError as error:  # converters of the family that the quantizer cannot extend
+        if isinstance(error, ConfigError) or not quantization:
+            raise
+        raise ConfigError(
+            f"model.pretrained={source}: transformers cannot read {quantization['quant_method']} weights of "
+            f"{config.model_type} ({one_line(error, 100)}): use the original checkpoint."
+        ) from None
     except RuntimeError as error:  # shapes that do not fit
         if is_out_of_memory(error) or is_lost_peer(error):
             raise  # no setting is at fault: these have exit codes of their own, and a job may start again

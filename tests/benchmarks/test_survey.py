@@ -52,7 +52,8 @@ def test_a_composite_counts_as_a_whole() -> None:
 def test_a_near_tie_is_told_from_a_fault() -> None:
     small, large = "WRONG by 2e-05", "WRONG by 2e-02"
     assert is_near_tie(Finding("a", steps={"step": small, "export": "exact"}, is_mixture=True))
-    assert not is_near_tie(Finding("dense", steps={"step": small}))
+    assert not is_near_tie(Finding("dense", steps={"packed": "exact, 1e-07", "step": small}))
+    assert is_near_tie(Finding("unscaled", steps={"packed": "exact, 2e-14 in fp64", "step": small}))
     assert not is_near_tie(Finding("a", steps={"step": small, "cp 4": large}, is_mixture=True))
     assert not is_near_tie(Finding("a", steps={"step": small, "export": "WRONG: ['lm_head']"}, is_mixture=True))
     assert not is_near_tie(Finding("a", steps={"step": "exact"}, is_mixture=True))
