@@ -1,4 +1,4 @@
-"""Rows of docs/troubleshooting.md that a setting or a file can cause: one sentence that names it and the way out. The
+"""Rows of docs/faults.md that a setting or a file can cause: one sentence that names it and the way out. The
 most likely ones are in test_error_texts.py, as whole screens.
 """
 
