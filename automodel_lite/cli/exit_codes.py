@@ -4,6 +4,7 @@ again), 130 interrupted, 1 any other error. A mistake is one sentence, an unexpe
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -23,6 +24,17 @@ from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, Stoppe
 SAVED = "stopped and saved: run the same command again to continue"
 _SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
 _AFTER_RANK_0_S = 2.0
+_LIMITS = {  # of the machine: nothing in the program is wrong, and a traceback would only hide the number
+    errno.ENOSPC: "make room on this disk (`df -h` and, for the number of files, `df -i`), or use another one",
+    errno.EDQUOT: "your quota of this disk is full: make room, or use another one",
+    errno.EFBIG: "the limit for the size of a file is too low: raise `ulimit -f`",
+    errno.EMFILE: "the limit for open files is too low: raise `ulimit -n`, to 4096 or more",
+    errno.ENFILE: "the host has too many open files: close other programs",
+    errno.ENOMEM: "the host has no memory left: give the process more, or less work",
+    errno.ELOOP: "this link leads to itself: remove it",
+    errno.EACCES: "give this user the permission, or use another folder",
+    errno.EROFS: "use a folder that can be written",
+}
 
 
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
@@ -49,7 +61,12 @@ def end(work: Callable[[], int]) -> NoReturn:
         leave("interrupted", INTERRUPTED_EXIT)
     except SystemExit as leaving:  # argparse's, Hydra's
         exit_now(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+    except MemoryError as error:
+        leave(f"the host has no memory left ({error or 'of this size'}): give the process more, or less work.", 1)
     except Exception as error:
+        if isinstance(error, OSError) and (cure := _LIMITS.get(error.errno or 0)):
+            where = f"{error.filename}: " if error.filename else ""
+            leave(f"{where}{error.strerror}: {cure}.", 1)
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout.fileno()):
             os._exit(_SIGPIPE_EXIT)
         leave(traceback.format_exc().rstrip(), 1)

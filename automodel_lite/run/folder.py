@@ -145,9 +145,15 @@ class RunFolder:
             kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
             write_atomically(self.metrics, "".join(kept))
 
-    def write_status(self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None) -> None:
-        """state   running | preempted, interrupted (start the same command again) | finished | failed"""
+    def write_status(
+        self, state: str, step: int | None, reason: str = "", checkpoint: str | None = None, is_saved: bool = True
+    ) -> None:
+        """state      running | preempted, interrupted (start the same command again) | finished | failed
+        is_saved   of a finished run: its last step is a checkpoint; else the same command writes it
+        """
         facts = {"state": state, "step": step, "reason": scrub(reason), "checkpoint": checkpoint}
+        if not is_saved:
+            facts["is_saved"] = False
         try:
             write_atomically(self.status, json.dumps(facts) + "\n")
         except OSError:
@@ -197,7 +203,8 @@ class RunFolder:
         """The message for a finished run that is started again; None when there is work to do."""
         self.check(config)
         status = self.read_status()
-        if status.get("state") != "finished" or not self.config.is_file() or self._changes(config):
+        has_ended = status.get("state") == "finished" and status.get("is_saved", True)
+        if not has_ended or not self.config.is_file() or self._changes(config):
             return None
         return (
             f"{self.path} is finished (step {status.get('step')}): nothing to do. Start another run with name=..., "

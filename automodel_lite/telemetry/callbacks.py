@@ -7,6 +7,7 @@ that fails is switched off with a warning; one may end the run early, as if the 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ class JsonlLogger:
 
     def __init__(self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print) -> None:
         self._file = None if is_silent else open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        self._path, self._say = path, say
         self._pending = b""
-        self._say = say
 
     def log(self, row: dict[str, Any]) -> None:
         if self._file:
@@ -44,6 +45,10 @@ class JsonlLogger:
     def _write(self, line: bytes, is_first: bool) -> None:
         assert self._file
         self._pending += line
+        if os.fstat(self._file.fileno()).st_nlink == 0 and self._path.parent.is_dir():
+            self._say(f"WARNING: {self._path.name} was removed during the run: the rows before this one are lost")
+            self._file.close()
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
         try:
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) or 0 :]

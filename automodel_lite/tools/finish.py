@@ -44,7 +44,9 @@ def finish(run: Guards, built: BuiltModel, data: PackSource, metrics: MetricsLog
         metrics.exported(exported)
     run.check_saved()
     if run.ranks.is_first:
-        run.folder.write_status("finished", run.state.num_steps, metrics.end_reason or "")
+        step, newest = run.state.num_steps, run.checkpointer.newest_name
+        is_saved = run.checkpointer.holds(step)
+        run.folder.write_status("finished", step, metrics.end_reason or "", newest, is_saved)
 
 
 def _exported(run: Guards, built: BuiltModel, data: PackSource) -> Path:

@@ -537,6 +537,20 @@ def test_a_disk_that_is_full_at_the_end_is_a_failure_and_the_run_goes_on(
     assert "continues from step_00000004" in screen
 
 
+def test_a_last_step_that_is_only_exported_is_saved_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later starts said "nothing to do", and never wrote the checkpoint."""
+    real, options = durable.free_bytes, ["checkpoint.export_hf=true"]
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "free_bytes", lambda folder: 0 if list(folder.glob("step_00000004")) else real(folder))
+        code, screen = train_quick(tmp_path, *options)
+    assert code == 0
+    assert "the last step is exported, but not saved as a checkpoint" in screen
+    assert status_of(tmp_path)["is_saved"] is False
+    assert train_quick(tmp_path, *options)[0] == 0
+    assert status_of(tmp_path)["checkpoint"] == "step_00000006"
+    assert "nothing to do" in train_quick(tmp_path, *options)[1]
+
+
 @pytest.mark.parametrize("what", ["removed", "renamed"])
 def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipes import train_ft

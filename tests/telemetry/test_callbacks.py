@@ -120,6 +120,18 @@ def test_the_steps_to_profile_are_a_first_and_a_last(tmp_path: Path):
         config_of("smoke", tmp_path / "run", "training.profile_steps=[3,2]")
 
 
+def test_rows_that_are_removed_are_noticed(tmp_path: Path):
+    says: list[str] = []
+    logger = JsonlLogger(tmp_path / "metrics.jsonl", say=says.append)
+    logger.log({"step": 1})
+    (tmp_path / "metrics.jsonl").unlink()
+    logger.log({"step": 2})
+    logger.log({"step": 3})
+    logger.close()
+    assert says == ["WARNING: metrics.jsonl was removed during the run: the rows before this one are lost"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+
+
 def test_without_a_tracker_metrics_jsonl_is_written(tmp_path: Path):
     config = config_of("smoke", tmp_path)
     metrics = open_metrics(config, RunFolder(tmp_path), Control(None), 0, {}, print)

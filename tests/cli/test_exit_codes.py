@@ -1,0 +1,86 @@
+"""The exit code and the sentence of each way to end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+END = "from automodel_lite.cli.exit_codes import end\nimport errno, os, resource\n"
+
+
+def ended(body: str, **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of a process whose work is `body`."""
+    script = f"{END}def work():\n    {body}\nend(work)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("resource.setrlimit(resource.RLIMIT_NOFILE, (5, 5)); return [open('/dev/null') for _ in range(9)]", "ulimit -n"),
+        ("resource.setrlimit(resource.RLIMIT_FSIZE, (9, 9)); return open('big', 'wb', 0).write(b'x' * 99)"
+         " and open('big', 'ab', 0).write(b'x' * 99)", "ulimit -f"),
+        ("os.symlink('loop', 'loop'); open('loop')", "this link leads to itself"),
+        (f"raise OSError({errno.ENOSPC}, 'No space left on device', '/x/y')", "/x/y: No space left on device: make room"),
+        ("raise MemoryError", "the host has no memory left"),
+    ],
+    ids=["descriptors", "file-size", "link-loop", "disk", "memory"],
+)  # fmt: skip
+def test_limits_of_the_machine_are_sentences(
+    body: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, screen = ended(body)
+    assert code == 1
+    assert sentence in screen
+    assert "Traceback" not in screen
+
+
+def test_an_unexpected_error_is_a_traceback() -> None:
+    code, screen = ended("return 1 / 0")
+    assert code == 1
+    assert screen.startswith("Traceback ")
+    assert screen.endswith("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"RANK": "0"}, "RANK=0 and no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+            "the environment has MASTER_PORT=99999: ports are 1 to 65535.",
+        ),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 of WORLD_SIZE=2 processes"),
+    ],
+    ids=["half-set", "port", "rank"],
+)
+def test_variables_of_a_launcher_are_judged(variables: dict[str, str], sentence: str) -> None:
+    """With one process, too: half of them were tracebacks, or \"out of memory\"."""
+    code, screen = ended("return 0", **variables)
+    assert code == 2
+    assert sentence in screen
+
+
+def test_a_port_that_is_taken_is_a_sentence() -> None:
+    body = (
+        "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); "
+        "os.environ |= {'RANK': '0', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': "
+        "str(s.getsockname()[1])}; from automodel_lite.parallel.peers import open_peers; open_peers()"
+    )
+    code, screen = ended(body)
+    assert code == 2
+    assert "is taken by another program, or two processes have RANK=0" in screen
