@@ -58,7 +58,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.lora import load_adapted
-from automodel_lite.models.source import CausalLM, chosen_experts, model_class
+from automodel_lite.models.source import CausalLM, experts_per_token, model_class
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
@@ -238,7 +238,7 @@ def alone(family: str, folder: Path, seed: int) -> str:
     try:
         save(tiny_model(family, seed), folder / "model")
         model, truth = load(folder), None
-        finding.is_mixture = chosen_experts(model.config.get_text_config()) is not None
+        finding.is_mixture = experts_per_token(model.config.get_text_config()) is not None
         truth = separate(model)
     except Exception as error:
         finding.steps["start"] = f"not tried: {first_line(error)}"

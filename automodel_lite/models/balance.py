@@ -25,7 +25,7 @@ from torch import Tensor
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.layers import text_decoder
-from automodel_lite.models.source import chosen_experts
+from automodel_lite.models.source import experts_per_token
 from automodel_lite.thd import ThdBatch
 
 
@@ -90,7 +90,7 @@ def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance 
     """None for a coefficient of 0; raises ConfigError for families that transformers gives no such loss."""
     if coefficient == 0:
         return None
-    top_k = chosen_experts(lm.config.get_text_config())
+    top_k = experts_per_token(lm.config.get_text_config())
     if top_k is None or "load_balancing_loss_func" not in vars(sys.modules[type(lm).__module__]):
         raise ConfigError(
             f"model.router_aux_loss={coefficient}: transformers has no load-balancing loss for {type(lm).__name__} (no "

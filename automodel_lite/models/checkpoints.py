@@ -25,7 +25,7 @@ FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 @contextlib.contextmanager
 def converting_exactly() -> Iterator[None]:
-    """Inside, checkpoints are converted as their config describes them, and failures name their weight."""
+    """Converts checkpoints, inside, as their config describes them; failures name their weight."""
     with (
         replaced(Fp8Dequantize, "_dequantize_one", _dequantize),
         replaced(WeightConverter, "convert", _convert),
@@ -44,6 +44,7 @@ def _dequantize(op: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.
     scales: 24 rows in blocks of 16 become two blocks of 12, without an error.
     """
     block = op.hf_quantizer.quantization_config.weight_block_size
+    # One scale for the whole weight, and packed fp4 inside fp8 checkpoints, are read rightly by the grid.
     if quantized.dtype not in FP8_DTYPES or not block or scales.numel() == 1:
         return _dequantize_by_grid(op, quantized, scales, output_dtype)  # type: ignore[no-any-return]
     num_blocks = [-(-size // step) for size, step in zip(quantized.shape[-2:], block)]
@@ -64,6 +65,7 @@ def _convert(converter: WeightConverter, layer_name: str, model: Any = None, **m
     """Converts as transformers does; a rank that holds no expert has nothing to stack, and gets its empty shard."""
     owner, _, last = layer_name.rpartition(".")
     shard: Any = vars(model.get_submodule(owner))["_parameters"].get(last) if model is not None else None
+    # The engine hands each expert to the rank that owns it: a rank beyond the last one is handed nothing.
     is_empty = isinstance(shard, DTensor) and shard.numel() and not shard.to_local().numel()
     if is_empty and len(converter.target_patterns) == 1:
         converter.materialize_tensors()  # none: other ranks take them
@@ -73,6 +75,7 @@ def _convert(converter: WeightConverter, layer_name: str, model: Any = None, **m
 
 def _raise_conversion_error(*, pretrained_model_name_or_path: str, loading_info: Any, **more: Any) -> None:
     for name, text in loading_info.conversion_errors.items():
+        # transformers keeps the text of a converter's error and not the error: its kind is found again by its name.
         if "OutOfMemoryError" in text or CPU_MEMORY.search(text):
             raise torch.OutOfMemoryError(f"while {name} was converted: {one_line(text[-300:])}")
         reason = text.partition("\nError: ")[0].strip().splitlines()[-1]

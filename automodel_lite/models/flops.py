@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
-from automodel_lite.models.source import chosen_experts, describe
+from automodel_lite.models.source import describe, experts_per_token
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CostModel:
     window_frac: float = 0.0
 
     def pairs(self, lengths: np.ndarray) -> np.ndarray:
-        """Visible pairs of causal documents, float64: s (s + 1) / 2, fewer where a window cuts them."""
+        """Counts visible pairs of causal documents, float64: s (s + 1) / 2, fewer where a window cuts them."""
         s = lengths.astype(np.float64)
         full = s * (s + 1) / 2
         if self.window is None or not self.window_frac:
@@ -53,7 +53,9 @@ def cost_model(model_config: PretrainedConfig, size: ModelSize | None = None) ->
     forward, 6 backward. Kernels that work in chunks do other products, of the same order.
     """
     size, layers = size or model_size(model_config), layer_shapes(model_config)
+    # Scores and values, a multiply and an add each: 2 (D + Dv) forward, twice that backward.
     per_layer = [6.0 * layer.num_heads * (layer.head_dim + layer.value_head_dim) for layer in layers]
+    # One window stands for all: families have one, and the cost is linear in its share of the layers.
     narrow = [(layer.window, cost) for layer, cost in zip(layers, per_layer) if layer.window is not None]
     per_pair = sum(per_layer)
     return CostModel(
@@ -97,6 +99,7 @@ class StepFlops:
 
     def without_frozen(self, lm: transformers.PreTrainedModel) -> StepFlops:
         """Returns the costs without the gradients of weights that are frozen: 4 products in place of 6."""
+        # Below the first trained layer not even the inputs need gradients; that saving is not counted.
         weights = [p for layer in decoder_layers(lm) for p in layer.parameters() if p.ndim > 1]
         frozen_frac = sum(p.numel() for p in weights if not p.requires_grad) / sum(p.numel() for p in weights)
         head_frac = 1.0 if output_head(lm).weight.requires_grad else 2 / 3
@@ -106,17 +109,18 @@ class StepFlops:
 
 
 def model_size(config: PretrainedConfig) -> ModelSize:
-    """Of a model config, mixture-of-experts layers by the experts that a token visits."""
+    """Counts a model config, mixture-of-experts layers by the experts that a token visits."""
     return size_of(describe(config))
 
 
 def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
-    """Of a whole model without adapters, on any device."""
+    """Counts a whole model without adapters, on any device."""
     decoder, layers, head = text_decoder(lm), decoder_layers(lm), output_head(lm)
     text = lm.config.get_text_config()
     visited = sum(_visited_weights(layer, text) for layer in layers)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     experts = [[p for name, p in layer.named_parameters() if ".experts." in f".{name}"] for layer in layers]
+    # Memory is planned by the largest layer, which a mixture's dense first layers are not.
     largest = experts[sizes.index(max(sizes))]
     total = sum(p.numel() for p in lm.parameters())
     of_text = sum(p.numel() for p in {*decoder.parameters(), *head.parameters()})
@@ -136,7 +140,9 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
 
 
 def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: int | None) -> StepFlops:
-    """num_adapter_weights: trained weights beside a frozen model; None when the model itself is trained."""
+    """Returns the costs of a step. num_adapter_weights: trained weights beside a frozen model; None when the model
+    itself is trained.
+    """
     cost = cost_model(config, size)
     if num_adapter_weights is None:
         return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost)
@@ -145,8 +151,8 @@ def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: i
 
 
 def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:
-    """In a layer's matrices, those that work on one token: of routed experts, as many as are chosen."""
-    chosen = chosen_experts(text) or 1
+    """Counts the weights of a layer's matrices that work on one token: of routed experts, as many as are chosen."""
+    chosen = experts_per_token(text) or 1
     total = 0.0
     for name, weight in layer.named_parameters():
         if weight.ndim < 2:

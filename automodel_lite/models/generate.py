@@ -39,7 +39,8 @@ class Generator:
         is_chat: bool = True,
         write: Callable[[str], None] | None = None,
     ) -> str:
-        """The model's turn after `messages`; pieces go to `write` as they come. temperature 0 = the likeliest token.
+        """Returns the model's turn after `messages`; pieces go to `write` as they come. temperature 0 = the likeliest
+        token.
 
         is_chat   through the chat template; False: the last message's text is simply continued
 
@@ -60,7 +61,7 @@ class Generator:
         is_chat: bool = True,
         tools: Sequence[list[Any] | None] | None = None,
     ) -> list[str]:
-        """The model's turn after each of the chats, as one batch; raises ConfigError as `answer` does.
+        """Returns the model's turn after each of the chats, as one batch; raises ConfigError as `answer` does.
 
         tools   of each chat, for its template
         One at a time where padding would change an answer: a model that runs over it, or no room for it.
@@ -69,6 +70,7 @@ class Generator:
             torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
             for chat, own in zip(chats, tools or [None] * len(chats))
         ]
+        # Left padding moves positions: an answer that ends at the model's length would be cut short by its neighbor.
         has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
         batches = [prompts] if has_room and self.takes_padding else [[ids] for ids in prompts]
         return [text for batch in batches for text in self._generate(batch, max_new_tokens, temperature)]
@@ -90,18 +92,19 @@ class Generator:
     def _generate(
         self, prompts: list[Tensor], max_new_tokens: int, temperature: float, streamer: TextStreamer | None = None
     ) -> list[str]:
-        """What follows each prompt; all at once."""
+        """Returns what follows each prompt; all at once."""
         max_new_tokens = min(max_new_tokens, *map(self._room_tokens, prompts))
         choice: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:
             choice["temperature"] = temperature
         inputs, generate = self._padded(prompts), cast(Any, self.model.generate)
         output = generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **choice)
+        # Prompts are padded on the left, so that all answers begin at the same column.
         new = output[:, inputs["input_ids"].shape[1] :]
         return list(self.tokenizer.batch_decode(new, skip_special_tokens=True))
 
     def _padded(self, prompts: list[Tensor]) -> dict[str, Tensor]:
-        """input_ids and attention_mask, int64 [B, longest], each prompt at the right end of its row."""
+        """Returns input_ids and attention_mask, int64 [B, longest], each prompt at the right end of its row."""
         longest = max(len(ids) for ids in prompts)
         pad_id = self.tokenizer.pad_token_id or 0  # masked: any id will do
         mask = torch.stack([torch.arange(longest) >= longest - len(ids) for ids in prompts])
@@ -109,7 +112,7 @@ class Generator:
         return {"input_ids": rows.to(self.model.device), "attention_mask": mask.long().to(self.model.device)}
 
     def _room_tokens(self, ids: Tensor) -> int:
-        """How many tokens an answer to this prompt may have."""
+        """Returns how many tokens an answer to this prompt may have."""
         positions = config_value(self.model.config.get_text_config(), "max_position_embeddings", 2**31)
         if not len(ids):
             raise ConfigError("the prompt is empty: there is nothing to continue.")
@@ -127,7 +130,9 @@ class Generator:
 def prompt_ids(
     tokenizer: Any, messages: list[dict[str, Any]], is_chat: bool = True, tools: list[Any] | None = None
 ) -> list[int]:
-    """Token ids of a chat whose next turn is the model's; without a chat template, of the last message's text."""
+    """Returns the token ids of a chat whose next turn is the model's; without a chat template, of the last message's
+    text.
+    """
     if not is_chat or tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"])["input_ids"])
     try:
@@ -168,7 +173,7 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
 
 
 def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
-    """A model's folder or hub name, or an adapter's folder with its base.
+    """Loads a model's folder or hub name, or an adapter's folder with its base.
 
     Raises ConfigError for a model of code that is not trusted.
     """

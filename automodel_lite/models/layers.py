@@ -63,6 +63,7 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
     contexts: dict[str, Any] = {}
     if how == "selective":
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    # The first layers, too: their inputs are kept for the longest time.
     for layer in layers[::every_layers]:
         layer.forward = _checkpointed(layer.forward, how == "offload", contexts)  # type: ignore[method-assign]
 
@@ -125,7 +126,7 @@ def _fits_fp8(module: nn.Module, name: str) -> bool:
 
 
 def has_fp8(model: nn.Module) -> bool:
-    """Are linear layers torchao's, whose products round to fp8?"""
+    """Returns whether linear layers are torchao's, whose products round to fp8?"""
     torchao = sys.modules.get("torchao.float8.float8_linear")
     return torchao is not None and any(isinstance(module, torchao.Float8Linear) for module in model.modules())
 
@@ -142,13 +143,15 @@ def _checkpointed(forward: Callable[..., Any], offloads: bool, contexts: dict[st
 
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """torch's `save_on_cpu`, which waits for the device at every copy; here the copy waits its turn on the device."""
+    """Copies a tensor as torch's `save_on_cpu` does, which waits for the device at every copy; here the copy waits its
+    turn on the device.
+    """
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
 
 
 def from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
-    """Back on the device, when the layer is recomputed."""
+    """Copies a tensor back to the device, when the layer is recomputed."""
     device, tensor = kept
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
@@ -159,10 +162,11 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def text_decoder(lm: nn.Module) -> nn.Module:
-    """The module of a causal LM that turns token ids into hidden states: of a composite (vision-language) model its
+    """Returns the module that turns token ids into hidden states: of a composite (vision-language) model its
     language model alone, without the towers of the other senses.
     """
     assert isinstance(lm, transformers.PreTrainedModel)
+    # Families disagree on what a decoder is: with or without head, the model itself, or one of its towers.
     found = lm.get_decoder()
     if not _layer_lists(found):  # ModernBERT's `decoder` is its output head
         found = lm.base_model
@@ -173,23 +177,24 @@ def text_decoder(lm: nn.Module) -> nn.Module:
 
 
 def output_head(lm: nn.Module) -> Any:
-    """The layer that turns hidden states into logits; of a composite without one (Nemotron Omni), that of the causal LM
-    inside it.
+    """Returns the layer that makes logits of hidden states; of a composite without one (Nemotron Omni), of the causal
+    LM inside it.
     """
     models = (module for module in lm.modules() if isinstance(module, transformers.PreTrainedModel))
     return next(filter(None, (model.get_output_embeddings() for model in models)))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """Returns this rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
-    """The language model's layers, in the order of the forward: of its outermost lists the one as long as the config
+    """Returns the language model's layers, in forward order: of its outermost lists the one as long as the config
     says, else the first, and those of the same kind beside it. Raises ValueError without one.
     """
     decoder = text_decoder(lm)
+    # Outermost lists: those inside a layer (experts, heads) are not layers.
     lists = _layer_lists(decoder)
     if not lists:
         raise ValueError(f"{type(lm).__name__} has no list of layers.")
@@ -201,12 +206,13 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def towers(lm: nn.Module) -> list[nn.Module]:
-    """The parts of a composite that text does not meet: encoders of images and sound, their projections. What other
+    """Returns what text does not meet in a composite: encoders of images and sound, projections. What other
     models have beside their layers is of text: ModernBERT's head before its output embedding.
     """
     assert isinstance(lm, transformers.PreTrainedModel)
     if lm.config.get_text_config() is lm.config:
         return []
+    # Walks down only where text and other senses meet: a child without any part of the text is a tower as a whole.
     of_text = {text_decoder(lm), output_head(lm), lm.get_input_embeddings()}
     found: list[nn.Module] = []
     stack: list[nn.Module] = [lm]
@@ -222,7 +228,7 @@ def towers(lm: nn.Module) -> list[nn.Module]:
 
 
 def text_part(lm: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The language model of a composite as a causal LM of its own, of the same layers, sharded ones included; raises
+    """Returns a composite's language model as a causal LM of its own, of the same (sharded) layers; raises
     ConfigError where transformers has no class for it.
     """
     config = copy.deepcopy(lm.config.get_text_config())
@@ -245,7 +251,7 @@ def text_part(lm: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 
 def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
-    """What text does not meet is not trained, in place; towers are held in `dtype`, that of their checkpoint."""
+    """Freezes what text does not meet, in place; towers are held in `dtype`, that of their checkpoint."""
     for tower in towers(lm):
         tower.to(dtype).requires_grad_(False)
 
@@ -271,7 +277,7 @@ def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[
 
 
 def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-    """Frozen weights need no fp32 master: they take the compute dtype, in place. Quantized ones stay as they are.
+    """Casts frozen weights, which need no fp32 master, to the compute dtype, in place. Quantized ones stay as they are.
 
     On the meta device a module that is trained as a copy keeps fp32: the copy's masters are made of it when it is
     loaded.
@@ -283,14 +289,14 @@ def cast_frozen(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None
 
 
 def cast_trained(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-    """The weights that are trained, in place; buffers, such as the frequencies of rotations, keep fp32."""
+    """Casts the weights that are trained, in place; buffers, such as the frequencies of rotations, keep fp32."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def _layer_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """The outermost lists of modules with parameters."""
+    """Returns the outermost lists of modules with parameters."""
     if isinstance(module, nn.ModuleList):
         has_parameters = next(module.parameters(), None) is not None
         return [module] if has_parameters else []
@@ -316,7 +322,7 @@ def tile_layers(layers: list[nn.Module], tile_tokens: int) -> int:
     return len(modules)
 
 
-def chosen_tile(training: TrainingConfig, num_tokens: int) -> int:
+def choose_tile(training: TrainingConfig, num_tokens: int) -> int:
     """Tokens of a tile for `num_tokens` of a rank's micro-batch; 0 = all at once.
 
     Raises ConfigError together with fp8, whose scales would be those of a tile.
@@ -346,6 +352,8 @@ def _is_tokenwise(module: nn.Module) -> bool:
         return False  # attention and mixers take positions, caches, documents; gated norms their gate
     if any(isinstance(part, nn.Dropout) and part.p for part in module.modules()):
         return False  # would draw other numbers when it is computed again
+    # Structure, not names: a module of one argument whose weights are linear layers or vectors works on tokens alone,
+    # unless it draws numbers.
     weighted = [part for part in module.children() if next(part.parameters(), None) is not None]
     if not weighted:
         own = list(module.parameters())
@@ -399,6 +407,7 @@ class _Tiled(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         totals: list[Tensor] = []
         dtype, is_cast = ctx.autocast
+        # Each tile is computed again and freed before the next: one tile's activations are held at a time.
         starts = range(0, x.shape[ctx.tiles[1]], ctx.tiles[0])
         for start, tile, of_tile in zip(starts, x.split(*ctx.tiles), grad.split(*ctx.tiles)):
             leaf = tile.detach().requires_grad_(grad_x is not None)
@@ -409,6 +418,7 @@ class _Tiled(torch.autograd.Function):
             if grad_x is not None:
                 grad_x.narrow(ctx.tiles[1], start, tile.shape[ctx.tiles[1]]).copy_(grads.pop(0))
             if totals:
+                # In fp32, as one product over all tokens accumulates: bf16 sums of many tiles lose small gradients.
                 for total, part in zip(totals, grads):
                     total += part
             else:

@@ -65,7 +65,7 @@ class Lora:
             )
 
     def load_arguments(self, device: torch.device) -> dict[str, Any]:
-        """More arguments of `from_pretrained` (quantization)."""
+        """Returns more arguments of `from_pretrained` (quantization)."""
         return {}
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
@@ -76,6 +76,7 @@ class Lora:
             return self._continue(model, base)
         is_tied = model.get_input_embeddings().weight is output_head(model).weight
         targets = lora_targets(model, self.target_modules, self.experts)
+        # peft adapts a weight by replacing it (parametrization): there is no input to drop from, and no column norm.
         if targets.parameters and (self.dropout or self.use_dora):
             raise ConfigError(
                 f"peft adapts {targets.parameters[0]} of this mixture of experts as a weight, without peft.dropout and "
@@ -120,6 +121,7 @@ class Lora:
             )
         with _with_memory(model):
             wrapped = peft.get_peft_model(model, config)
+        # Before the base is read or sharded: FSDP then cuts the adapter's weights with all others.
         weights = load_file(folder / "adapter_model.safetensors")
         own = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)  # the parameters, as files name them
         if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
@@ -183,8 +185,8 @@ class QLora(Lora):
         return {"quantization_config": quantization, "device_map": {"": device}}
 
     def adapt(self, model: transformers.PreTrainedModel, base: str) -> LoraAdapter:
-        """See `Lora.adapt`. Never packed for the CPU kernel that `eval()` selects (bitsandbytes 0.50, AVX-512): it has
-        no gradient, and the weights would stay packed in training.
+        """Adapts as `Lora.adapt` does. Never packed for the CPU kernel that `eval()` selects (bitsandbytes 0.50,
+        AVX-512): it has no gradient, and the weights would stay packed in training.
         """
         for module in model.modules():
             if "support_avx512bf16_for_cpu" in vars(module):
@@ -202,11 +204,12 @@ class LoraAdapter:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Around the loading of a sharded model's weights. Without its layers they have their names in checkpoints;
-        back in their places, the layers take what they need from the loaded weights: copies of whole modules, and
-        DoRA's magnitudes.
+        """Removes the adapter's layers while a sharded model's weights are loaded. Without its layers they have their
+        names in checkpoints; back in their places, the layers take what they need from the loaded weights: copies of
+        whole modules, and DoRA's magnitudes.
         """
         model: Any = self.wrapped.base_model.model
+        # Outermost layers only: an adapter inside another one's base moves with it.
         places = [
             (parent, name, child)
             for parent in model.modules()
@@ -224,14 +227,14 @@ class LoraAdapter:
                 _take_from_base(layer)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them; `weights` are
-        the trained ones, by their names in the model.
+        """Writes adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them;
+        `weights` are the trained ones, by their names in the model.
         """
         named = {_PREFIX + name: value for name, value in weights.items()}
         self.wrapped.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
 
     def merge(self) -> None:
-        """Layer by layer, each whole while it is merged. Raises ValueError when merged weights are not finite."""
+        """Merges layer by layer, each whole meanwhile. Raises ValueError when merged weights are not finite."""
         for layer in self.wrapped.base_model.modules():
             if isinstance(layer, BaseTunerLayer) and isinstance(layer, nn.Module):
                 with _whole(layer):
@@ -242,8 +245,8 @@ class LoraAdapter:
 
 
 def _leave_casts_to_autocast(model: nn.Module) -> None:
-    """peft casts a layer's input to its adapter's fp32, and autocast casts that back: a 1B model at 8,192 tokens moves
-    289 GB per step with both casts and 225 without (counted).
+    """Leaves out peft's cast of a layer's input to its adapter's fp32, which autocast casts back: a 1B model at 8,192
+    tokens moves 289 GB per step with both casts and 225 without (counted).
     """
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
@@ -255,7 +258,7 @@ _LAYERS = (BaseTunerLayer, ModulesToSaveWrapper)
 
 @torch.no_grad()
 def _take_from_base(layer: Any) -> None:
-    """Sharded alike, a shard of the copy or of the magnitudes is made from the same shard of the weight."""
+    """Makes a shard of the copy, or of DoRA's magnitudes, from the same shard of the weight."""
     if isinstance(layer, ModulesToSaveWrapper):
         copy = layer.modules_to_save["default"]
         for name, original in layer.original_module.named_parameters():
@@ -269,7 +272,7 @@ def _take_from_base(layer: Any) -> None:
 
 @contextlib.contextmanager
 def _whole(layer: nn.Module) -> Iterator[None]:
-    """The layer's sharded parameters are whole inside (a collective); then each rank keeps its part of them."""
+    """Makes the layer's sharded parameters whole inside (a collective); then each rank keeps its part of them."""
     shards: list[Any] = [(m, n, p) for m in layer.modules() for n, p in m._parameters.items() if isinstance(p, DTensor)]
     for module, name, shard in shards:
         module._parameters[name] = nn.Parameter(shard.full_tensor().detach(), requires_grad=False)
@@ -285,6 +288,7 @@ def _with_memory(model: nn.Module) -> Iterator[None]:
     """Weights on the meta device are, inside, one zero seen from everywhere: peft makes its own layers where the base's
     are, and on the meta device their numbers would be lost.
     """
+    # One number expanded: shape and dtype are right for peft, and no memory is needed for the base.
     _replace(model, lambda p: p.is_meta, lambda p: p.new_zeros(1, device="cpu").expand(p.shape))
     yield
     _replace(model, _is_one_value, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
@@ -304,7 +308,7 @@ def _replace(model: nn.Module, which: Callable[[Tensor], bool], make: Callable[[
 
 
 def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
-    """The base that an adapter's folder names, with the adapter in it.
+    """Loads the base that an adapter's folder names, with the adapter in it.
 
     Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 resets DoRA's magnitudes.
     """
@@ -315,7 +319,7 @@ def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = Fals
 
 
 def _absolute(base: str) -> str:
-    """A folder by its absolute path, so that the adapter finds it from anywhere; a hub name as it is."""
+    """Returns a folder by its absolute path, so that the adapter finds it from anywhere; a hub name as it is."""
     folder = Path(base).expanduser()
     return str(folder.resolve()) if folder.is_dir() else base
 
@@ -339,7 +343,7 @@ class LoraTargets:
 
 
 def lora_targets(model: transformers.PreTrainedModel, wanted: str | list[str], experts: bool) -> LoraTargets:
-    """`wanted`: "all-linear", or names such as [q_proj, v_proj]; named ones may lie outside the layers (lm_head).
+    """Chooses what is adapted: "all-linear", or names such as [q_proj, v_proj], also outside the layers (lm_head).
 
     experts      the routed experts too
     Raises ConfigError for a name that no layer has which can be adapted.
@@ -350,6 +354,7 @@ def lora_targets(model: transformers.PreTrainedModel, wanted: str | list[str], e
         if unknown := [end for end in wanted if not any(_ends(name, end) for name in linear)]:
             raise ConfigError(f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}.")
         linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
+    # Only beside fused experts does peft misread these names; elsewhere modules are adapted as usual.
     has_fused = any(weight.ndim == 3 for layer in decoder_layers(model) for weight in _fused_weights(layer))
     by_weight = [name for name in linear if has_fused and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     weights = [*fused, *(f"{name}.weight" for name in by_weight)]
@@ -363,13 +368,13 @@ def _ends(name: str, end: str) -> bool:
 
 
 def _outside_of_layers(model: transformers.PreTrainedModel) -> list[str]:
-    """The language model's embedding and its output head."""
+    """Returns the names of the embedding and the output head."""
     ends = {model.get_input_embeddings(), output_head(model)}
     return [name for name, module in model.named_modules() if module in ends]
 
 
 def _candidates(model: transformers.PreTrainedModel, experts: bool) -> tuple[list[str], list[str]]:
-    """Whole names of linear layers, and of fused weights of experts."""
+    """Returns whole names of linear layers, and of fused weights of experts."""
     names = {module: name for name, module in model.named_modules()}
     refused = _FUSED_BY_KERNELS if model.config.model_type in _STATE_SPACE_FAMILIES else frozenset()
     linear, fused = [], []
@@ -388,7 +393,7 @@ def _candidates(model: transformers.PreTrainedModel, experts: bool) -> tuple[lis
 
 
 def _mixtures(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(block, its routed experts): a list of MLPs, or one module with fused weights."""
+    """Yields (block, its routed experts): a list of MLPs, or one module with fused weights."""
     for block in layer.modules():
         for name, child in block.named_children():
             if "expert" in type(child).__name__.lower() or ("expert" in name and isinstance(child, nn.ModuleList)):
@@ -414,7 +419,7 @@ def _inside_experts(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _routers(layer: nn.Module) -> Iterator[nn.Module]:
-    """Linear layers of a mixture's block that give one number for each expert, or one in all; and what is named so."""
+    """Yields a mixture's linear layers with one output per expert, or one in all; and what is named a router."""
     for name, module in layer.named_modules():
         if "router" in name:
             yield module
@@ -428,10 +433,11 @@ def _routers(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shortest_modules(model: nn.Module, chosen: list[str]) -> str | list[str]:
-    """Short names if they mean the chosen layers alone, as readers of adapters like them; else a pattern."""
+    """Returns short names if they mean the chosen layers alone, as readers of adapters like them; else a pattern."""
     short = sorted({name.rpartition(".")[2] for name in chosen})
     if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short} == set(chosen):
         return short
+    # All layers in one pattern: 80 layers of seven names would be 560 lines of adapter_config.json.
     patterns = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen})
     pattern = "|".join(patterns)
     matched = {name for name, _ in model.named_modules() if re.fullmatch(pattern, name)}
@@ -439,7 +445,7 @@ def _shortest_modules(model: nn.Module, chosen: list[str]) -> str | list[str]:
 
 
 def _shortest_weights(model: nn.Module, chosen: list[str]) -> list[str]:
-    """The last parts of the names if they mean the chosen weights alone."""
+    """Returns the last parts of the names if they mean the chosen weights alone."""
     short = sorted({".".join(name.split(".")[-3 if name.endswith(".weight") else -2 :]) for name in chosen})
     meant = {name for name, _ in model.named_parameters() if any(_ends(name, end) for end in short)}
     return short if meant == set(chosen) else sorted(chosen)

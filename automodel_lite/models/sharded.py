@@ -59,6 +59,8 @@ def load_shards(load: Callable[..., Any], spread: Spread, device: torch.device) 
         spread(model)
         return model
 
+    # Hooks for one call: the engine offers no way to shard a model by other means than its own between the moment when
+    # it is described and the moment when its weights are read.
     with contextlib.ExitStack() as hooks:
         hooks.enter_context(converting_exactly())
         for owner, name, function in (
@@ -69,6 +71,7 @@ def load_shards(load: Callable[..., Any], spread: Spread, device: torch.device) 
         ):
             hooks.enter_context(replaced(owner, name, function))
         loaded = load(distributed_config=DistributedConfig(tp_size=1, fsdp_size=1))  # the engine itself shards nothing
+    # The config that was passed for the hooks' sake would be exported with the model.
     model = loaded[0]
     del model.config.distributed_config
     for one, other in tied:
@@ -97,6 +100,7 @@ class RowFile:
         self._checked = safe_open(path, framework="pt")  # nothing is read through it but names, shapes and dtypes
         self._path, self._file = path, os.open(path, os.O_RDONLY)
         num_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        # The format: 8 bytes with the header's length, the header as JSON, then the tensors, row by row.
         header = json.loads(os.pread(self._file, num_bytes, 8))
         self.starts = {name: 8 + num_bytes + header[name]["data_offsets"][0] for name in self.keys()}
 
@@ -112,6 +116,7 @@ class RowFile:
         """Fills `values`, which are contiguous."""
         buffer: Any = values.view(-1).view(torch.uint8).numpy()
         rest = memoryview(buffer)
+        # One read may give less than it was asked for: 2 GiB at most on Linux, less on network disks.
         while rest:
             num_read = os.preadv(self._file, [rest], start)
             if not num_read:
@@ -135,6 +140,7 @@ class Rows:
         shape = self.get_shape()
         first, end, step = rows.indices(shape[0]) if isinstance(rows, slice) else (0, shape[0], 1)
         assert step == 1
+        # A slice of no rows gives the dtype without reading anything.
         values: Tensor = self._known[0:0].new_empty([max(end - first, 0), *shape[1:]])
         if values.numel():
             self._file.read(self._start + first * values[0].nbytes, values)
@@ -143,19 +149,19 @@ class Rows:
 
 
 def _open_rows(path: str, **options: Any) -> Any:
-    """In place of `safe_open`, where the engine is about to slice."""
+    """Opens a file in place of `safe_open`, where the engine is about to slice."""
     return RowFile(path) if "backend" in options else safe_open(path, **options)
 
 
 def draw_shards(
     make: Callable[[], transformers.PreTrainedModel], spread: Spread, device: torch.device
 ) -> transformers.PreTrainedModel:
-    """A model from scratch; its random numbers are those that `draw_whole(make)` gives, whatever the layout.
+    """Builds a model from scratch; its random numbers are those that `draw_whole(make)` gives, whatever the layout.
 
     Every rank goes through the tensors in the order of a single process, one at a time, and keeps its parts of them. Of
     a large one it draws no other parts.
     """
-    model, later = described_shards(make, spread, device)
+    model, later = describe_shards(make, spread, device)
     model.to_empty(device=device)
     with torch.no_grad():
         for draw in later:
@@ -164,15 +170,15 @@ def draw_shards(
 
 
 def draw_whole(make: Callable[[], transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
-    """`make()`, a model from scratch, on one process."""
-    with _Drawn():
+    """Calls `make()`, which builds a model from scratch, on one process."""
+    with _SeededDraws():
         return make()
 
 
-def described_shards(
+def describe_shards(
     make: Callable[[], transformers.PreTrainedModel], spread: Spread, device: torch.device
 ) -> tuple[transformers.PreTrainedModel, list[Callable[[], None]]]:
-    """The model, sharded and without memory; and what draws its numbers once it has some."""
+    """Returns the model, sharded and without memory, and what draws its numbers once it has some."""
     later: list[Callable[[], None]] = []
     written: set[int] = set()
 
@@ -180,7 +186,11 @@ def described_shards(
         later.append(partial(_initialize, model, model, device, written))
         model.tie_weights(recompute_mapping=False)
 
-    with replaced(transformers.PreTrainedModel, "init_weights", initialize), _Postponed(later), torch.device("meta"):
+    with (
+        replaced(transformers.PreTrainedModel, "init_weights", initialize),
+        _PostponedDraws(later),
+        torch.device("meta"),
+    ):
         model = make()
     spread(model)
     return model, later
@@ -203,14 +213,16 @@ def _draw(func: Any, target: Tensor, part: range, *args: Any, **kwargs: Any) -> 
     if not is_in_blocks or kwargs.get("generator") is not None:
         func(target, *args, **kwargs)
         return
+    # One number of the shared generator, whichever part is drawn: ranks stay in step though they draw different parts.
     seed = int(torch.empty((), dtype=torch.int64).random_())
     flat = target.view(-1)
+    # Whole blocks: the first and the last may reach beyond the part, so that every rank fills a block alike.
     for start in range(part.start // BLOCK * BLOCK, part.stop, BLOCK):
         generator = torch.Generator().manual_seed(derive_seed(seed, start))
         func(flat[start : start + BLOCK], *args, **{**kwargs, "generator": generator})
 
 
-class _Postponed(TorchDispatchMode):
+class _PostponedDraws(TorchDispatchMode):
     """Random numbers that a constructor draws on the meta device: drawn later, and thrown away as a constructor's
     always are, so that those that follow are the same.
     """
@@ -233,7 +245,7 @@ class _ReadsWholeError(Exception):
     """A rule reads a weight that is drawn in part."""
 
 
-class _Drawn(TorchDispatchMode):
+class _SeededDraws(TorchDispatchMode):
     """Random numbers inside: large tensors in blocks; of those in `parts`, by the place of their memory, only a part;
     and of sharded ones, which a rule meets when it reaches from a layer into its children, what this rank holds.
 
@@ -256,6 +268,7 @@ class _Drawn(TorchDispatchMode):
             part = self._part(args[0])
             _draw(func, args[0], range(args[0].numel()) if part is None else part, *args[1:], **kwargs)
             return args[0]
+        # What is written in place may be drawn in part; what is read must be whole.
         read = args[1:] if func._schema.is_mutable else () if func.is_view else args
         if any(self._part(x) is not None for x in tree_leaves((read, kwargs)) if isinstance(x, Tensor)):
             raise _ReadsWholeError
@@ -268,24 +281,29 @@ class _Drawn(TorchDispatchMode):
 def _initialize(
     module: nn.Module, owner: transformers.PreTrainedModel, device: torch.device, written: set[int]
 ) -> None:
-    """As `PreTrainedModel.initialize_weights`: children first, each by the rule of the model that it belongs to."""
+    """Initializes as `PreTrainedModel.initialize_weights` does: children first, each by the rule of the model that it
+    belongs to.
+    """
     if getattr(module, "_is_hf_initialized", False):
         return
+    # Children first, as in transformers: a rule may overwrite what its children have drawn.
     for child in module.children():
         _initialize(child, child if isinstance(child, transformers.PreTrainedModel) else owner, device, written)
+    # If a rule turns out to read what it has drawn, it begins again from the same state with whole weights, which is
+    # what one process draws.
     before = torch.get_rng_state()
     try:
-        with _whole_parameters(module, written) as parts, _Drawn(parts):
+        with _whole_parameters(module, written) as parts, _SeededDraws(parts):
             owner._initialize_weights(module)
     except _ReadsWholeError:
         torch.set_rng_state(before)
-        with _whole_parameters(module, written), _Drawn():
+        with _whole_parameters(module, written), _SeededDraws():
             owner._initialize_weights(module)
 
 
 @contextlib.contextmanager
 def _whole_parameters(module: nn.Module, written: set[int]) -> Iterator[dict[int, range]]:
-    """The module's own parameters are whole inside; then each shard gets its part of them. A tied weight keeps what
+    """Makes the module's own parameters whole inside; then each shard gets its part of them. A tied weight keeps what
     its first module gave it. Yields, by the place of their memory, which elements of large ones are needed: the others
     take no memory until they are written.
     """
@@ -310,6 +328,8 @@ def _whole_parameters(module: nn.Module, written: set[int]) -> Iterator[dict[int
 
 def _part_of(shard: DTensor) -> range:
     """Elements of the whole, counted row by row, that this rank holds; all where they are not one piece."""
+    # Only a single cut of dim 0 is one piece of memory; for anything else (tensor parallelism, replicas of strided
+    # shards) the whole is drawn, and the part copied.
     cuts = [placement for placement in shard.placements if not placement.is_replicate()]
     row = math.prod(shard.shape[1:])
     if len(cuts) == 1 and type(cuts[0]) is Shard and cuts[0].dim == 0:

@@ -81,7 +81,7 @@ class CausalLM:
             check_source("model.pretrained", pretrained)
 
     def config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-        """The model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
+        """Returns the model's config; a model from scratch gets the tokenizer's vocabulary and special tokens."""
         config = self._config_as_stored(tokenizer)
         if self._grows(config, tokenizer):
             config.get_text_config().vocab_size = len(tokenizer)
@@ -99,7 +99,7 @@ class CausalLM:
         return self.resize_embeddings and config.get_text_config().vocab_size < len(tokenizer)
 
     def described(self, defaults: dict[str, Any]) -> PretrainedConfig:
-        """The loaded config with the overrides; of a model from scratch, the overrides over `defaults`.
+        """Returns the loaded config with the overrides; of a model from scratch, the overrides over `defaults`.
 
         Raises ConfigError for a setting that the model does not have, or not with this value.
         """
@@ -127,7 +127,8 @@ class CausalLM:
     def build(
         self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
     ) -> transformers.PreTrainedModel:
-        """The whole model with fp32 weights, on the CPU unless `load_arguments`, more of `from_pretrained`, say where.
+        """Builds the whole model with fp32 weights, on the CPU unless `load_arguments`, more of `from_pretrained`, say
+        where.
 
         Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
         model.
@@ -147,8 +148,8 @@ class CausalLM:
     def build_sharded(
         self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
     ) -> transformers.PreTrainedModel:
-        """The model as `spread` has sharded it while it was described on the meta device; each rank reads, or draws,
-        the parts of its own shards. The same weights as `build` gives. Raises ConfigError as it does.
+        """Builds the model as `spread` shards it on the meta device, before it has weights; each rank reads, or
+        draws, the parts of its own shards. The same weights as `build` gives. Raises ConfigError as it does.
         """
         from automodel_lite.models.sharded import CannotReadSlicesError, draw_shards  # with the models' code
 
@@ -196,6 +197,7 @@ class CausalLM:
                 "tokenizer; for tokens that you have added set model.resize_embeddings=true, for a model from scratch "
                 f"model.config.vocab_size={len(tokenizer)}."
             )
+        # Set before the model is built: its experts choose their function in the constructor.
         if self.experts != "auto":
             config._experts_implementation = self.experts
         return config
@@ -221,10 +223,11 @@ def is_composite(config: PretrainedConfig) -> bool:
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """The Auto class under which the whole model is loaded: a composite's own class keeps its towers, where
+    """Returns the Auto class that loads the whole model: a composite's own class keeps its towers, where
     AutoModelForCausalLM would leave them out, or does not know it.
     """
     for_text = transformers.AutoModelForCausalLM
+    # A language model that is listed by itself; a composite's entry there would drop its towers from the export.
     if not is_composite(config) and type(config) in for_text._model_mapping:
         return for_text
     for auto in (transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText):
@@ -234,7 +237,7 @@ def model_class(config: PretrainedConfig) -> Any:
 
 
 def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
-    """A folder or hub name by plain `from_pretrained`, under its own class."""
+    """Loads a folder or hub name by plain `from_pretrained`, under its own class."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model: transformers.PreTrainedModel = model_class(config).from_pretrained(
         folder, dtype=dtype, trust_remote_code=trust_remote_code
@@ -243,7 +246,7 @@ def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """`quantization_config` of a checkpoint whose weights are quantized, also of a composite's text part."""
+    """Returns `quantization_config` of a checkpoint whose weights are quantized, also of a composite's text part."""
     for part in (config, config.get_text_config()):
         found: Any = config_value(part, "quantization_config")
         if found:
@@ -272,7 +275,7 @@ def _check_padding(source: str, config: PretrainedConfig) -> None:
 
 
 def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """The model of a config on the meta device: shapes without memory. A config of remote code was trusted already."""
+    """Builds a config's model on the meta device: shapes without memory. Remote code was trusted already."""
     own = copy.deepcopy(config)  # from_config writes the dtype into it
     with torch.device("meta"):
         model: transformers.PreTrainedModel = model_class(own).from_config(
@@ -302,14 +305,14 @@ def grow_embeddings(lm: transformers.PreTrainedModel, num_rows: int) -> str:
 
 
 def embedding_rows(model: transformers.PreTrainedModel) -> int:
-    """Token ids that the model knows."""
+    """Returns how many token ids the model knows."""
     embedding: Any = model.get_input_embeddings()
     rows: int = embedding.weight.shape[0]
     return rows
 
 
 def check_source(key: str, source: str) -> None:
-    """A name that looks like a local path must exist; raises ConfigError before transformers tries it as a hub name."""
+    """Raises ConfigError for what looks like a local path and is none, before it is tried as a hub name."""
     folder = Path(source).expanduser()
     if looks_local(source) and not folder.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder.")
@@ -334,6 +337,7 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES  # with the names of all families
 
+    # timm's towers are found late, in the constructor: after minutes of reading a large config's other parts.
     towers = [config_value(config, key) for key in config.sub_configs]
     classes = [MODEL_MAPPING_NAMES.get(tower.model_type) for tower in towers if tower]
     if "TimmWrapperModel" in classes and not is_timm_available():
@@ -347,24 +351,25 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             raise cannot_work(f"{key}={value} must be at least 1.", overrides)
         if value is not None and value > MOST[key]:
             raise cannot_work(f"{key}={value:,} must be at most {MOST[key]:,}.", overrides)
+    # transformers finds this in the first forward, as a product of shapes that do not fit.
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads and kv_heads and heads % kv_heads:
         raise cannot_work(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides
         )
-    chosen, experts = chosen_experts(text), _number(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    chosen, experts = experts_per_token(text), _number(text, ("num_experts", "num_local_experts", "n_routed_experts"))
     if chosen and experts and chosen > experts:
         raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", overrides)
 
 
-def chosen_experts(text: PretrainedConfig) -> int | None:
+def experts_per_token(text: PretrainedConfig) -> int | None:
     """Experts that each token is sent to; None where the config names no number."""
     names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
     return _number(text, names)
 
 
 def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
-    """The first of the keys that has one. As it is written: attributes that may differ by layer raise errors."""
+    """Returns the first of the keys' numbers. As it is written: attributes that may differ by layer raise errors."""
     written, renamed = config.to_dict(), config.attribute_map
     return next((value for key in keys if isinstance(value := written.get(renamed.get(key, key)), int)), None)
 
@@ -378,6 +383,7 @@ def _set_all(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
             config.rope_parameters = _rope_parameters(config, key, value)
         else:
             setattr(config, key, value)
+    # Frequencies follow from several keys, which transformers completes and checks only when it is told to.
     if not overrides.keys().isdisjoint({*OF_ROPE, "rope_parameters"}):
         config.standardize_rope_params()
         config.validate_rope()
@@ -388,7 +394,9 @@ OF_ROPE = ("rope_theta", "rope_scaling")
 
 
 def _rope_parameters(config: PretrainedConfig, key: str, value: Any) -> dict[str, Any]:
-    """Those of a loaded config after one of `OF_ROPE` was set; scaling is replaced, or removed by null."""
+    """Returns the parameters of a loaded config after one of `OF_ROPE` was set; scaling is replaced, or removed by
+    null.
+    """
     old: dict[str, Any] = config.rope_parameters
     if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
         raise ValueError(f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}.")
@@ -399,7 +407,7 @@ def _rope_parameters(config: PretrainedConfig, key: str, value: Any) -> dict[str
 
 
 def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
-    """The sentence for settings that a model's own code refuses."""
+    """Makes the sentence for settings that a model's own code refuses."""
     settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
     is_name = isinstance(reason, KeyError) and " " not in str(reason.args[0])
     text = f"{reason} is not known." if is_name else one_line(reason).strip('"')
@@ -433,7 +441,7 @@ def _check_settings(settings: dict[str, Any], config: PretrainedConfig, prefix: 
 
 
 def _inner_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
-    """Of a composite: those of its language model and its towers, by the name of their setting; text is the first."""
+    """Returns the configs of a composite's language model, which is first, and of its towers, by their setting."""
     found = {name: config_value(config, name) for name in sorted(config.sub_configs, key=lambda n: n != "text_config")}
     return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}
 
@@ -480,6 +488,7 @@ def _load(
     quantization = quantization_of(config)
     if quantization and "quantization_config" not in more:
         more = {**more, "quantization_config": _dequantizing(quantization)}
+    # Its load report is a table of terminal escapes; what matters in it is an error or a note below.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -521,6 +530,7 @@ def _load(
         raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
+    # Weights that are missing are random: a model that trains and was never loaded.
     missing = sorted(report["missing_keys"])
     mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])
     if missing or mismatched:
@@ -546,7 +556,8 @@ def check_finite(model: transformers.PreTrainedModel, source: str) -> None:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Of a sharded weight: this rank's part. Looks at the extremes, which takes no more memory."""
+    """Checks this rank's part of a weight. Looks at the extremes, which takes no more memory."""
+    # The extremes are infinite or NaN when any value is, and need no mask as large as the weight.
     here = local(weight)
     if not here.is_floating_point() or not here.numel():
         return True
@@ -559,9 +570,10 @@ def _dequantizing(quantization: dict[str, Any]) -> Any:
 
 
 def _forget_quantization(model: transformers.PreTrainedModel) -> None:
-    """All weights in fp32 and a config that names no quantization; in place."""
+    """Puts all weights into fp32 and removes the quantization from the config, in place."""
     for part in (model.config, model.config.get_text_config()):
         vars(part).pop("quantization_config", None)
+    # Otherwise the export would quantize again, as the checkpoint was.
     bare: Any = model
     bare.hf_quantizer, bare.is_quantized, bare._weight_conversions = None, False, None
     model.float()

@@ -27,7 +27,13 @@ from transformers import PretrainedConfig
 from automodel_lite.attention.interface import Logits, logits_of, tolerance_std
 from automodel_lite.attention.spec import config_value, layer_chunk, layer_shapes
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.exchange import AllGatherKV, DealtMixers, TransformerEngine, Ulysses, check_heads_divide
+from automodel_lite.parallel.exchange import (
+    AllGatherKV,
+    OwnedDocumentMixers,
+    TransformerEngine,
+    Ulysses,
+    check_heads_divide,
+)
 from automodel_lite.parallel.ring import Ring
 from automodel_lite.paths import concatenated_ranges, find_nodes
 from automodel_lite.thd import (
@@ -65,7 +71,7 @@ def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_g
         columns={name: column[mine] for name, column in batch.columns.items()},
         label_rows=labeled_rows(own["labels"]),
         attention=attention_plan(batch, group, cp_size, cp_rank, exchange),
-        mixers=batch.mixers and replace(batch.mixers, exchange=deal_mixers(batch, group, cp_size, cp_rank)),
+        mixers=batch.mixers and replace(batch.mixers, exchange=assign_mixers(batch, group, cp_size, cp_rank)),
     )
 
 
@@ -141,7 +147,7 @@ def ring(owned: OwnedSegments, gather: AllGatherKV, longest: int) -> Ring:
     )
 
 
-def deal_mixers(batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int) -> DealtMixers:
+def assign_mixers(batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank: int) -> OwnedDocumentMixers:
     """The exchange of rank `cp_rank`, for a batch that is not sharded yet."""
     cu_seqlens = batch.cu_seqlens_padded
     to_ranks, lens = rank_order(cu_seqlens, cp_size), cu_seqlens.diff().long()
@@ -157,7 +163,7 @@ def deal_mixers(batch: ThdBatch, group: dist.ProcessGroup, cp_size: int, cp_rank
     arrange = place[of_owned]
     cu_owned = F.pad(lens[mine].cumsum(0), (1, 0))
     nodes = find_nodes(cu_owned, batch.position_ids[of_owned], batch.cu_seqlens.diff()[mine])
-    return DealtMixers(
+    return OwnedDocumentMixers(
         group=group,
         to_stream=inverse_permutation(to_ranks),
         to_ranks=to_ranks,

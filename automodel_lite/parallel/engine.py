@@ -35,6 +35,7 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
     dense, experts = _meshes(mesh, axes)
     try:
         tp_plan, ep_plan, _ = lm._resolve_parallel_plans(axes)
+        # The plan may cut a tied weight twice; tied again afterwards, both names are one sharded parameter.
         if shape.tp > 1:
             _untie(lm)
             apply_tensor_parallelism(lm, dense["tp"], tp_plan)
@@ -51,7 +52,7 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
 
 
 def _untie(lm: Any) -> None:
-    """The plan cuts a tied weight under both of its names, each of which must be there."""
+    """Gives a tied weight a parameter under each of its names: the plan cuts both, which must be there."""
     for name in lm.all_tied_weights_keys:
         module, _, weight = name.rpartition(".")
         setattr(lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach()))
@@ -67,8 +68,8 @@ def check_sizes(config: Any, shape: MeshShape) -> None:
 
 
 def _meshes(mesh: Mesh, axes: DistributedConfig) -> tuple[DeviceMesh, DeviceMesh]:
-    """The same ranks twice, as the engine lays them out: for dense layers, and for experts, which have copies on the
-    ranks that ep leaves over (efsdp). New process groups; every rank calls it.
+    """Returns the same ranks twice, as the engine lays them out: for dense layers, and for experts, which have copies
+    on the ranks that ep leaves over (efsdp). New process groups; every rank calls it.
     """
     layouts: dict[tuple[str, ...], Any] = {
         ("dp_replicate", "fsdp", "tp"): (axes.dp_replicate_size, axes.fsdp_size, axes.tp_size),
@@ -87,10 +88,11 @@ def _replicated(axis: str, shape: MeshShape) -> str | tuple[str, str]:
 def _shard_experts(
     lm: Any, ep_plan: dict[str, str], mesh: DeviceMesh, axes: DistributedConfig, policy: MixedPrecisionPolicy
 ) -> None:
-    """As the engine's own wrapping: an expert has seen the tokens of all batches, so that its gradient is divided by
-    their number, after a sum where copies of it exist.
+    """Shards experts as the engine's own wrapping does: an expert has seen the tokens of all batches, so that its
+    gradient is divided by their number, after a sum where copies of it exist.
     """
     for name, module in lm.named_modules():
+        # Experts get units of their own, so that the layers' FSDP leaves them alone.
         if ep_plan.get(name) == "ep_dispatch_experts":
             fully_shard(module, mesh=mesh, mp_policy=policy)
             module.set_gradient_divide_factor(float(axes.dp_size))

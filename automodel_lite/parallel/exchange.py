@@ -209,7 +209,7 @@ class TransformerEngine:
 
 
 @dataclass(frozen=True)
-class DealtMixers(Heads):
+class OwnedDocumentMixers(Heads):
     """See `MixerExchange`.
 
     owned      the documents that this rank mixes when whole documents are distributed, as rows of [T']

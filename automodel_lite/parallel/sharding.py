@@ -28,7 +28,7 @@ from automodel_lite.thd import ThdBatch
 
 
 def choose_strategy(strategy: str, shape: MeshShape, is_gpu: bool, is_quantized: bool = False) -> str:
-    """auto -> fsdp with several processes or on a GPU, else none; raises ConfigError for what cannot work.
+    """Turns auto into fsdp with several processes or on a GPU, else none; raises ConfigError for what cannot work.
 
     On one GPU, too: the numbers are those of many, and experts compute in bf16, where autocast leaves them in fp32.
     Quantized weights cannot be sharded: on one process auto leaves them alone.
@@ -45,7 +45,7 @@ def choose_strategy(strategy: str, shape: MeshShape, is_gpu: bool, is_quantized:
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype:
-    """The compute dtype; master weights, gradients and optimizer states stay fp32."""
+    """Returns the compute dtype; master weights, gradients and optimizer states stay fp32."""
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -126,6 +126,7 @@ def parallelize(
     autocasts = compute_dtype != torch.float32
     if strategy == "fsdp" and mesh.root is not None:
         fully_shard_model(model, mesh, compute_dtype, offloads)
+        # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one batch.
         num_batches = mesh.shape.dp * mesh.shape.cp
         return ParallelModel(model, model, num_batches, compute_dtype, autocasts=False, sharded_over=mesh)
     if not any(p.is_meta for p in model.parameters()):
@@ -137,7 +138,8 @@ def parallelize(
 
 
 def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, offloads: bool = False) -> None:
-    """FSDP2, in place: each decoder layer, the embedding and the head are gathered apart, the rest with the root.
+    """Applies FSDP2, in place: each decoder layer, the embedding and the head are gathered apart, the rest with the
+    root.
 
     Not transformers' own wrapping: the root has to be the module that returns the loss, adapters and fp8 layers stand
     between the bare model and its shards, and families without an `fsdp_plan` are sharded too. `offloads`: shards and
@@ -155,6 +157,7 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
         fsdp_mesh = _fsdp_mesh(mesh)
     held = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
     shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=policy, offload_policy=held)
+    # Experts first: a unit inside another one keeps its own, wider mesh.
     experts, num_experts = _stacked_experts(model.lm)
     copies = copies_of_experts(num_experts, mesh.shape.dp_shard * mesh.shape.cp)
     if copies > 1 and not is_split:
@@ -164,6 +167,7 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
     for unit in _units([*decoder_layers(model.lm), *towers(model.lm)]):  # towers are never gathered
         shard(unit)
     embedding, head = model.lm.get_input_embeddings(), output_head(model.lm)
+    # A tied weight must be one unit: FSDP would shard and reduce it twice.
     if _share_a_parameter(embedding, head):
         shard([embedding, head], reshard_after_forward=False)
     else:
@@ -177,7 +181,8 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
 
 
 def _units(modules: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
-    """What is gathered together: one module, or all that share parameters (Zamba's shared transformer)."""
+    """Groups what is gathered together: one module, or all that share parameters (Zamba's shared transformer)."""
+    # Grows groups: a module that shares with several joins them into one.
     groups: list[list[nn.Module]] = []
     for module in modules:
         alike = [group for group in groups if any(_share_a_parameter(module, other) for other in group)]
@@ -190,16 +195,17 @@ def _share_a_parameter(one: nn.Module, other: nn.Module) -> bool:
 
 
 def copies_of_experts(num_experts: int, num_shards: int) -> int:
-    """How often a mixture's experts lie on the ranks that share a model. They are sharded one by one: over more ranks
-    than there are experts, each would gather padding for all that have none (Qwen3-30B-A3B, 128 experts on 1,024 ranks:
-    8 times the experts, 42.7 GiB held where 10 do).
+    """Returns how often a mixture's experts lie on the ranks that share a model. They are sharded one by one: over more
+    ranks than there are experts, each would gather padding for all that have none (Qwen3-30B-A3B, 128 experts on 1,024
+    ranks: 8 times the experts, 42.7 GiB held where 10 do).
     """
+    # The most copies that each still lie on as many ranks as there are experts, and that divide the ranks evenly.
     most = num_shards // num_experts if num_experts else 1
     return max((copies for copies in range(1, most + 1) if num_shards % copies == 0), default=1)
 
 
 def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:
-    """The modules that hold all experts of a layer, each weight as one tensor of three dims; and how many experts."""
+    """Returns the modules that hold all experts of a layer, each weight a tensor of three dims; and their number."""
     of_layers = (named for layer in decoder_layers(lm) for named in layer.named_modules())
     modules = [
         module for name, module in of_layers if name.endswith("experts") and not isinstance(module, nn.ModuleList)
@@ -210,6 +216,7 @@ def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:
 
 def _fsdp_mesh(mesh: Mesh, copies: int = 1) -> DeviceMesh:
     """Parameters are sharded over dp_shard x cp, and replicated over dp_replicate (HSDP); ranks in the mesh's order."""
+    # Ranks of a shard group stand side by side, on one host where it has room: gathers are the larger traffic.
     num_replicas, num_shards = mesh.shape.dp_replicate * copies, mesh.shape.dp_shard * mesh.shape.cp // copies
     first = 1 if num_replicas == 1 else 0
     sizes, names = (num_replicas, num_shards), ("dp_replicate", "dp_shard_cp")

@@ -31,7 +31,7 @@ from automodel_lite.models.layers import (
     cast_frozen,
     cast_trained,
     check_layers,
-    chosen_tile,
+    choose_tile,
     compile_layers,
     decoder_layers,
     recompute_layers,
@@ -344,7 +344,7 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     training = parts.training
     layers = decoder_layers(model.loss_model.lm)
     tokens = training.micro_batch_size * parts.packed_sequence_size // mesh.shape.cp
-    tile_layers(layers, chosen_tile(training, tokens))
+    tile_layers(layers, choose_tile(training, tokens))
     how = (training.activation_checkpointing, training.recompute_every_layers)
     has_to_be_plain = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
     if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):

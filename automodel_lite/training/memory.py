@@ -27,9 +27,9 @@ from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launched
 from automodel_lite.models.flops import ModelSize
-from automodel_lite.models.layers import chosen_tile
+from automodel_lite.models.layers import choose_tile
 from automodel_lite.models.loss import LossShape
-from automodel_lite.models.source import chosen_experts
+from automodel_lite.models.source import experts_per_token
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import copies_of_experts
 from automodel_lite.training.plan import ModelPlan, Parts
@@ -102,14 +102,14 @@ def _activations(plan: ModelPlan, stream: int) -> float:
     """
     training, shape, size, compute = plan.parts.training, plan.shape, plan.size, plan.dtype.itemsize
     text = plan.config.get_text_config()
-    local, hidden, chosen = plan.tokens / shape.cp, text.hidden_size, chosen_experts(text) or 1
+    local, hidden, chosen = plan.tokens / shape.cp, text.hidden_size, experts_per_token(text) or 1
     # queries, keys, values and outputs: the mean over the layers; the rest of a layer's weights are three of its MLP
     shapes = layer_shapes(plan.config)
     heads = sum((one.num_heads + one.num_kv_heads) * (one.head_dim + one.value_head_dim) for one in shapes)
     attended = heads / size.num_layers
     inner = max(size.layer_weights / size.num_layers - hidden * attended, 0) / (3 * hidden)
     copies = 3 * chosen * hidden if size.expert_weights else 0  # a token's, for each of its experts
-    tile = min(local, chosen_tile(training, int(local)) or local)
+    tile = min(local, choose_tile(training, int(local)) or local)
     # two norms keep their input in fp32, and what they make of it
     of_token = stream * 4 * hidden + compute * (4 * hidden + attended / shape.tp + copies)
     layer = local * of_token + tile * compute * 5 * inner / shape.tp

@@ -36,15 +36,15 @@ from automodel_lite.config.sizes import global_batch_size_of, mesh_shape
 from automodel_lite.models.balance import balance_of
 from automodel_lite.models.layers import (
     cast_trained,
-    chosen_tile,
+    choose_tile,
     decoder_layers,
     freeze_towers,
     recompute_layers,
     tile_layers,
 )
 from automodel_lite.models.loss import LossModel
-from automodel_lite.models.sharded import Spread, described_shards
-from automodel_lite.models.source import CausalLM, chosen_experts, describe, model_class
+from automodel_lite.models.sharded import Spread, describe_shards
+from automodel_lite.models.source import CausalLM, describe, experts_per_token, model_class
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
@@ -244,7 +244,7 @@ def _run(
 ) -> Simulation:
     lm = model.loss_model.lm
     install(lm, _CountedAttention())
-    tile_layers(decoder_layers(lm), chosen_tile(parts.training, len(inputs.labels)))
+    tile_layers(decoder_layers(lm), choose_tile(parts.training, len(inputs.labels)))
     recompute_layers(decoder_layers(lm), parts.training.activation_checkpointing, parts.training.recompute_every_layers)
     held.enter("optimizer")
     for parameter in model.parameters():
@@ -354,7 +354,7 @@ class _UnloadedSource(CausalLM):
             freeze_towers(lm, self.dtype)
             spread(lm)
 
-        model, _ = described_shards(self._make, spread_text, device)
+        model, _ = describe_shards(self._make, spread_text, device)
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)
@@ -431,7 +431,9 @@ def _routed_tokens(batch: ThdBatch, model_config: PretrainedConfig, shape: MeshS
     """How many times a token goes from one rank to another's experts in a layer, if experts are asked equally often."""
     if shape.ep == 1:
         return 0
-    return len(batch.labels) * (chosen_experts(model_config.get_text_config()) or 1) // (shape.cp * shape.tp * shape.ep)
+    return (
+        len(batch.labels) * (experts_per_token(model_config.get_text_config()) or 1) // (shape.cp * shape.tp * shape.ep)
+    )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import chosen_tile, decoder_layers, recompute_layers, tile_layers, tokenwise_modules
+from automodel_lite.models.layers import choose_tile, decoder_layers, recompute_layers, tile_layers, tokenwise_modules
 from tests.attention.families import FAMILIES, build, documents, gradients, stream
 from tests.attention.hybrids import ONE_OF_EACH_KIND, build_hybrid
 
@@ -94,9 +94,9 @@ def test_under_autocast_weights_get_fp32_sums() -> None:
     ids=str,
 )
 def test_the_size_of_a_tile(settings: dict[str, object], num_tokens: int, tile: int) -> None:
-    assert chosen_tile(TrainingConfig(**settings), num_tokens) == tile
+    assert choose_tile(TrainingConfig(**settings), num_tokens) == tile
 
 
 def test_tiles_and_fp8_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"training\.tile_tokens=64 would give each tile scales of its own"):
-        chosen_tile(TrainingConfig(tile_tokens=64, fp8="rowwise"), 10**6)
+        choose_tile(TrainingConfig(tile_tokens=64, fp8="rowwise"), 10**6)

@@ -117,7 +117,7 @@ def test_a_part_of_a_weight_is_drawn_alone(rule: str) -> None:
     following = []
     for weight, parts in zip(weights, ({}, {weights[1].untyped_storage().data_ptr(): range(600 * 800, 900 * 800)})):
         torch.manual_seed(5)
-        with sharded._Drawn(parts):
+        with sharded._SeededDraws(parts):
             RULES[rule](weight)
         following.append(torch.randn(4))
     whole, part = weights
@@ -134,7 +134,7 @@ def test_a_part_of_a_weight_is_drawn_alone(rule: str) -> None:
 def test_a_rank_that_holds_nothing_of_a_weight_finds_that_a_rule_reads_it(part: range) -> None:
     """Else it would go on with other random numbers than the ranks that draw the whole again."""
     weight = torch.empty(ROWS, COLUMNS)
-    with pytest.raises(sharded._ReadsWholeError), sharded._Drawn({weight.untyped_storage().data_ptr(): part}):
+    with pytest.raises(sharded._ReadsWholeError), sharded._SeededDraws({weight.untyped_storage().data_ptr(): part}):
         weight.norm()
 
 
@@ -143,7 +143,7 @@ def test_a_small_weight_is_drawn_as_ever() -> None:
     torch.manual_seed(5)
     want = torch.empty(1000, 1000).normal_()
     torch.manual_seed(5)
-    with sharded._Drawn():
+    with sharded._SeededDraws():
         got = torch.empty(1000, 1000).normal_()
     assert torch.equal(got, want)
 
