@@ -125,7 +125,7 @@ class TrainFinetuneRecipe:
         show(start.plan_lines(report, self.plan, config))
         seed_all(config.seed, "model")
         with activity("loading the model"):
-            self.built = build_model(parts, self.data.tokenizer, self.mesh, report.mean_tokens if report else None)
+            self.built = build_model(parts, self.data.tokenizer, self.mesh)
         self.data = with_values(self.data, self.built, self.mesh, config.cache_dir)
         self.model = self.built.model
         show([*start.model_lines(config, self.built, self.mesh), *recomputed])

@@ -51,9 +51,6 @@ class MeshConfig:
     ep: Positive = 1  # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp, or none with one process
     cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring", "te"))] = "auto"  # te = TE's
-    cp_link_gb_per_s: Annotated[float, Range(above=0)] | None = (
-        None  # link speed per GPU inside its cp group, for cp_exchange=auto; null = 300 within a host, 50 between hosts
-    )
     reduce_every_micro_batch: BoolOrAuto = "auto"  # of gradients; auto = if their unsharded sum does not fit the GPU
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run

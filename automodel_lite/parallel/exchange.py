@@ -14,9 +14,7 @@ MixerExchange      of a layer that mixes tokens in other ways, one of two: all-t
 All are exact. The autograd functions are our own: torch.distributed.nn.functional.all_gather gave wrong gradients on
 gloo for non-contiguous ones, with the loss right to 12 digits. Nothing here waits for the device.
 
-`mesh.cp_exchange=auto` takes the fastest that holds little. Bytes are counted, per rank and attention layer; tests
-count the same in the process group. Seconds are bytes over a link's rate, less what travels behind the attention
-(ring): they rank the exchanges and promise no time.
+`mesh.cp_exchange=auto` follows a rule of bytes, per rank and attention layer; tests count them in the process group.
 
     sent per layer                    forward                            backward
     all_gather                        (cp - 1) kv                        (cp - 1) kv
@@ -268,134 +266,61 @@ def check_heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> None:
 
 
 MUCH_KV_GIB = 2.0
-"""Gathered keys and values kept for the backward pass above which recomputing them is worth its time."""
-
-MUCH_HELD = 2 * 2**30
-"""Bytes by which an exchange may exceed the leanest before it counts as too large."""
-NVLINK, NETWORK = 300.0, 50.0
-"""GB/s of a GPU, assumed where mesh.cp_link_gb_per_s is null: inside a host (H100, half of its 900 GB/s each way, less
-overhead), and NDR InfiniBand."""
-FLOPS = 400e12
-"""Of packed attention on an H100 in bf16."""
-MEAN_TOKENS = 2048
-"""Where nothing is known of the documents (a stream)."""
+"""Gathered keys and values, of one layer while it runs, or of all until the backward pass, that are too many."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is exchanged in one layer of one micro-batch.
+def sent_bytes(exchange: str, layer: LayerShape, num_tokens: int, cp_size: int, value_bytes: int) -> tuple[int, int]:
+    """Returns the bytes that leave a rank in the forward and in the backward pass of one attention layer.
 
-    num_tokens  of the whole stream; document_tokens: of its mean document
+    num_tokens  of the whole stream
     """
-
-    num_tokens: int
-    cp_size: int
-    value_bytes: int
-    document_tokens: float = MEAN_TOKENS
-
-
-@dataclass(frozen=True)
-class ExchangeCost:
-    """Of one exchange: bytes that a layer sends forward and backward, seconds of them that attention does not hide,
-    bytes held at the worst moment of a layer.
-    """
-
-    name: str
-    sent: int
-    exposed_s: float
-    held: int
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.sent / 2**20:,.3g}, {self.exposed_s * 1e3:.2g}, {self.held / 2**20:,.3g}"
-
-
-def sent_bytes(exchange: str, layer: LayerShape, load: Load) -> tuple[int, int]:
-    """Bytes that leave a rank in the forward and in the backward pass of one attention layer."""
-    own = load.num_tokens // load.cp_size * load.value_bytes
+    own = num_tokens // cp_size * value_bytes
     if exchange == "all_to_all":
-        traded = own * sum(_features(layer, load.cp_size)) * (load.cp_size - 1) // load.cp_size
+        # Where ranks outnumber the key heads, each head is sent to several of them.
+        heads, kv_heads = layer.num_heads, max(layer.num_kv_heads, cp_size)
+        features = (heads + kv_heads) * (layer.head_dim + layer.value_head_dim)
+        traded = own * features * (cp_size - 1) // cp_size
         return traded, traded
-    gathered = own * _features(layer, 1)[1] * (load.cp_size - 1)
+    gathered = own * _kv_features(layer) * (cp_size - 1)
     return gathered, gathered * (2 if exchange == "ring" else 1)
 
 
-def exchange_cost(exchange: str, layers: Sequence[LayerShape], load: Load, bytes_per_s: float) -> ExchangeCost:
-    """Means over the attention layers, and the most that any of them holds. A ring gathers in layers with windows."""
-    sent, exposed_s, held = 0, 0.0, 0
-    for layer in layers:
-        of_layer = "all_gather" if exchange == "ring" and layer.window is not None else exchange
-        parts = sent_bytes(of_layer, layer, load)
-        is_hidden = of_layer == "ring"
-        exposed_s += _ring_exposed_s(layer, load, parts, bytes_per_s) if is_hidden else sum(parts) / bytes_per_s
-        sent, held = sent + sum(parts), max(held, _held(of_layer, layer, load))
-    return ExchangeCost(exchange, sent // len(layers), exposed_s / len(layers), held)
-
-
 def choose_exchange(
-    kernel: AttentionKernel, layers: Sequence[LayerShape], load: Load, gb_per_s: float
+    kernel: AttentionKernel, layers: Sequence[LayerShape], num_tokens: int, cp_size: int, value_bytes: int
 ) -> tuple[str, str]:
-    """The exchange that keeps the GPU waiting least, of those that hold little more than the leanest; and why.
+    """Returns the exchange for mesh.cp_exchange=auto, and why.
 
-    layers    of the whole model; a model without attention gets all_gather, which has nothing to do
-    gb_per_s  of a GPU's link to the others
+    All-to-all where heads divide and it sends less than an all-gather, as it holds no keys of other ranks' heads; a
+    ring where a layer's gathered keys would fill memory; else the all-gather, which works for every model.
     """
     attending = [layer for layer in layers if layer.num_heads]
-    if not attending:
-        return "all_gather", "no attention layers"
-    names = ["all_gather"]
-    if all(heads_divide(load.cp_size, layer.num_heads, layer.num_kv_heads) for layer in attending):
-        names.append("all_to_all")
-    if isinstance(kernel, BlockKernel):
-        names.append("ring")
-    costs = [exchange_cost(name, attending, load, gb_per_s * 1e9) for name in names]
-    leanest = min(cost.held for cost in costs)
-    best = min((cost for cost in costs if cost.held <= leanest + MUCH_HELD), key=lambda cost: cost.exposed_s)
-    table = "; ".join(map(str, costs))
-    return best.name, f"per layer MiB sent, ms waited for and MiB held by GPUs with {gb_per_s:g} GB/s: {table}"
+    sizes = num_tokens, cp_size, value_bytes
+    sent = {name: sum(sum(sent_bytes(name, x, *sizes)) for x in attending) for name in ("all_gather", "all_to_all")}
+    divides = all(heads_divide(cp_size, layer.num_heads, layer.num_kv_heads) for layer in attending)
+    if divides and sent["all_to_all"] < sent["all_gather"]:
+        return "all_to_all", f"it sends {sent['all_to_all'] / sent['all_gather']:.2f} x the bytes of an all-gather"
+    gib = max((_kv_features(layer) for layer in attending), default=0) * num_tokens * value_bytes / 2**30
+    if gib > MUCH_KV_GIB and isinstance(kernel, BlockKernel):
+        return "ring", f"an all-gather would hold {gib:.1f} GiB of keys and values in each layer"
+    return "all_gather", f"it holds {gib:.2g} GiB of keys and values in each layer"
 
 
-def checkpointing_hint(layers: Sequence[LayerShape], load: Load, exchange: str) -> str | None:
-    """A sentence when the gathered keys and values of all layers would fill memory until the backward pass.
+def checkpointing_hint(
+    layers: Sequence[LayerShape], num_tokens: int, cp_size: int, value_bytes: int, exchange: str
+) -> str | None:
+    """Returns a sentence when the gathered keys and values of all layers would fill memory until the backward pass.
 
     32 layers x 8 heads x (128 + 128) x 2 bytes x 131072 tokens = 16 GiB.
     """
-    if load.cp_size == 1 or exchange != "all_gather":
-        return None
-    gib = sum(_features(layer, 1)[1] for layer in layers) * load.value_bytes * load.num_tokens / 2**30
-    if gib < MUCH_KV_GIB:
+    gib = sum(map(_kv_features, layers)) * value_bytes * num_tokens / 2**30
+    if cp_size == 1 or exchange != "all_gather" or gib < MUCH_KV_GIB:
         return None
     return (
-        f"mesh.cp={load.cp_size} keeps {gib:.1f} GiB of gathered keys and values on each rank until the backward "
+        f"mesh.cp={cp_size} keeps {gib:.1f} GiB of gathered keys and values on each rank until the backward "
         "pass: training.activation_checkpointing=full gathers them again instead; mesh.cp_exchange=ring never holds "
         "all of them."
     )
 
 
-def _features(layer: LayerShape, least_kv_heads: int) -> tuple[int, int, int]:
-    """Values of a token: queries, keys with values, output."""
-    kv_heads = max(layer.num_kv_heads, least_kv_heads)
-    both = layer.head_dim + layer.value_head_dim
-    return layer.num_heads * layer.head_dim, kv_heads * both, layer.num_heads * layer.value_head_dim
-
-
-def _held(exchange: str, layer: LayerShape, load: Load) -> int:
-    """all_gather: the document prefixes (about T rows), their gradient, and the gathered gradient. all_to_all: what was
-    sent and received, with gradients. ring: two parts of keys and values, three of gradients, the fp32 output.
-    """
-    own = load.num_tokens // load.cp_size
-    if exchange == "all_to_all":
-        return 2 * own * sum(_features(layer, load.cp_size)) * load.value_bytes
-    _, kv, out = _features(layer, 1)
-    if exchange == "ring":
-        return own * (5 * kv * load.value_bytes + 4 * out)
-    return 3 * load.num_tokens * kv * load.value_bytes
-
-
-def _ring_exposed_s(layer: LayerShape, load: Load, sent: tuple[int, int], bytes_per_s: float) -> float:
-    """Of each hop, what its visit's attention does not hide: T s / (2 cp^2) pairs of documents of s tokens; 2 products
-    forward and 5 backward.
-    """
-    hops, pairs = load.cp_size - 1, load.num_tokens * load.document_tokens / (2 * load.cp_size**2)
-    product_s = pairs * layer.num_heads * (layer.head_dim + layer.value_head_dim) / FLOPS
-    forward_s, backward_s = (part / hops / bytes_per_s for part in sent)
-    return hops * (max(forward_s - 2 * product_s, 0.0) + max(backward_s - 5 * product_s, 0.0))
+def _kv_features(layer: LayerShape) -> int:
+    return layer.num_kv_heads * (layer.head_dim + layer.value_head_dim)

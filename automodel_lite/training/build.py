@@ -24,7 +24,6 @@ from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.interpreter import returning_blocks
-from automodel_lite.launched import launched, world_size
 from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
@@ -41,7 +40,7 @@ from automodel_lite.models.layers import (
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, PlainLoss
 from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
-from automodel_lite.parallel.exchange import MEAN_TOKENS, NETWORK, NVLINK, Load, checkpointing_hint, choose_exchange
+from automodel_lite.parallel.exchange import checkpointing_hint, choose_exchange
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import (
     ParallelModel,
@@ -56,17 +55,9 @@ from automodel_lite.training.plan import ModelPlan, Parts
 if TYPE_CHECKING:
     from automodel_lite.models.lora import LoraAdapter  # which brings peft
 
-PLANNED_HOST = 8
-"""GPUs of a host in a world that is only planned."""
 
-
-def plan_model(
-    parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device, mean_tokens: float | None = None
-) -> ModelPlan:
-    """mean_tokens: of a document, where it is known.
-
-    Raises ConfigError when the settings, the model, the kernel and the device do not fit together.
-    """
+def plan_model(parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device) -> ModelPlan:
+    """Raises ConfigError when the settings, the model, the kernel and the device do not fit together."""
     check_layers(parts.training.compile, parts.training.activation_checkpointing)
     if parts.training.activation_checkpointing == "auto":  # nobody has counted: a GPU may be too small for all of it
         how = "full" if device.type == "cuda" else "none"
@@ -77,7 +68,7 @@ def plan_model(
     check_offload(parts, strategy)
     own_exchange = parts.mesh.cp > 1 and parts.mesh.cp_exchange == "te"
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype, own_exchange))
-    parts, exchange = with_exchange(parts, config, kernel, dtype, mean_tokens)
+    parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe(config)
     if parts.model.router_aux_loss:
         check_balance(parts, described, parts.model.router_aux_loss)
@@ -99,19 +90,13 @@ class BuiltModel:
     adapter: LoraAdapter | None  # LoRA and the like: only this is trained and saved
 
 
-def build_model(
-    parts: Parts,
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: Mesh,
-    mean_tokens: float | None = None,
-    trains: bool = True,
-) -> BuiltModel:
+def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, trains: bool = True) -> BuiltModel:
     """The model on the mesh: described, sharded, then read or drawn by each rank for its own shards; then checked.
 
     trains  False for a frozen second model: in evaluation mode, its weights in the compute dtype
     Raises ConfigError as `plan_model` does, and for weights that no memory holds.
     """
-    plan = plan_model(parts, parts.model.config(tokenizer), mesh.shape, mesh.device, mean_tokens)
+    plan = plan_model(parts, parts.model.config(tokenizer), mesh.shape, mesh.device)
     check_weights_fit(plan, mesh.device)
     with returning_blocks():
         model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype, trains)
@@ -123,7 +108,7 @@ def build_model(
     if trains and parts.teacher:
         frozen = as_teacher(parts)
         check_same_vocabulary(frozen, tokenizer)
-        teacher = build_model(frozen, tokenizer, mesh, mean_tokens, trains=False)
+        teacher = build_model(frozen, tokenizer, mesh, trains=False)
         model.loss_model.learn_from(teacher.model.loss_model)
     compiled = speed_up(plan.parts, model, mesh) if trains else "off"
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
@@ -298,30 +283,25 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
 
 
 def with_exchange(
-    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype, mean_tokens: float | None
+    parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype
 ) -> tuple[Parts, str]:
     """The parts with `mesh.cp_exchange=auto` decided, and lines that say how; none without context parallelism.
 
-    mean_tokens  of a document, where it is known
     Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
     """
     cp, exchange, reason = parts.mesh.cp, parts.mesh.cp_exchange, ""
     if cp == 1:
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
     size = parts.packed_sequence_size
-    load = Load(size * parts.training.micro_batch_size, cp, dtype.itemsize, mean_tokens or MEAN_TOKENS)
-    layers = layer_shapes(config)
+    layers, num_tokens = layer_shapes(config), size * parts.training.micro_batch_size
     if exchange == "auto":
-        processes = launched("LOCAL_WORLD_SIZE", 1) if world_size() > 1 else PLANNED_HOST
-        assumed = NVLINK if cp * parts.mesh.tp <= processes else NETWORK
-        exchange, reason = choose_exchange(kernel, layers, load, parts.mesh.cp_link_gb_per_s or assumed)
-        reason += "" if parts.mesh.cp_link_gb_per_s else " (GB/s assumed: mesh.cp_link_gb_per_s sets it)"
+        exchange, reason = choose_exchange(kernel, layers, num_tokens, cp, dtype.itemsize)
     if exchange == "ring":
         require_blocks(kernel)
     check_cp_settings(config, cp, exchange, size)
-    lines = [f"cp_exchange=auto takes {exchange}; {reason}"] if reason else []
+    lines = [f"cp_exchange=auto takes {exchange}: {reason}"] if reason else []
     if parts.training.activation_checkpointing == "none":
-        lines += filter(None, [checkpointing_hint(layers, load, exchange)])
+        lines += filter(None, [checkpointing_hint(layers, num_tokens, cp, dtype.itemsize, exchange)])
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), "\n".join(lines)
 
 

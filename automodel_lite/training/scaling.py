@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.flops import ModelSize, model_size, step_flops
-from automodel_lite.parallel.exchange import Load, sent_bytes
+from automodel_lite.parallel.exchange import sent_bytes
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy
 from automodel_lite.training.memory import estimate_memory, expert_copies
@@ -114,9 +114,8 @@ def _exchange_bytes(exchange: str, model: PretrainedConfig, tokens: float, cp_si
     """What a rank receives from the others of its context-parallel group, in all layers; nothing hides it. An exchange
     that is not chosen yet is taken to be all_gather.
     """
-    load = Load(int(tokens), cp_size, _BF16)
     name = exchange if exchange in ("all_to_all", "ring") else "all_gather"
-    sent = [sent_bytes(name, layer, load) for layer in layer_shapes(model) if layer.num_heads]
+    sent = [sent_bytes(name, layer, int(tokens), cp_size, _BF16) for layer in layer_shapes(model) if layer.num_heads]
     return float(sum(forward * (2 if is_recomputed else 1) + backward for forward, backward in sent))
 
 

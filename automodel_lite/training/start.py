@@ -56,7 +56,7 @@ def dry_run(config: Config) -> int:
     check_positions(data.longest, model_config)
     report = data.report(cost_model(model_config))
     parts, recomputed = choose_recomputation(parts, model_config, report, shape, gpu_bytes(device) or PLANNED_GPU)
-    made = plan_model(parts, model_config, shape, device, report.mean_tokens if report else None)
+    made = plan_model(parts, model_config, shape, device)
     adapter = _adapter_weights(made, device)
     memory, reduction = plan_memory(made, adapter, gpu_bytes(device))
     name = str(made.dtype).removeprefix("torch.")
@@ -99,7 +99,7 @@ def choose_recomputation(
     from automodel_lite.training.recompute import settle_recomputation  # with the simulation
 
     shape = shape or mesh_shape(parts.mesh, world_size())
-    plan = plan_model(parts, model_config, shape, device, report.mean_tokens if report else None)
+    plan = plan_model(parts, model_config, shape, device)
     parts, reason = settle_recomputation(plan, gpu, _adapter_weights(plan, device))
     return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 

@@ -15,7 +15,7 @@ from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel import exchange as exchanges
 from automodel_lite.parallel.context_parallel import attention_plan, shard_indices
-from automodel_lite.parallel.exchange import Load, check_heads_divide, sent_bytes
+from automodel_lite.parallel.exchange import check_heads_divide, sent_bytes
 from automodel_lite.thd import AttentionInputs, AttentionOptions
 from tests.attention.families import documents, stream
 from tests.ranks import run_ranks
@@ -138,7 +138,7 @@ def bytes_of_a_layer(rank: int, cp: int, exchange: str) -> tuple[int, int]:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_the_bytes_that_are_sent_are_those_of_the_formula(cp: int, exchange: str) -> None:
     num_tokens = len(stream(documents([9, 30, 1, 17]), 2 * cp).input_ids)
-    want = sent_bytes(exchange, LayerShape(8, 2, 8, 8), Load(num_tokens, cp, value_bytes=4))
+    want = sent_bytes(exchange, LayerShape(8, 2, 8, 8), num_tokens, cp, value_bytes=4)
     assert run_ranks(bytes_of_a_layer, cp, exchange) == [want] * cp
 
 
