@@ -1,4 +1,4 @@
-"""The formulas of docs/scaling.md beside the recipe itself: bytes on the wire, state in memory and step time of 1, 2 and
+"""The formulas of docs/planning.md beside the recipe itself: bytes on the wire, state in memory and step time of 1, 2 and
 4 processes (gloo, one thread each).
 
     python -m benchmarks.scaling                   bytes, memory and times of a step
@@ -69,7 +69,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
     from automodel_lite.cli import compose_config
     from automodel_lite.config.check import check_config
     from automodel_lite.data.feeding.feed import DeviceFeed
-    from automodel_lite.training.scaling import Hardware, estimate
+    from benchmarks.formulas import Hardware, estimate
     from recipes.train_ft import TrainFinetuneRecipe
 
     torch.set_num_threads(1)

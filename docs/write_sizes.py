@@ -1,4 +1,4 @@
-"""Writes the table of docs/scaling.md: what a rank of each preset holds, by running its step under fake tensors.
+"""Writes the table of docs/planning.md: what a rank of each preset holds, by running its step under fake tensors.
 
 python docs/write_sizes.py             (10 minutes on one core; python docs/write_sizes.py llama3_1_8b prints a row)
 """
@@ -17,7 +17,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.training.plan import build_parts
 from automodel_lite.training.simulation import Simulation, simulate_gpus
 
-PAGE = Path(__file__).resolve().parent / "scaling.md"
+PAGE = Path(__file__).resolve().parent / "planning.md"
 BEGIN, END = "<!-- written by docs/write_sizes.py -->\n", "<!-- end -->\n"
 SIZES = {
     "llama3_1_8b_lora": (1,),

@@ -31,7 +31,7 @@ RECIPES = {
     "report": ("report", "draw a run, or compare several"),
     "export": ("export_hf", "write a run's model as a Hugging Face folder, adapters merged"),
     "average": ("average", "write the mean of a run's checkpoints as a Hugging Face folder"),
-    "estimate": ("estimate", "estimate FLOPs, memory and traffic for any number of GPUs"),
+    "plan": ("plan", "find the mesh, batch and recomputation that fit and are fast, for a model, its data and GPUs"),
 }
 
 

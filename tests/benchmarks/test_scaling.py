@@ -1,4 +1,4 @@
-"""The bytes that a step really moves are those that docs/scaling.md says."""
+"""The bytes that a step really moves are those that docs/planning.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""generate, export, estimate and report answer wrong arguments, missing folders and damaged files in a sentence."""
+"""generate, export, plan and report answer wrong arguments, missing folders and damaged files in a sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from automodel_lite.errors import ConfigError, DataError
 from tests.runs import train_quick
 
-TOOLS = ("generate", "export_hf", "estimate", "report")
+TOOLS = ("generate", "export_hf", "plan", "report")
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +45,19 @@ ARGUMENTS = [
     ("generate", ["{run}", "Hi " * 100_000], "shorten the prompt"),
     ("generate", ["{run}", "--temprature", "1"], "arguments: --temprature 1; did you mean --temperature (--help lists the arguments)."),
     ("generate", [], "the following arguments are required: model (--help lists the arguments)."),
-    ("estimate", ["--config-name", "smoke", "--frob"], "--frob: unknown flag."),
+    ("plan", ["--config-name", "smoke", "--frob"], "--frob: unknown flag."),
     ("export_hf", ["./nothing"], "nothing is not the folder of a run: it has no config.yaml."),
     ("export_hf", ["{run}", "--checkpoint", "step_9"], "has no complete checkpoint step_9: there are step_"),
     ("export_hf", ["{run}", "--to", "{run}"], "exists already: choose another folder."),
     ("export_hf", ["{run}", "--to", "/proc/nothing/x"], "/proc/nothing/x cannot be written"),
-    ("estimate", ["--config-name", "smoke", "--gpus", "0"], "argument --gpus: 0 must be at least 1"),
-    ("estimate", ["--config-name", "smoke", "--mfu", "0"], "argument --mfu: 0 must be over 0 and at most 1."),
-    ("estimate", ["--config-name", "smoke", "--network-gb", "inf"], "argument --network-gb: inf must be a finite number."),
-    ("estimate", ["--config-name", "smoke", "--document-tokens", "-5"], "argument --document-tokens: -5 must be at least 1"),
-    ("estimate", ["--config-name", "smoke", "model.config.num_attention_heads=3"], "a model with these settings does not work"),
-    ("estimate", ["--config-name", "smoke", "mesh.cp=3"], "must be a multiple of 6 (2 * mesh.cp): use 132."),
-    ("estimate", ["--config-name", "smoke", "training.max_stepz=3"], "training.max_stepz=3: unknown key"),
-    ("estimate", ["--config-name", "finetune", "model.pretrained=./nothing", "dataset.path=x"], "./nothing: there is no such folder"),
+    ("plan", ["--config-name", "smoke", "--gpus", "0"], "argument --gpus: 0 must be at least 1"),
+    ("plan", ["--config-name", "smoke", "--gpu", "h1"], "--gpu h1: choose one of a100-40"),
+    ("plan", ["--config-name", "smoke", "--price-per-gpu-hour", "inf"], "argument --price-per-gpu-hour: inf must be a finite number."),
+    ("plan", ["--config-name", "smoke", "--document-tokens", "-5"], "argument --document-tokens: -5 must be at least 1"),
+    ("plan", ["--config-name", "smoke", "model.config.num_attention_heads=3"], "a model with these settings does not work"),
+    ("plan", ["--config-name", "smoke", "mesh.cp=3"], "must be a multiple of 6 (2 * mesh.cp): use 132."),
+    ("plan", ["--config-name", "smoke", "training.max_stepz=3"], "training.max_stepz=3: unknown key"),
+    ("plan", ["--config-name", "finetune", "model.pretrained=./nothing", "dataset.path=x"], "./nothing: there is no such folder"),
     ("report", ["./nothing"], "nothing is not a run's folder: it has no config.yaml."),
     ("report", ["{run}", "--to", "/proc/x"], "/proc/x cannot be read or written"),
 ]  # fmt: skip
@@ -68,10 +68,10 @@ def test_wrong_arguments(run: Path, tool: str, arguments: list[str], sentence: s
     assert sentence in answer(tool, *(text.replace("{run}", str(run)) for text in arguments))
 
 
-@pytest.mark.parametrize("tool", ["generate", "report", "estimate"])
+@pytest.mark.parametrize("tool", ["generate", "report", "plan"])
 def test_work_of_one_process_is_refused_to_several(run: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    arguments = {"generate": [str(run), "Hi"], "report": [str(run)], "estimate": ["--config-name", "smoke"]}
+    arguments = {"generate": [str(run), "Hi"], "report": [str(run)], "plan": ["--config-name", "smoke"]}
     sentence = "WORLD_SIZE=2 processes would each do all of this work: start it with python, in one process."
     assert answer(tool, *arguments[tool]) == sentence
 

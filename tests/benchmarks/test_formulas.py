@@ -1,4 +1,4 @@
-"""The formulas of docs/scaling.md on numbers that a reader can check by hand."""
+"""The formulas of docs/planning.md on numbers that a reader can check by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.training.plan import Parts, build_parts
-from automodel_lite.training.scaling import Hardware, estimate
+from benchmarks.formulas import Hardware, estimate
 
 HARDWARE = Hardware(1e12, 0.5, in_node_bytes_per_s=1e9, between_nodes_bytes_per_s=1e8)
 MODEL = LlamaConfig(

@@ -1,0 +1,200 @@
+"""Which mesh, which batch, does it fit, and how fast: the best command for a model, its data and the GPUs at hand.
+
+    python recipes/plan.py --gpus 8 --gpu h100-80 --config-name llama3_1_8b
+    python recipes/plan.py --gpus 8 --nodes 4 --config-name finetune model.pretrained=/models/x dataset.path=chats.jsonl
+
+No weights are read and no GPU is needed: steps of each layout are simulated, and their operations and messages take the
+time that the GPU's rates give them. The configs of the presets' models ship with the package, so that their names work
+without a network (HF_HUB_OFFLINE=0 asks the hub). Rates are the data sheet's, or those of --calibration.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the hub's client is imported
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from automodel_lite.cli import argument_parser, compose_config, run_tool
+from automodel_lite.config.check import check_config
+from automodel_lite.config.rules import Range, argument
+from automodel_lite.config.schema import Config
+from automodel_lite.data.prepare import PlannedPacks, check_sizes, prepare_data
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.launched import check_alone
+from automodel_lite.telemetry.console import quiet_libraries
+from automodel_lite.tools.planner import GPUS, SHOWN, Job, Outcome, Plan, calibrated, make_plans
+from automodel_lite.training.plan import Parts, build_parts
+from automodel_lite.training.recompute import recomputation_text
+from automodel_lite.training.start import try_model
+
+POSITIVE = argument(float, Range(above=0))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the plans; returns 1 when none fits."""
+    args, overrides = parser().parse_known_args(argv)
+    check_alone()
+    quiet_libraries()
+    config = composed(args.config_name, overrides)
+    if args.gpu not in GPUS:
+        raise ConfigError(f"--gpu {args.gpu}: choose one of {', '.join(GPUS)}.")
+    gpu = calibrated(GPUS[args.gpu], args.calibration) if args.calibration else GPUS[args.gpu]
+
+    def parts_of(more: Sequence[str]) -> Parts:
+        changed = composed(args.config_name, [*overrides, *more]) if more else config
+        return build_parts(replace(changed, attention={}))  # a kernel may need the GPU that is only planned
+
+    base = parts_of(())
+    try_model(base.model)
+    lengths, documents = lengths_of(config, base, args.document_tokens)
+    job = Job(parts_of, base.model.described({"vocab_size": 8192}), gpu, args.gpus, args.nodes, lengths)
+    print(f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; {documents}")
+    outcome = make_plans(job)
+    if not outcome.plans:
+        print(f"no plan fits: {lost_text(outcome)}", *cures(job), sep="\n")
+        return 1
+    best = outcome.plans[0]
+    print("", table(outcome.plans, job), "", f"others: {lost_text(outcome)}", "", sep="\n")
+    tokens = 0 if "assumed" in documents else int(lengths.sum())
+    print(duration_text(best, job, config, tokens, args.price_per_gpu_hour))
+    print("", command(best, job, args.config_name, overrides), sep="\n")
+    if args.json:
+        found = {"plans": [plan.as_json(gpu) for plan in outcome.plans], "lost": dict(outcome.lost)}
+        args.json.write_text(json.dumps(found, indent=1))
+    if args.write:
+        write_preset(args.write, args.config_name, [*overrides, *best.overrides])
+    return 0
+
+
+def composed(preset: str, overrides: Sequence[str]) -> Config:
+    raw = compose_config(preset, [*overrides, "name=plan"])
+    if OmegaConf.is_missing(raw.dataset, "path"):
+        raw.dataset.path = "not read"
+    return check_config(raw)
+
+
+def lengths_of(config: Config, parts: Parts, assumed: int) -> tuple[np.ndarray, str]:
+    """Returns the tokens of each document, as the packs cut them; without readable data, of an assumed length."""
+    size = parts.packed_sequence_size
+    path = config.dataset.get("path")
+    if path is None or path == "not read" or not Path(str(path)).exists():
+        return np.full(1, min(assumed, size)), f"documents of {min(assumed, size):,} tokens are assumed"
+    try:
+        alone = replace(config, mesh=replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1))
+        data = prepare_data(alone, check_sizes(alone, 1))
+    except (ConfigError, DataError) as error:
+        return np.full(1, min(assumed, size)), f"documents of {assumed:,} tokens are assumed, as {error}"
+    if not isinstance(data, PlannedPacks):
+        return np.full(1, min(assumed, size)), f"a stream: documents of {min(assumed, size):,} tokens are assumed"
+    lengths = np.minimum(np.asarray(data.tokens.train.lengths), size)
+    return lengths, f"{len(lengths):,} documents, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}"
+
+
+def table(plans: list[Plan], job: Job) -> str:
+    """Sizes in GiB of a GPU at its fullest, rates per GPU."""
+    sizes = ("peak", "states", "rest", "step s", "tok/s", "MFU", "bound by", "loses by")
+    head = ("mesh", "micro x steps", "recomputed", *sizes)
+    rows = [head]
+    for number, plan in enumerate(plans[:SHOWN]):
+        step, layout = plan.step, plan.layout
+        states = step.weights + step.gradients + step.optimizer
+        rows.append(
+            (
+                str(layout),
+                f"{layout.micro_batch} x {layout.micro_steps}",
+                recomputation_text(plan.parts),
+                *(f"{size / 2**30:.1f}" for size in (step.peak, states, max(step.peak - states, 0))),
+                f"{plan.step_s:.3g}",
+                f"{plan.tokens_per_s_per_gpu:,.0f}",
+                f"{plan.mfu(job.gpu):.0%}",
+                plan.bound,
+                plan.loses_by(plans[0]) if number else "",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def lost_text(outcome: Outcome) -> str:
+    return ", ".join(f"{number} {word}" for word, number in outcome.lost.most_common()) or "none"
+
+
+def duration_text(best: Plan, job: Job, config: Config, tokens: int, price: float | None) -> str:
+    """How long the run takes, if the length of the data or max_steps is known."""
+    training = config.training
+    if training.max_steps:
+        tokens = training.max_steps * best.tokens
+    else:
+        tokens *= training.num_epochs or 1
+    if not tokens:
+        return "hours: not known without the data (dataset.path, with a tokenizer)"
+    hours = tokens / (best.tokens_per_s_per_gpu * job.world) / 3600
+    cost = f", {hours * job.world * price:,.2f} in money" if price else ""
+    return f"{hours:.3g} hours, {hours * job.world:,.3g} GPU-hours{cost} for {tokens:,} tokens"
+
+
+def command(best: Plan, job: Job, preset: str, overrides: Sequence[str]) -> str:
+    nodes = f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if job.nodes > 1 else ""
+    words = ["--config-name", preset, *overrides, *best.overrides]
+    return f"torchrun --nproc-per-node {job.gpus_per_node} {nodes}recipes/train_ft.py {shlex.join(words)}"
+
+
+def cures(job: Job, most_nodes: int = 1024) -> Iterator[str]:
+    """Yields the smallest world and the largest pack that fit, and which other settings would."""
+    nodes, base = job.nodes, job.parts_of(())
+    while nodes < most_nodes:
+        nodes *= 2
+        if make_plans(replace(job, nodes=nodes), most=1).plans:
+            yield f"  fits {nodes * job.gpus_per_node} GPUs (--nodes {nodes})"
+            break
+    size = base.packed_sequence_size // 2
+    while size >= 512:
+        if make_plans(job, [f"packed_sequence.packed_sequence_size={size}"], most=1).plans:
+            yield f"  fits with packed_sequence.packed_sequence_size={size}"
+            break
+        size //= 2
+    for change in ("optimizer=adamw_8bit", "peft=lora", "mesh.cpu_offload=true"):
+        with suppress(ConfigError):
+            if make_plans(job, [change], most=1).plans:
+                yield f"  fits with {change}"
+
+
+def write_preset(path: Path, preset: str, overrides: Sequence[str]) -> None:
+    """Writes a preset that starts from this one; group choices become its defaults."""
+    chosen = [text.partition("=") for text in overrides]
+    groups = [(key, value) for key, _, value in chosen if "." not in key and key not in ("name", "seed", "output_dir")]
+    lines = ["defaults:", f"  - {preset}", *(f"  - override {key}: {value}" for key, value in groups), "  - _self_"]
+    values = OmegaConf.from_dotlist([text for text in overrides if "." in text.partition("=")[0]])
+    OmegaConf.update(values, "name", path.stem)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n\n" + OmegaConf.to_yaml(values))
+    print(f"\nwritten: --config-dir {path.parent} --config-name {path.stem}")
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argument_parser(__doc__)
+    found.add_argument("--config-name", required=True)
+    found.add_argument("--gpus", type=argument(int, Range(1, 1024)), default=8, help="GPUs of a node")
+    found.add_argument("--nodes", type=argument(int, Range(1, 10**5)), default=1)
+    found.add_argument("--gpu", default="h100-80", help="a100-80, h100-80, h200-141, b200-192 ...")
+    found.add_argument("--calibration", type=argument(Path), help="results.json of gpu_check, or a file of rates")
+    found.add_argument("--document-tokens", type=argument(int, Range(1, 10**8)), default=1024, help="without data")
+    found.add_argument("--price-per-gpu-hour", type=POSITIVE)
+    found.add_argument("--json", type=argument(Path), help="write the plans, the best first")
+    found.add_argument("--write", type=argument(Path), help="write the best plan as a preset: my_conf/mine.yaml")
+    return found
+
+
+if __name__ == "__main__":
+    run_tool(main)

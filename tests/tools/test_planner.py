@@ -1,0 +1,103 @@
+"""Plans fit, are in the order of the whole simulation, and what does not fit is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.tools.planner import GPUS, Job, Layout, Outcome, calibrated, make_plans, possible, priced
+from automodel_lite.training.plan import Parts, build_parts
+from automodel_lite.training.recompute import usable
+from automodel_lite.training.simulation import simulate, with_layers
+
+
+def parts_of(more: Sequence[str] = ()) -> Parts:
+    config = check_config(compose_config("qwen3_0_6b", ["dataset.path=any", *more]))
+    return build_parts(replace(config, attention={}))
+
+
+def job_of(gigabytes: float = 24, gpus: int = 2, layers: int = 10) -> Job:
+    config = with_layers(parts_of().model.described({}), layers)
+    gpu = replace(GPUS["rtx4090-24"], gigabytes=gigabytes)
+    return Job(parts_of, config, gpu, gpus, 1, np.array([1000, 3000]))
+
+
+@cache
+def outcome() -> Outcome:
+    return make_plans(job_of(), most=4)
+
+
+def test_plans_fit_and_the_best_is_first() -> None:
+    plans, capacity = outcome().plans, usable(24 * 10**9)
+    assert len(plans) >= 3
+    rates = [plan.tokens_per_s_per_gpu for plan in plans]
+    assert rates == sorted(rates, reverse=True)
+    assert all(plan.step.peak <= capacity for plan in plans)
+    assert plans[0].step.peaks["export"] > 0  # simulated as a whole
+
+
+def test_whole_simulations_agree_in_memory_and_order() -> None:
+    job, seconds = job_of(), []
+    for plan in outcome().plans[:3]:
+        whole = simulate(plan.parts, job.config, plan.layout.shape)
+        assert plan.step.peak == pytest.approx(whole.peak, rel=0.03)
+        seconds.append(priced(job, plan.layout, plan.parts, whole).step_s / plan.layout.global_batch)
+        assert seconds[-1] == pytest.approx(
+            plan.step_s / plan.layout.global_batch, rel=0.03
+        )  # a last pattern may be cut
+    assert seconds == sorted(seconds)
+
+
+def test_the_bound_is_below_what_is_predicted() -> None:
+    for plan in outcome().plans:
+        assert plan.layout.bound_s < plan.step_s / plan.layout.global_batch
+
+
+def test_the_command_of_a_plan_is_a_configuration() -> None:
+    plan = outcome().plans[0]
+    parts = parts_of(plan.overrides)
+    assert parts.mesh.dp_shard == plan.layout.shape.dp_shard
+    assert parts.training.activation_checkpointing in ("none", "full", "offload")
+    assert json.loads(json.dumps(plan.as_json(GPUS["rtx4090-24"])))["peak_bytes"] == plan.step.peak
+
+
+def test_nothing_fits_a_gpu_that_is_too_small() -> None:
+    found = make_plans(job_of(gigabytes=5), most=2)
+    assert found.plans == []
+    assert found.lost["memory"] > 0
+
+
+def test_a_query_sees_half_of_its_document() -> None:
+    job = job_of()
+    assert job.visible(None) == (1000 * 1001 + 3000 * 3001) / 2 / 4000
+    assert job.visible(1) == 1.0
+
+
+def test_layouts_divide_what_they_share() -> None:
+    job = job_of(gpus=8)
+    layouts = list(possible(job, parts_of()))
+    assert {one.shape.world_size for one in layouts} == {8}
+    assert all(one.global_batch % (one.micro_batch * one.shape.dp) == 0 for one in layouts)
+    assert {one.global_batch for one in layouts} == {8}
+    assert Layout(MeshShape(1, 4, 2), 2, 8).micro_steps == 1
+
+
+def test_rates_of_a_calibration(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text('{"ceilings": {"product_tflops": 600, "copy_tb_per_s": 3.0}, "latency_s": 1e-5}')
+    gpu = calibrated(GPUS["h100-80"], path)
+    assert (gpu.flops, gpu.bytes_per_s, gpu.latency_s) == (600e12, 3e12, 1e-5)
+    assert gpu.source.startswith("measured, ")
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="neither `ceilings`"):
+        calibrated(gpu, path)
