@@ -31,12 +31,13 @@ from automodel_lite.data.feeding.order import (
 )
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.packing.packs import PackedDataset, Packer
+from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.reading.documents import Documents, TokenizedData
-from automodel_lite.data.tokens.token_rows import Rows
+from automodel_lite.data.reading.documents import Documents, RowDataset, TokenizedData
+from automodel_lite.data.tokens.token_rows import RowCounts, Rows
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents, tokenize_shard
 from automodel_lite.data.tokens.tokenizer import padding_id
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh, mesh_shape
 
@@ -89,6 +90,27 @@ def check_positions(longest: int, model_config: PretrainedConfig) -> None:
         )
 
 
+def _text_or_other(documents: Documents) -> str:
+    """Returns the kind of the documents; of a mixture, text if all of its datasets are."""
+    datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
+    kinds = {dataset.kind for dataset in datasets}
+    return "text" if kinds == {"text"} else "other"
+
+
+def check_masked(name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max_bad_frac: float) -> None:
+    """Raises DataError when too many documents train nothing once they are cut, those that never did included."""
+    own = sum((count for key, count in counts.items() if key == name or key.endswith(f"/{name}")), RowCounts())
+    num_bad = own.num_bad + own.num_empty + own.num_fully_masked + plan.counts.masked_documents
+    num_documents = max(own.num_documents, plan.counts.documents)
+    if plan.counts.masked_documents and num_bad > max_bad_frac * num_documents:
+        raise DataError(
+            f"{name}: {plan.counts.masked_documents:,} of {num_documents:,} documents have nothing trained on within "
+            f"packed_sequence.packed_sequence_size={plan.packed_sequence_size}: their prompts alone fill a pack; "
+            f"max_bad_frac={max_bad_frac} allows {int(max_bad_frac * num_documents):,}. Raise the size, or set "
+            "packed_sequence.overlong=split."
+        )
+
+
 @dataclass(frozen=True)
 class PlannedPacks(PackSource):
     """Packs of documents whose lengths are known: those of every epoch are planned beforehand.
@@ -104,7 +126,7 @@ class PlannedPacks(PackSource):
     @classmethod
     def prepared(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        packer = packer.padded_with(padding_id(job.tokenizer))
+        packer = packer.padded_with(padding_id(job.tokenizer)).fitted_to(_text_or_other(documents))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
         @lru_cache(maxsize=2)
@@ -112,9 +134,16 @@ class PlannedPacks(PackSource):
             if epoch and not packer.repack_each_epoch and not tokens.drawn:
                 return packs_of(0)
             rows = tokens.train_of(epoch)
-            return packer.packs(rows, packer.plan(rows.lengths, epoch))
+            return packer.packs(rows, packer.plan(rows.lengths, epoch, rows.has_labels))
 
-        val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in tokens.val.items()}
+        plans = {name: packer.plan(rows.lengths, 0, rows.has_labels) for name, rows in tokens.val.items()}
+        val_packs = {name: packer.packs(rows, plans[name]) for name, rows in tokens.val.items()}
+        for name, rows, plan in [
+            ("train", tokens.train, packs_of(0).plan),
+            *((f"val/{name}", rows, plans[name]) for name, rows in tokens.val.items()),
+        ]:
+            packer.check_dropped(plan.counts.dropped_tokens, plan.counts.tokens, name, rows.lengths)
+            check_masked(name, plan, tokens.counts, job.settings.max_bad_frac)
         notes, dataloader = tokens.notes, config.dataloader
         return cls(documents, job, packer, val_packs, notes, batches, dataloader, tokens, packs_of, config.seed)
 

@@ -37,6 +37,7 @@ from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.packing.packs import (
+    STREAM_COUNTS,
     PackedDataset,
     Packer,
     PackStream,
@@ -46,7 +47,7 @@ from automodel_lite.data.packing.packs import (
 )
 from automodel_lite.data.prepare import source_of
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
-from automodel_lite.data.reading.documents import Document, DocumentList, Documents, DocumentSet, Question
+from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question
 from automodel_lite.data.reading.files import (
     NUM_SNIFFED_ROWS,
     Delimiter,
@@ -61,21 +62,26 @@ from automodel_lite.data.reading.paths import FileStamp, is_file_name
 from automodel_lite.data.reading.readers import RawRow, RawRows, RowList
 from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.cache import short_hash
-from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.tokens.token_rows import flatten
-from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_validation
+from automodel_lite.data.tokens.token_rows import check_set, flatten
+from automodel_lite.data.tokens.tokenize import (
+    DocumentTokenizer,
+    Job,
+    Placed,
+    job_of,
+    special_note,
+    tokenize_validation,
+)
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.data.tokens.trees import trees_of
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.thd import IGNORE_INDEX
 
 AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
 NumShards = Annotated[int, Range(1, 100_000)]
 NUM_HEAD_DOCUMENTS = 2000  # that a tokenizer is trained on, or that are looked at beforehand
-Placed = tuple[str, RawRow | DataError]
+PlacedRow = tuple[str, RawRow | DataError]
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class RawStream(ABC):
     content: str = ""  # the identity without times and places of files; empty: the same as it
 
     @abstractmethod
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
         """(place, row) of every row of a shard but the first `start`; a broken row is the error that says so."""
 
 
@@ -97,7 +103,7 @@ class FileStream(RawStream):
 
     rows: RawRows = field(default=RowList((), "", ()), compare=False)
 
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
         for index in range(shard + start * num_shards, len(self.rows), num_shards):
             try:
                 yield self.rows.where(index), self.rows[index]
@@ -113,7 +119,7 @@ class HubStream(RawStream):
     config: str | None = None
     split: str = "train"
 
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
         import datasets
 
         try:
@@ -135,7 +141,7 @@ class HubStream(RawStream):
 class GeneratorStream(RawStream):
     """Rows that a function of the user yields, called `name`: once for every shard, and the same rows each time."""
 
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
         first = shard + start * num_shards
         for number, row in enumerate(islice(_locate(self.name)(), first, None, num_shards)):
             place = f"{self.name}[{first + number * num_shards}]"
@@ -197,20 +203,25 @@ class StreamingDataset:
         self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
         self.content = f"stream({self.stream.content or self.stream.identity}; {read_as})"
 
-    def read(self, shard: int, start: int) -> Iterator[tuple[str, Document | DataError]]:
-        """(place, document) of every document of a shard but the first `start`."""
+    def read(self, shard: int, start: int) -> Iterator[Placed]:
+        """Yields every document of a shard but the first `start`."""
         return map(self._document, self.stream.read(shard, self.num_shards, start))
+
+    def head(self, num_documents: int) -> list[Placed]:
+        """Returns the first documents of all shards, as they lie in the stream."""
+        return list(map(self._document, islice(self.stream.read(0, 1, 0), num_documents)))
 
     @cached_property
     def train(self) -> DocumentList:
         """The first documents, for whoever wants to look at some (training a tokenizer on them)."""
-        head = map(self._document, islice(self.stream.read(0, 1, 0), NUM_HEAD_DOCUMENTS))
-        return DocumentList([d for _, d in head if not isinstance(d, DataError)], self.name or "")
+        return DocumentList(
+            [d for _, d in self.head(NUM_HEAD_DOCUMENTS) if not isinstance(d, DataError)], self.name or ""
+        )
 
-    def _document(self, placed: Placed) -> tuple[str, Document | DataError]:
+    def _document(self, placed: PlacedRow) -> Placed:
         place, row = placed
         if isinstance(row, DataError):
-            return placed
+            return place, row
         try:
             return place, self._detected.document(row, place)
         except DataError as error:
@@ -251,52 +262,25 @@ class TokenStream:
     dataset: StreamingDataset
     job: Job
 
+    @cached_property
+    def _tokenizer(self) -> DocumentTokenizer:
+        return DocumentTokenizer(self.job)
+
     def read(self, shard: int, start: int) -> Iterator[list[Row]]:
-        """The rows of every document of a shard but the first `start`: one, several (chats whose template rewrites
-        earlier turns) or none (nothing is trained on, or a bad row that is skipped).
+        """Yields the rows of every document of a shard but the first `start`: one, several (chats whose template
+        rewrites earlier turns) or none (nothing is trained on, or a bad row that is skipped).
 
         Raises:
-            DataError: a bad row with `on_bad_row=error`, or more unusable documents than `max_bad_frac`.
+            DataError: a bad row with `on_bad_row=error`.
         """
-        num_read = num_unusable = 0
         documents = self.dataset.read(shard, start)
-        while chunk := list(islice(documents, AHEAD_DOCUMENTS)):
-            for rows in self._rows([self._renderings(place, document) for place, document in chunk]):
-                num_read, num_unusable = num_read + 1, num_unusable + (not rows)
-                yield trees_of(rows, self.job.tree, self.job.most_tokens)
-            max_bad_frac = self.job.settings.max_bad_frac
-            if num_read >= MIN_JUDGED_DOCUMENTS and num_unusable > max_bad_frac * num_read:
-                raise DataError(
-                    f"{self.dataset.stream.name}, shard {shard}: {num_unusable:,} of {num_read:,} documents are bad, "
-                    f"empty or without a trained token; max_bad_frac={max_bad_frac} allows "
-                    f"{int(max_bad_frac * num_read):,}."
-                )
-
-    @cached_property
-    def _renderer(self) -> Renderer:
-        return self.job.renderer()
-
-    @cached_property
-    def _encoder(self) -> Encoder:
-        return Encoder(self.job.tokenizer)
-
-    def _renderings(self, place: str, document: Document | DataError) -> list[Rendering]:
-        try:
-            if isinstance(document, DataError):
-                raise document
-            return self._renderer.renderings(document)
-        except DataError as error:
-            if self.job.settings.on_bad_row == "error":
-                raise error if error is document else DataError(f"{place}: {error}") from error
-            return []
-
-    def _rows(self, renderings: list[list[Rendering]]) -> Iterator[list[Row]]:
-        encoded = self._encoder.encode([rendering for of_document in renderings for rendering in of_document])
-        ends = np.cumsum(encoded.lengths)[:-1]
-        rows = zip(np.split(encoded.input_ids, ends), np.split(encoded.labels, ends))
-        for of_document in renderings:
-            own = islice(rows, len(of_document))
-            yield [{"input_ids": ids, "labels": labels} for ids, labels in own if (labels != IGNORE_INDEX).any()]
+        while ahead := list(islice(documents, AHEAD_DOCUMENTS)):
+            chunk = self._tokenizer.chunk(ahead)
+            ends = np.cumsum(chunk.lengths)
+            columns = {name: np.split(values, ends[:-1]) for name, values in chunk.columns.items()}
+            rows = ({name: values[i] for name, values in columns.items()} for i in range(len(chunk.lengths)))
+            for num_rows in chunk.num_rows.tolist():
+                yield trees_of(list(islice(rows, num_rows)), self.job.tree, self.job.most_tokens)
 
 
 Pack = dict[str, Any]
@@ -317,9 +301,12 @@ class StreamedPacks(PackSource):
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
         settings = replace(config, tokenize=replace(config.tokenize, num_shards=1))
         job = job_of(settings, documents, packer.tree, packer.packed_sequence_size)
-        packer = packer.padded_with(padding_id(job.tokenizer))
+        packer = packer.padded_with(padding_id(job.tokenizer)).fitted_to(documents.kind)
         val, notes = tokenize_validation(documents, job, config.cache_dir)
-        val_packs = {name: packer.packs(rows, packer.plan(rows.lengths)) for name, rows in val.items()}
+        notes = (*_look_at_head(documents, job, packer), *notes)
+        val_packs = {
+            name: packer.packs(rows, packer.plan(rows.lengths, 0, rows.has_labels)) for name, rows in val.items()
+        }
         return cls(documents, job, packer, val_packs, notes, batches, config.dataloader)
 
     @classmethod
@@ -376,28 +363,57 @@ class StreamedPacks(PackSource):
             cursor = Cursor(cursor.epoch + 1)
 
     def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
-        """Documents left out of this epoch so far, over all ranks: over-long ones, and those that train nothing."""
-        own = [s for shard, s in (cursor.shards or {}).items() if int(shard) % self.shape.dp_size == mesh.dp_rank]
-        counts = [sum(state[name] for state in own) for name in ("num_dropped", "num_empty")]
-        dropped, empty = (mesh.sum(torch.tensor(counts)) // mesh.shape.cp).tolist()
-        return {"stream/num_dropped": dropped, "stream/num_empty": empty}
+        """Counts the documents left out of this epoch so far, over all ranks; see `PackStream`."""
+        counts = mesh.sum(self._own_counts(cursor.shards or {}, mesh.dp_rank)) // mesh.shape.cp
+        named = dict(zip(STREAM_COUNTS, counts.tolist()))
+        return {"stream/num_dropped": named["num_dropped"], "stream/num_empty": named["num_empty"]}
+
+    def _own_counts(self, states: Mapping[str, ShardState], dp_rank: int) -> torch.Tensor:
+        """Returns STREAM_COUNTS, summed over the shards that this rank reads."""
+        own = [state for shard, state in states.items() if int(shard) % self.shape.dp_size == dp_rank]
+        return torch.tensor([sum(state.get(name, 0) for state in own) for name in STREAM_COUNTS])
 
     def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[StepBatches]:
         per_step, size = self.shape.global_batch_size // self.shape.dp_size, self.shape.micro_batch_size
         turns = self._turns(cursor, mesh.dp_rank)
         states = dict(cursor.shards or {})
+        is_judged = False
         for step in itertools.count():
             began = time.perf_counter()
             taken = [next(turns, None) for _ in range(per_step)]
             packs = [turn[1] if turn is not None else None for turn in taken]
             batches = [self._collate(packs[i : i + size]) for i in range(0, per_step, size)]
-            num_packs = mesh.sum(torch.tensor([sum(pack is not None for pack in packs)]))
-            wait_s = time.perf_counter() - began
-            if not num_packs.item():  # the same on all ranks, so all end the epoch at this step
-                return
             states |= {str(turn[0]): turn[2] for turn in taken if turn is not None and turn[2] is not None}
+            # One message for the packs of this step and for what the shards have read until then.
+            num_packs = torch.tensor([sum(pack is not None for pack in packs)])
+            summed = mesh.sum(torch.cat([num_packs, self._own_counts(states, mesh.dp_rank)])) // mesh.shape.cp
+            wait_s = time.perf_counter() - began
+            is_whole = not int(summed[0])  # the same on all ranks, so all end the epoch at this step
+            counts = dict(zip(STREAM_COUNTS, summed[1:].tolist()))
+            if is_whole or counts["num_documents"] >= MIN_JUDGED_DOCUMENTS:
+                self._judge(counts)
+                if mesh.rank == 0 and (is_whole or not is_judged):
+                    print(f"data: {self._counts_text(counts)}", flush=True)
+                is_judged = True
+            if is_whole:
+                return
             num_taken = cursor.packs + (step + 1) * self.shape.global_batch_size
             yield StepBatches(batches, [], cursor.epoch, Cursor(cursor.epoch, num_taken, dict(states)), wait_s)
+
+    def _counts_text(self, counts: Mapping[str, int]) -> str:
+        """`stream.jsonl: 1,200 documents read, 12 bad, empty or without a trained token, 3 over-long dropped`."""
+        return (
+            f"{self.documents.stream.name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, "
+            f"empty or without a trained token, {counts['num_dropped']:,} over-long dropped"
+        )
+
+    def _judge(self, counts: Mapping[str, int]) -> None:
+        """Raises DataError when too much of what all shards have read so far cannot be trained on."""
+        max_bad_frac = self.job.settings.max_bad_frac
+        if counts["num_empty"] > max_bad_frac * counts["num_documents"]:
+            allowed = int(max_bad_frac * counts["num_documents"])
+            raise DataError(f"{self._counts_text(counts)}; max_bad_frac={max_bad_frac} allows {allowed:,} bad ones.")
+        self.packer.check_dropped(counts["dropped_tokens"], counts["num_tokens"], self.documents.stream.name)
 
     def _turns(self, cursor: Cursor, dp_rank: int) -> Iterator[Turn | None]:
         """This rank's turns from `cursor` on; None for a shard that has ended."""
@@ -424,6 +440,22 @@ class StreamedPacks(PackSource):
         batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
         pins = self.dataloader.pin_memory and torch.cuda.is_available()
         return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def _look_at_head(documents: StreamingDataset, job: Job, packer: Packer) -> tuple[str, ...]:
+    """Tokenizes the first documents and judges them as a file's are; returns notes to print.
+
+    Raises:
+        DataError: as `check_set` does, or too many tokens that no pack can hold.
+    """
+    head = documents.head(MIN_JUDGED_DOCUMENTS)
+    chunk = DocumentTokenizer(job).chunk(head)
+    name = f"first {len(head):,} documents"
+    check_set(name, documents.kind, chunk.found, job.settings, job.tokenizer)
+    if packer.overlong == "drop":
+        too_long = chunk.lengths[chunk.lengths > packer.packed_sequence_size]
+        packer.check_dropped(int(too_long.sum()), int(chunk.lengths.sum()), name, chunk.lengths)
+    return (f"{name}: {chunk.found.counts}", *special_note(name, chunk.found))
 
 
 class ShardTurns(IterableDataset):

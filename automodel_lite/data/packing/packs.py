@@ -34,6 +34,7 @@ from automodel_lite.config.rules import Count, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.plan import (
+    HasLabels,
     PackPlan,
     Strategy,
     check_settings,
@@ -44,7 +45,7 @@ from automodel_lite.data.packing.plan import (
 from automodel_lite.data.tokens.token_rows import Rows, Runs, TokenRows, flatten
 from automodel_lite.data.tokens.trees import MODES
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX, SEQ_LENS_PADDING
 
 BALANCES = ("none", "step", "window")
 
@@ -81,6 +82,7 @@ class Packer:
         self.max_packs = max_packs
         named = "error" if drop_long_samples is False else "drop"  # NeMo AutoModel's name for two of the four
         self.overlong = overlong or named
+        self.is_overlong_given = overlong is not None or drop_long_samples is not None
         check_settings(packed_sequence_size, self.overlong, max_packs)
         if drop_long_samples is not None and self.overlong != named:
             raise ConfigError(
@@ -102,8 +104,10 @@ class Packer:
         self.repack_each_epoch = repack_each_epoch
         self.padding_idx = padding_idx
 
-    def plan(self, lengths: Sequence[int] | np.ndarray, epoch: int = 0) -> PackPlan:
-        """The plan of an epoch; all epochs share one unless `repack_each_epoch`."""
+    def plan(
+        self, lengths: Sequence[int] | np.ndarray, epoch: int = 0, has_labels: HasLabels | None = None
+    ) -> PackPlan:
+        """Plans an epoch; all epochs share one plan unless `repack_each_epoch`. has_labels: see `plan_packs`."""
         return plan_packs(
             lengths,
             self.packed_sequence_size,
@@ -113,6 +117,7 @@ class Packer:
             overlong=self.overlong,
             max_packs=self.max_packs,
             slot_multiple=self.slot_multiple,
+            has_labels=has_labels,
         )
 
     @property
@@ -126,6 +131,24 @@ class Packer:
         resized.packed_sequence_size, resized.overlong = packed_sequence_size, overlong
         return resized
 
+    def fitted_to(self, kind: str) -> Packer:
+        """Returns the same packing for documents of a kind: raw text is split where the settings say nothing."""
+        if kind != "text" or self.is_overlong_given:
+            return self
+        return self.resized(self.packed_sequence_size, "split")
+
+    def check_dropped(self, dropped_tokens: int, tokens: int, name: str, lengths: np.ndarray | None = None) -> None:
+        """Raises DataError when more is dropped than anybody means by saying nothing; `lengths` of documents."""
+        if self.is_overlong_given or dropped_tokens <= MAX_DROPPED_FRAC * tokens:
+            return
+        setting = "packed_sequence.packed_sequence_size"
+        larger = "" if lengths is None else f"{setting}={size_that_keeps(lengths)} (keeps 99 %), "
+        raise DataError(
+            f"{name}: documents over {setting}={self.packed_sequence_size} would be dropped, with "
+            f"{dropped_tokens / tokens:.0%} of all tokens: set {larger}packed_sequence.overlong=split, or "
+            "packed_sequence.overlong=drop if that is meant."
+        )
+
     def padded_with(self, padding_id: int) -> Packer:
         """The same packing, which fills packs up with `padding_id` unless the settings name another id."""
         padded = copy(self)
@@ -134,6 +157,17 @@ class Packer:
 
     def packs(self, rows: Rows, plan: PackPlan) -> PackedDataset:
         return PackedDataset(rows, plan, self.padding_idx or 0)
+
+
+MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong: drop
+
+
+def size_that_keeps(lengths: np.ndarray, frac: float = 0.99) -> int:
+    """Returns the pack size, a multiple of 128, that holds the documents with this fraction of the tokens."""
+    rising = np.sort(lengths)
+    total = np.cumsum(rising, dtype=np.int64)
+    longest = int(rising[np.searchsorted(total, frac * total[-1])])
+    return -(-longest // 128) * 128
 
 
 EMPTY_PACK = -1  # PackedDataset[EMPTY_PACK] is padding only, for ranks that run short in the last step
@@ -403,27 +437,41 @@ Row = dict[str, np.ndarray]
 Place = tuple[int, int]  # number of a document in the stream, and of a row of it
 
 
+STREAM_COUNTS = ("num_documents", "num_empty", "num_dropped", "num_tokens", "dropped_tokens")
+"""Of the documents that were read: all, those without a row or without a label after cutting, over-long rows that were
+dropped; and tokens of all rows, and of those.
+"""
+
+
 class PackStream(torch.utils.data.IterableDataset):
     """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
 
     read(start): the documents from number `start` on, the same ones at every call; each is a list of the rows
     {"input_ids", "labels"} that were made of it (none, where nothing of it is trained on). At most `lookahead` rows
     wait for a fitting pack. `state_dict` after a pack holds how many documents were read and the places of the rows
-    that wait; `load_state_dict` reads these again and goes on with the next pack. `num_dropped` counts over-long rows,
-    `num_empty` documents without a row. Raises ConfigError for settings that cannot work, DataError for a document
-    that cannot.
+    that wait; `load_state_dict` reads these again and goes on with the next pack. `counts` are STREAM_COUNTS.
+
+    Raises:
+        ConfigError: settings that cannot work.
+        DataError: a document that cannot.
     """
 
     def __init__(self, read: Callable[[int], Iterable[list[Row]]], packer: Packer, lookahead: int = LOOKAHEAD):
-        if packer.overlong == "split":
-            raise ConfigError(
-                "packed_sequence.overlong='split' does not work on a stream: use one of drop, truncate, error."
-            )
-        self.read = read
+        self._documents = read
         self.packer = packer
         self.lookahead = lookahead
-        self.num_dropped = self.num_empty = 0
-        self.load_state_dict({"cursor": 0, "piece": 0, "waiting": [], "num_dropped": 0, "num_empty": 0})
+        self.counts = dict.fromkeys(STREAM_COUNTS, 0)
+        self.load_state_dict({"cursor": 0, "piece": 0, "waiting": []})
+
+    def read(self, start: int) -> Iterator[list[Row]]:
+        """Yields the rows of the documents from number `start` on, cut to the size of a pack where that is asked."""
+        size, overlong = self.packer.packed_sequence_size, self.packer.overlong
+        for rows in self._documents(start):
+            if overlong == "split" and any(len(row["input_ids"]) > size for row in rows):
+                places = [(row, at) for row in rows for at in range(0, len(row["input_ids"]), size)]
+                rows = [{name: values[at : at + size] for name, values in row.items()} for row, at in places]
+                rows = [row for row in rows if (np.asarray(row["labels"]) != IGNORE_INDEX).any()]
+            yield rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -435,12 +483,11 @@ class PackStream(torch.utils.data.IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """{"cursor": documents read, "piece": rows read of the one behind, "waiting": [document, row] of those that are
-        in no pack yet, "num_dropped", "num_empty"}.
+        in no pack yet, and STREAM_COUNTS}.
         """
         waiting = [list(self._held[number][0]) for number, _ in self._packs.waiting]
         cursor, piece = self._cursor
-        counts = {"num_dropped": self.num_dropped, "num_empty": self.num_empty}
-        return {"cursor": cursor, "piece": piece, "waiting": waiting, **counts}
+        return {"cursor": cursor, "piece": piece, "waiting": waiting, **self.counts, "num_documents": cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._cursor = (state["cursor"], state["piece"])
@@ -455,8 +502,7 @@ class PackStream(torch.utils.data.IterableDataset):
                         self._hold((number, piece), row)
                 if number >= last:
                     break
-        self.num_empty = state["num_empty"]
-        self.num_dropped = state["num_dropped"]
+        self.counts = {name: state.get(name, 0) for name in STREAM_COUNTS}
         slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
         self._packs = ExactFiller(
             self._arriving(*self._cursor),
@@ -469,9 +515,10 @@ class PackStream(torch.utils.data.IterableDataset):
     def _arriving(self, start: int, num_seen: int) -> Iterator[int]:
         """The slots of the rows from document `start` on, of which `num_seen` rows were read before."""
         for number, rows in enumerate(self.read(start), start=start):
-            self.num_empty += not rows
+            self.counts["num_empty"] += not rows
             for piece, row in enumerate(rows[num_seen:], start=num_seen):
                 self._cursor = (number, piece + 1) if piece + 1 < len(rows) else (number + 1, 0)
+                self.counts["num_tokens"] += len(row["input_ids"])
                 if self._hold((number, piece), row):
                     yield self._slots(self._held[self._arrived - 1][1])
             self._cursor, num_seen = (number + 1, 0), 0
@@ -493,9 +540,13 @@ class PackStream(torch.utils.data.IterableDataset):
                     "raise it, or set packed_sequence.overlong to drop or truncate."
                 )
             if overlong == "drop":
-                self.num_dropped += 1
+                self.counts["num_dropped"] += 1
+                self.counts["dropped_tokens"] += len(input_ids)
                 return False
             columns = {name: values[:size] for name, values in columns.items()}
+            if not (columns["labels"] != IGNORE_INDEX).any():  # the prompt alone fills the pack
+                self.counts["num_empty"] += 1
+                return False
         self._held[self._arrived] = (place, columns)
         self._arrived += 1
         return True

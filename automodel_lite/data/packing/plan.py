@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -220,12 +220,14 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
 
 OVERLONG = ("drop", "truncate", "split", "error")
 Part = slice | np.ndarray
+HasLabels = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""(document, start, stop) of pieces [P] -> bool [P], whether a piece has a label."""
 PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: no attention quadratic in the tail
 
 
 @dataclass(frozen=True)
 class PlanCounts:
-    """What became of every document: packed + dropped + left out; of every token: the same + cut."""
+    """What became of every document: packed + dropped + masked + left out; of every token: the same + cut."""
 
     documents: int
     tokens: int
@@ -237,6 +239,8 @@ class PlanCounts:
     cut_tokens: int
     split_documents: int  # in more than one piece
     pieces: int  # entries of doc_ids
+    masked_documents: int  # over-long, without a label once they are cut
+    masked_tokens: int  # of pieces without a label
     left_out_documents: int  # by max_packs
     left_out_tokens: int
 
@@ -316,6 +320,7 @@ def plan_packs(
     overlong: str = "drop",
     max_packs: int | None = None,
     slot_multiple: int = 1,
+    has_labels: HasLabels | None = None,
 ) -> PackPlan:
     """Distributes documents over packs of at most `packed_sequence_size` tokens.
 
@@ -323,7 +328,8 @@ def plan_packs(
     per document are needed beside them. slot_multiple: every document takes a slot that is a
     multiple of it (2 * cp under context parallelism). overlong: what becomes of documents over the size, where the
     strategy does not cut documents anyway. max_packs: a random sample of the
-    packs, each document with the same chance.
+    packs, each document with the same chance. has_labels: asked which pieces of over-long documents still train
+    something once they are cut; the others are left out (None: all do).
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
@@ -334,6 +340,10 @@ def plan_packs(
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
     kept = "" if strategy.cuts_documents else overlong
     pool, pool_lengths = _fit_overlong(lengths, packed_sequence_size, kept)
+    masked_documents = masked_tokens = 0
+    if has_labels is not None and pool is not None and pool.starts is not None and pool.stops is not None:
+        pool, masked_documents, masked_tokens = _without_masked(pool, lengths, packed_sequence_size, has_labels)
+        pool_lengths = pool.piece_lengths(lengths)
     slots = -(-pool_lengths // slot_multiple) if slot_multiple > 1 else pool_lengths
     size = packed_sequence_size // slot_multiple
     packed = strategy.pack(slots, size, seed, epoch)
@@ -363,7 +373,9 @@ def plan_packs(
         epoch=epoch,
         num_packs_made=num_packs_made,
         lower_bound=bound,
-        counts=_count(lengths, pieces, int(tokens_per_pack.sum()), packed_sequence_size, kept),
+        counts=_count(
+            lengths, pieces, int(tokens_per_pack.sum()), packed_sequence_size, kept, masked_documents, masked_tokens
+        ),
         note=packed.note,
     )
 
@@ -438,6 +450,24 @@ def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> tuple[Pieces
     return Pieces(everything[~long]), lengths[~long]
 
 
+def _without_masked(pool: Pieces, lengths: np.ndarray, size: int, has_labels: HasLabels) -> tuple[Pieces, int, int]:
+    """Leaves out the pieces of over-long documents that have no label; returns documents and tokens left out so."""
+    assert pool.starts is not None
+    assert pool.stops is not None
+    # Documents that fit are whole, and were judged when they were tokenized.
+    cut = np.flatnonzero(np.asarray(lengths)[pool.doc_ids] > size)
+    is_masked = np.zeros(len(pool.doc_ids), bool)
+    is_masked[cut] = ~has_labels(pool.doc_ids[cut], pool.starts[cut], pool.stops[cut])
+    kept = pool.taken(np.flatnonzero(~is_masked))
+    if not len(kept.doc_ids):
+        raise DataError(
+            f"no document has a label within packed_sequence.packed_sequence_size={size}: their prompts alone fill a "
+            "pack; raise it, or set packed_sequence.overlong=split."
+        )
+    num_documents = len(np.unique(pool.doc_ids[is_masked])) - len(np.intersect1d(pool.doc_ids[is_masked], kept.doc_ids))
+    return kept, num_documents, int((pool.stops - pool.starts)[is_masked].sum())
+
+
 def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[Pieces, np.ndarray]:
     """`max_packs` random packs in the order of the plan: every document has the same chance."""
     chosen = np.sort(seeded_order(len(offsets) - 1, seed, epoch)[:max_packs])
@@ -447,7 +477,15 @@ def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoc
     return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
 
 
-def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, size: int, overlong: str) -> PlanCounts:
+def _count(
+    lengths: np.ndarray,
+    pieces: Pieces,
+    packed_tokens: int,
+    size: int,
+    overlong: str,
+    masked_documents: int,
+    masked_tokens: int,
+) -> PlanCounts:
     long = lengths[lengths > size]
     tokens = int(lengths.sum())
     dropped, truncated = (long if overlong == name else long[:0] for name in ("drop", "truncate"))
@@ -469,8 +507,10 @@ def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, size: int, o
         cut_tokens=cut_tokens,
         split_documents=split,
         pieces=len(pieces.doc_ids),
-        left_out_documents=len(lengths) - num_dropped - packed_documents,
-        left_out_tokens=tokens - dropped_tokens - cut_tokens - packed_tokens,
+        masked_documents=masked_documents,
+        masked_tokens=masked_tokens,
+        left_out_documents=len(lengths) - num_dropped - packed_documents - masked_documents,
+        left_out_tokens=tokens - dropped_tokens - cut_tokens - packed_tokens - masked_tokens,
     )
 
 

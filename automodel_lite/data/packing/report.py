@@ -87,6 +87,9 @@ class PackingReport(PlanCounts):
             lines.append(("dropped", f"{self.dropped_documents:,} over-long documents, {self.dropped_tokens:,} tokens"))
         if self.truncated_documents:
             lines.append(("truncated", f"{self.truncated_documents:,} documents, {self.cut_tokens:,} tokens cut off"))
+        if self.masked_tokens:
+            masked = f"{self.masked_documents:,} documents, {self.masked_tokens:,} tokens without a label after cutting"
+            lines.append(("masked", masked))
         if self.split_documents:
             lines.append(("split", f"{self.split_documents:,} documents over several packs or pieces"))
         if self.imbalance_before is not None and self.imbalance_after is not None:

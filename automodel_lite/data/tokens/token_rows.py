@@ -76,6 +76,11 @@ class Rows(ABC):
         """The same rows with more columns, [tokens of the flat rows, ...] each."""
         return replace(self.flat, columns={**self.flat.columns, **columns}, folder=None)
 
+    def has_labels(self, doc_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Returns which pieces of documents have a label, bool [P]."""
+        pieces = zip(doc_ids.tolist(), starts.tolist(), stops.tolist())
+        return np.array([(self[i]["labels"][start:stop] != IGNORE_INDEX).any() for i, start, stop in pieces], bool)
+
     def located(self, doc_ids: np.ndarray) -> tuple[TokenRows, np.ndarray, np.ndarray]:
         """Flat rows that hold these documents, where each begins in them, and its length; int64 [D] each."""
         rows = flatten(map(self.__getitem__, doc_ids.tolist()))
@@ -389,6 +394,7 @@ class RowCounts:
     num_bad: int = 0
     num_empty: int = 0
     num_fully_masked: int = 0
+    num_with_special_tokens: int = 0  # in their own text
 
     def __add__(self, other: RowCounts) -> RowCounts:
         return RowCounts(**{name: value + asdict(other)[name] for name, value in asdict(self).items()})
@@ -426,6 +432,7 @@ class Findings:
     fully_masked: Example | None = None
     unstopped: Example | None = None
     first_error: str = ""
+    first_special: str = ""  # place and token
 
     def __add__(self, other: Findings) -> Findings:
         return Findings(
@@ -436,6 +443,7 @@ class Findings:
             self.fully_masked or other.fully_masked,
             self.unstopped or other.unstopped,
             self.first_error or other.first_error,
+            self.first_special or other.first_special,
         )
 
     def save(self, folder: Path) -> None:
@@ -453,6 +461,7 @@ class Chunk:
 
     columns: Mapping[str, np.ndarray]  # of thd.COLUMNS, [total, ...]
     lengths: np.ndarray  # int64 [N]
+    num_rows: np.ndarray  # int64 [documents], of each document that was read
     found: Findings
     groups: np.ndarray | None = None  # int64 [N], see `TokenRows`; None where no two rows share one
 
@@ -460,13 +469,14 @@ class Chunk:
 def check_rows(
     columns: Mapping[str, np.ndarray],
     lengths: np.ndarray,
+    num_rows: Sequence[int],
     stop_ids: Set[int],
     found: Findings,
     groups: np.ndarray | None = None,
 ) -> Chunk:
     """Leaves out rows without a label; counts those where all is trained on, or that train no stop token last.
 
-    found: in the reading of the documents that the rows were made of.
+    num_rows: of each document that was read; found: in the reading of these documents.
     """
     input_ids, labels = columns["input_ids"], columns["labels"]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -498,9 +508,11 @@ def check_rows(
         fully_masked=first(~kept & (lengths > 0)),
         unstopped=first(unstopped),
     )
+    document = np.repeat(np.arange(len(num_rows)), num_rows)
     return Chunk(
         {name: values[kept_tokens] for name, values in columns.items()},
         lengths[kept],
+        np.bincount(document[kept], minlength=len(num_rows)),
         found,
         None if groups is None else groups[kept],
     )

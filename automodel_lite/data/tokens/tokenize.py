@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
@@ -89,7 +91,7 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     ranges = [all_wanted[start : start + CHUNK_DOCUMENTS] for start in range(0, len(all_wanted), CHUNK_DOCUMENTS)]
     num_proc = job.settings.num_proc or min(num_cores(), len(all_wanted) // MIN_DOCUMENTS_PER_PROCESS)
     if num_proc <= 1:
-        yield from _chunks_in_threads(ChunkTokenizer(rows, job), ranges)
+        yield from _chunks_in_threads(rows, DocumentTokenizer(job), ranges)
         return
     pool = ProcessPoolExecutor(num_proc, _process_context(), _start_process, (rows, job))
     try:
@@ -100,7 +102,7 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
             pending.extend(pool.submit(_chunk_in_process, wanted) for wanted in islice(waiting, 1))
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"tokenize.num_proc={num_proc}: a process died without a message, most likely out of memory: set fewer."
+            f"tokenize.num_proc={num_proc}: a worker was killed, probably out of memory: lower tokenize.num_proc."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -117,12 +119,12 @@ def _process_context() -> BaseContext:
     return context
 
 
-def _chunks_in_threads(worker: ChunkTokenizer, ranges: Sequence[range]) -> Iterator[Chunk]:
+def _chunks_in_threads(rows: DocumentSet, worker: DocumentTokenizer, ranges: Sequence[range]) -> Iterator[Chunk]:
     """Renders a chunk (Python) while the one before it is tokenized (Rust, outside the interpreter's lock)."""
     with ThreadPoolExecutor(1) as encoder:
         pending: Future[Chunk] | None = None
         for wanted in ranges:
-            rendered = worker.render(wanted)
+            rendered = worker.render(placed(rows, wanted), wanted.start)
             if pending is not None:
                 yield pending.result()
             pending = encoder.submit(worker.encode, rendered)
@@ -135,78 +137,104 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+Placed = tuple[str, Document | DataError]
+"""A document, or the error that reading it raised, and its place."""
+
+
+def placed(rows: DocumentSet, wanted: range) -> Iterator[Placed]:
+    """Yields some documents of a set with their places."""
+    for index in wanted:
+        try:
+            yield rows.where(index), rows[index]
+        except DataError as error:
+            yield rows.where(index), error
+
+
 @dataclass
 class Rendered:
-    """What was read of some documents: renderings, or token ids that were given."""
+    """What was read of some documents: renderings, or token ids that were given.
 
-    num_documents: int
+    num_rows   rows that each document becomes, before those without a label are left out
+    """
+
+    num_rows: list[int] = field(default_factory=list)
     renderings: list[Rendering] = field(default_factory=list)
     tokens: list[Document] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)  # of each rendering, or document of tokens
-    errors: list[str] = field(default_factory=list)
-    num_split_chats: int = 0
+    found: Findings = field(default_factory=Findings)
 
 
-class ChunkTokenizer:
-    """Tokenizes ranges of the documents of one set."""
+class DocumentTokenizer:
+    """Makes token rows of documents, a chunk of them at a time: of files, of streams and of lists alike."""
 
-    def __init__(self, rows: DocumentSet, job: Job):
-        self._rows = rows
+    def __init__(self, job: Job):
         self._job = job
         self._renderer = job.renderer()
         self._encoder = Encoder(job.tokenizer)
         self._vocab_size = len(job.tokenizer)
 
-    def chunk(self, wanted: range) -> Chunk:
-        return self.encode(self.render(wanted))
+    def chunk(self, documents: Iterable[Placed], first: int = 0) -> Chunk:
+        """Returns the token rows of some documents, which are number `first` and following of their set."""
+        return self.encode(self.render(documents, first))
 
-    def render(self, wanted: range) -> Rendered:
+    def render(self, documents: Iterable[Placed], first: int = 0) -> Rendered:
         """Reads and renders documents.
 
         Raises:
             DataError: a bad row, unless they are skipped.
         """
-        rendered = Rendered(len(wanted))
-        for index in wanted:
-            try:
-                document = self._rows[index]
-                renderings = self._renderings(document, index, rendered)
-            except DataError as error:
-                if self._job.settings.on_bad_row == "error":
-                    raise
-                rendered.errors.append(str(error))
-                continue
-            rendered.renderings += renderings
-            rendered.groups += [_group(document, index)] * max(1, len(renderings))
-            is_split = len(renderings) > len(document.get("documents", [document])) and not renderings[0].answer
-            rendered.num_split_chats += is_split
+        rendered = Rendered()
+        errors, num_split, num_special, special = [], 0, 0, ""
+        with StallReport() as stall:
+            for number, (place, document) in enumerate(documents, start=first):
+                stall.place = place
+                num_rows = 0
+                try:
+                    if isinstance(document, DataError):
+                        raise document
+                    num_rows = self._render(document, rendered)
+                    is_tokens = "input_ids" in document
+                    rendered.groups += [_group(document, number)] * (1 if is_tokens else max(1, num_rows))
+                    is_split = not is_tokens and num_rows > len(document.get("documents", [document]))
+                    num_split += is_split and not rendered.renderings[-1].answer
+                    if token := self._renderer.special_in(document):
+                        num_special, special = num_special + 1, special or f"{place}: {token}"
+                except DataError as error:
+                    named = error if error is document else DataError(f"{place}: {error}")
+                    if self._job.settings.on_bad_row == "error":
+                        raise named from error
+                    errors.append(str(named))
+                rendered.num_rows.append(num_rows)
+        counts = RowCounts(len(rendered.num_rows), num_bad=len(errors), num_split_chats=num_split)
+        counts = replace(counts, num_with_special_tokens=num_special)
+        rendered.found = Findings(counts, first_error=next(iter(errors), ""), first_special=special)
         return rendered
 
-    def _renderings(self, document: Document, index: int, rendered: Rendered) -> list[Rendering]:
-        try:
-            if "input_ids" in document:
-                rendered.tokens.append(_given_tokens(document, self._job.settings.train_on, self._vocab_size))
-                return []
-            return self._renderer.renderings(document)
-        except DataError as error:
-            raise DataError(f"{self._rows.where(index)}: {error}") from error
+    def _render(self, document: Document, rendered: Rendered) -> int:
+        """Adds a document to what was rendered; returns the number of its rows."""
+        if "input_ids" in document:
+            rendered.tokens.append(_given_tokens(document, self._job.settings.train_on, self._vocab_size))
+            return len(document["lengths"])
+        renderings = self._renderer.renderings(document)
+        rendered.renderings += renderings
+        return len(renderings)
 
     def encode(self, rendered: Rendered) -> Chunk:
+        """Tokenizes what was rendered."""
         if rendered.tokens:
-            columns, lengths = _token_rows(rendered.tokens)
+            given = flatten({name: d[name] for name in COLUMNS if name in d} for d in rendered.tokens)
+            columns = dict(given.columns)
+            lengths = np.array([n for document in rendered.tokens for n in document["lengths"]], np.int64)
         else:
             encoded = self._encoder.encode(rendered.renderings)
             columns, lengths = {"input_ids": encoded.input_ids, "labels": encoded.labels}, encoded.lengths
             answers = np.array([rendering.answer for rendering in rendered.renderings], np.int8)
             if answers.any():
                 columns["answers"] = np.where(encoded.labels == IGNORE_INDEX, 0, answers.repeat(lengths))
-        num_bad, num_split_chats = len(rendered.errors), rendered.num_split_chats
-        counts = RowCounts(rendered.num_documents, num_bad=num_bad, num_split_chats=num_split_chats)
-        found = Findings(counts, first_error=next(iter(rendered.errors), ""))
         groups = np.array(rendered.groups, np.int64)
         if rendered.tokens:  # what was packed before holds documents of any sources
             groups = groups.repeat([len(document["lengths"]) for document in rendered.tokens])
-        return check_rows(columns, lengths, self._renderer.stop_ids, found, groups)
+        return check_rows(columns, lengths, rendered.num_rows, self._renderer.stop_ids, rendered.found, groups)
 
 
 def _group(document: Document, index: int) -> int:
@@ -216,10 +244,39 @@ def _group(document: Document, index: int) -> int:
     return int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
 
 
-def _token_rows(documents: list[Document]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The columns of documents that came as tokens, end to end, and the lengths of their rows."""
-    rows = flatten({name: document[name] for name in COLUMNS if name in document} for document in documents)
-    return dict(rows.columns), np.array([n for document in documents for n in document["lengths"]], np.int64)
+STALL_S = 20.0  # a chat takes a template some 0.0002 s
+
+
+class StallReport:
+    """Says which row a chat template is at when it stays there: templates may hold loops that never end."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        self._seen = ""
+        self._stop = threading.Event()
+
+    def __enter__(self) -> StallReport:
+        self._timer = threading.Timer(STALL_S, self._look)
+        self._timer.daemon = True
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        """Compares the place with the one of the look before."""
+        while not self._stop.is_set():
+            if self.place == self._seen:
+                print(
+                    f"WARNING: {self.place} has been with the chat template for {STALL_S:.0f} s: does the template "
+                    "(tokenizer.chat_template) contain nested loops?",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._seen = self.place
+            self._stop.wait(STALL_S)
 
 
 def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Document:
@@ -238,17 +295,18 @@ def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Documen
     return document
 
 
-_worker: ChunkTokenizer
+_worker: tuple[DocumentSet, DocumentTokenizer]
 
 
 def _start_process(rows: DocumentSet, job: Job) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = ChunkTokenizer(rows, job)
+    _worker = rows, DocumentTokenizer(job)
 
 
 def _chunk_in_process(wanted: range) -> Chunk:
-    return _worker.chunk(wanted)
+    rows, tokenizer = _worker
+    return tokenizer.chunk(placed(rows, wanted), wanted.start)
 
 
 def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens: int | None = None) -> Job:
@@ -413,7 +471,19 @@ class _Set:
 
 
 def _notes(entries: Mapping[str, CacheEntry]) -> tuple[str, ...]:
-    return tuple(f"{name}: {_read_counts(entry)} · cache: {entry.note}" for name, entry in entries.items())
+    found = {name: Findings.load(entry.folder) for name, entry in entries.items()}
+    lines = [f"{name}: {found[name].counts} · cache: {entry.note}" for name, entry in entries.items()]
+    return (*lines, *(note for name in entries for note in special_note(name, found[name])))
+
+
+def special_note(name: str, found: Findings) -> list[str]:
+    """Returns a note on special tokens that stand in the text of documents, where a template writes its own."""
+    if not (num := found.counts.num_with_special_tokens):
+        return []
+    return [
+        f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real ones (first: "
+        f"{found.first_special})"
+    ]
 
 
 def _key(identity: str, job: Job) -> Key:

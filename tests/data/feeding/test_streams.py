@@ -176,9 +176,11 @@ def test_too_many_bad_rows_end_a_stream(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\nbroken\n" for row in rows()) * 10)
     dataset = StreamingDataset(str(path), num_shards=1)
-    stream = TokenStream(dataset, Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip")))
-    with pytest.raises(DataError, match=r"shard 0: \d+ of \d+ documents are bad, .* max_bad_frac=0.05 allows"):
-        list(stream.read(0, 0))
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
+    assert sum(not rows for rows in TokenStream(dataset, job).read(0, 0)) == 610
+    loader = replace(loader_of(str(path)), job=job)
+    with pytest.raises(DataError, match=r"\d+ documents read, \d+ bad, empty .*max_bad_frac=0.05 allows \d+ bad ones"):
+        epoch_of(loader, Cursor())
 
 
 def two_turns() -> Iterator[dict[str, Any]]:
