@@ -474,10 +474,12 @@ class ShardTurns(IterableDataset):
         alive = set(shards)
         while alive:
             for shard in shards:
-                pack = next(streams[shard], None) if shard in alive else None
+                was_alive = shard in alive
+                pack = next(streams[shard], None) if was_alive else None
                 if pack is None:
                     alive.discard(shard)
-                yield shard, pack, None if pack is None else streams[shard].state_dict()
+                # The state behind the last pack counts what was left out since: a shard may hold no pack at all.
+                yield shard, pack, streams[shard].state_dict() if was_alive else None
 
     def _packs(self, shard: int) -> PackStream:
         packs = PackStream(partial(self.tokens.read, shard), self.packer)

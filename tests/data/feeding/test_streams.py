@@ -124,8 +124,36 @@ def test_ranks_end_together_when_shards_are_uneven(tmp_path: Path) -> None:
 def test_a_stream_without_a_fitting_document_ends(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "q", "completion": "x" * 100}) + "\n")
+    loader = loader_of(str(path))
+    with pytest.raises(DataError, match=r"a.jsonl: documents over .*=40 would be dropped, with 100% of all tokens"):
+        next(loader.steps(Cursor(), init_mesh(MeshConfig()), COSTS))
+    meant = replace(loader, packer=Packer(40, overlong="drop"))
     with pytest.raises(DataError, match="the stream ends without a document that fits a pack"):
-        next(loader_of(str(path)).steps(Cursor(), init_mesh(MeshConfig()), COSTS))
+        next(meant.steps(Cursor(), init_mesh(MeshConfig()), COSTS))
+
+
+@pytest.mark.parametrize("num_shards", [1, 8])
+def test_prompts_that_fill_a_pack_are_bad_documents(tmp_path: Path, num_shards: int) -> None:
+    """Cut to a pack, they hold no label: counted over all shards, however few rows each of them has."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": "q" * (90 if i % 2 else 1), "completion": "x"}) + "\n" for i in range(40))
+    )
+    loader = replace(loader_of(str(path), num_shards=num_shards), packer=Packer(40, overlong="truncate"))
+    with pytest.raises(DataError, match=r"40 documents read, 20 bad, empty .*max_bad_frac=0.05 allows 2 bad ones"):
+        epoch_of(loader, Cursor())
+
+
+def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("abcdefghij" * 20)
+    dataset = StreamingDataset(str(path), num_shards=1)
+    packer = Packer(40).fitted_to(dataset.kind)
+    shape = BatchShape(1, 1, 1)
+    loader = StreamedPacks(dataset, Job(byte_tokenizer(MARKED)), packer, {}, (), shape, DataloaderConfig())
+    steps = list(takewhile(lambda batches: not batches.epoch, loader.steps(Cursor(), init_mesh(MeshConfig()), COSTS)))
+    text = byte_tokenizer(MARKED).decode([t for s in steps for t in s.micro_batches[0]["input_ids"][0].tolist()])
+    assert text.replace("<|end|>", "") == "abcdefghij" * 20  # the end token is the last label, of no piece a token
 
 
 def test_shards_must_be_whole_for_every_reader(tmp_path: Path) -> None:
