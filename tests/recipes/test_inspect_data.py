@@ -139,6 +139,7 @@ def test_inspecting_is_an_error_when_nothing_would_be_trained_on(tmp_path: Path,
         "tokenizer=bpe",
         "tokenizer.vocab_size=262",
         "packed_sequence.packed_sequence_size=64",
+        "packed_sequence.overlong=drop",
         preset="llama_packed",
     )
     with pytest.raises(DataError, match=r"^nothing would be trained on: ") as error:

@@ -15,13 +15,15 @@ from tests.runs import losses, train
 
 def stream_of(tmp_path: Path) -> list[str]:
     rows = [{"prompt": f"What is {i}?", "completion": f"It is {i % 7}."} for i in range(90)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, part in (("a.jsonl", rows), ("b.jsonl", rows[::9])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     return [
         "dataset=streaming",
         f"dataset.path={tmp_path / 'a.jsonl'}",
-        f"dataset.val_path={tmp_path / 'a.jsonl'}",
+        f"dataset.val_path={tmp_path / 'b.jsonl'}",
         "dataset.num_shards=4",
         "packed_sequence.packed_sequence_size=64",
+        "packed_sequence.overlong=drop",
         "training.max_steps=8",
         "training.global_batch_size=4",
         "training.log_every_steps=1",

@@ -33,6 +33,7 @@ OPTIONS = [
     f"training.max_steps={NUM_STEPS}",
     "training.global_batch_size=4",
     "packed_sequence.packed_sequence_size=64",
+    "packed_sequence.overlong=drop",
     "dataset.num_chats=120",
     "checkpoint.every_steps=2",
     "training.stuck_after_s=0",
