@@ -114,7 +114,9 @@ def ties(findings: list[Finding]) -> list[str]:
 def unread(findings: list[Finding]) -> list[str]:
     """Returns a line about families whose checkpoints in fp8 are refused."""
     found = [f.family for f in findings if f.steps.get("fp8", "").startswith("refused")]
-    return [f"Checkpoints in fp8 that transformers cannot read, and that are refused: {', '.join(found)}.", ""] * bool(found)
+    return [f"Checkpoints in fp8 that transformers cannot read, and that are refused: {', '.join(found)}.", ""] * bool(
+        found
+    )
 
 
 def summary(findings: list[Finding]) -> str:

@@ -23,12 +23,11 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
-from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.interpreter import collecting_seldom
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_shard
-from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, world_size
+from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.progress import Progress, activity, duration
@@ -48,7 +47,6 @@ from automodel_lite.training.guards import Guards
 from automodel_lite.training.label_values import with_values
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.schedules import move_to
 from automodel_lite.training.state import TrainState
 
 
@@ -60,7 +58,7 @@ def main(config: Config) -> int:
         return start.dry_run(config)
     with resume.joined(config) as (config, peers, finished):
         if finished:
-            Console(is_silent=rank() != 0).print(finished)
+            Console().print(finished)
             return 0
         return TrainFinetuneRecipe(config, peers).train()
 
@@ -70,9 +68,9 @@ class TrainFinetuneRecipe:
 
     def __init__(self, config: Config, peers: Peers | None = None) -> None:
         self.config = config
-        self.console = Console(is_silent=rank() != 0)
+        self.console = Console()
         self.guards = Guards(config, peers or Peers(None), self.console.print)
-        self.page = LiveReport(self.guards.folder.path, config.report and rank() == 0, self.console.say)
+        self.page = LiveReport(self.guards.folder.path, config.report and not self.console.is_silent, self.console.say)
         # built by setup(), in the order the data meets them
         self.data: PackSource
         self.plan: TrainingPlan
@@ -137,23 +135,17 @@ class TrainFinetuneRecipe:
         self.average = WeightAverage(self.optimizer, config.training.ema_decay)
         self.scheduler = build(config.lr_scheduler, self.optimizer, max_steps=self.plan.max_steps)
         self.guards.open()
-        self.resume(report)
-
-    def resume(self, report: PackingReport | None) -> None:
-        """Continues from the newest checkpoint that loads, or starts fresh."""
+        # from the newest checkpoint that loads, or fresh
         saved = self.guards.checkpointer.load_newest(self.model.loss_model, self.optimizer)
-        self.state = self.guards.state = resume.state_of(saved, self.data, self.guards)
-        move_to(self.scheduler, self.num_steps)
+        self.state = self.guards.state = resume.state_of(saved, self.data, self.scheduler, self.guards)
         resume.open_folder(self.guards, self.data, report, self.console.lines)
-        self.metrics = resume.open_log(self.guards, saved)
-        if self.num_steps == 0:
-            self.metrics.log_step({"step": 0, **self.data.counts})
+        self.metrics = resume.open_log(self.guards, saved, self.data.counts)
 
     def run(self) -> int:
         """Trains; logs, validates and saves when due; exports and evaluates at the end. Returns the exit code."""
         config, guards, state = self.config, self.guards, self.state
         self.console.say("run", start.position_line(guards, self.plan.max_steps))
-        guards.watch_steps()
+        guards.watch_steps(self.plan.max_steps)
         if state.pending_validation:
             self.validate()
         self.open_feed()
@@ -258,13 +250,10 @@ class TrainFinetuneRecipe:
                     return
                 losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
             answers = sample_answers(self.config.samples, self.model, self.mesh, self.data.tokenizer)
-        for key, loss in losses.items():
-            kind, _, name = key.removeprefix("val_").partition("/")
-            self.console.print(f"{self.num_steps:7d}  {loss:8.4f}  validation ({name})" + f" {kind}" * (kind != "loss"))
+        self.console.validation(self.num_steps, losses, answers)
         if losses:
             self.metrics.log_step({"step": self.num_steps, **losses})
         for prompt, answer in answers:
-            self.console.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
             self.metrics.text(self.num_steps, prompt, answer)
         self.meter.lap("validation")
         self.state.pending_validation = False
@@ -290,19 +279,13 @@ class TrainFinetuneRecipe:
         code = 0
         if self.guards.stop_reason:
             self.save(wait=True)
-            code = self.guards.record_stop(self.plan.max_steps)
+            code = self.guards.record_stop()
         else:
             if self.metrics.end_reason:
                 self.console.print(f"{self.num_steps:7d}  ended early: {self.metrics.end_reason}")
                 self.save(wait=True)
             with self.average.applied(self.model):  # the averaged weights are what is exported
-                finish(self.guards, self.built, self.data, self.metrics, self.console)
-            self.console.print(
-                f"finished at step {self.num_steps} of {self.plan.max_steps}: {self.guards.folder.shown}"
-            )
-            if self.page.is_drawn:
-                self.console.say("report", f"{self.guards.folder.shown}/{self.page.path.name}")
-            self.console.commands("next", self.guards.folder.next_commands("finished"))
+                finish(self.guards, self.built, self.data, self.metrics, self.console, self.page)
         self.metrics.log({"step": self.num_steps, **self.meter.rest()})
         self.guards.close()
         del self.feed  # shuts down its workers

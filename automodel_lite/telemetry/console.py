@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
+from automodel_lite.launched import rank
 from automodel_lite.progress import duration, print_above_bars, wrapped
 from automodel_lite.redact import scrub
 from automodel_lite.telemetry.metrics import StepMetrics
@@ -31,8 +32,8 @@ def quiet_libraries() -> None:
 class Console:
     """Prints on rank 0, is silent elsewhere."""
 
-    def __init__(self, is_silent: bool) -> None:
-        self.is_silent = is_silent
+    def __init__(self, is_silent: bool | None = None) -> None:
+        self.is_silent = rank() != 0 if is_silent is None else is_silent
         self.lines: list[tuple[str, str]] = []  # of the start block
         self._rows = 0
 
@@ -58,6 +59,14 @@ class Console:
     def _print(self, text: str) -> None:
         if not self.is_silent:
             print_above_bars(text)
+
+    def validation(self, step: int, losses: Mapping[str, float], answers: Sequence[tuple[str, str]]) -> None:
+        """The losses by their key in metrics.jsonl (`val_loss/easy`), and samples: (prompt, answer)."""
+        for key, loss in losses.items():
+            kind, _, name = key.removeprefix("val_").partition("/")
+            self.print(f"{step:7d}  {loss:8.4f}  validation ({name})" + f" {kind}" * (kind != "loss"))
+        for prompt, answer in answers:
+            self.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
 
     def step(self, m: StepMetrics) -> None:
         if self._rows % 25 == 0:

@@ -15,6 +15,7 @@ from automodel_lite.run.export import check_exportable as check_model_exportable
 from automodel_lite.run.export import export
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
+from automodel_lite.tools.report import LiveReport
 from automodel_lite.tools.trained import publish
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.evaluation import questions_of
@@ -27,7 +28,9 @@ def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> Non
         check_model_exportable(built.model.loss_model.lm, data.tokenizer)
 
 
-def finish(run: Guards, built: BuiltModel, data: PackSource, metrics: MetricsLog, console: Console) -> None:
+def finish(
+    run: Guards, built: BuiltModel, data: PackSource, metrics: MetricsLog, console: Console, page: LiveReport
+) -> None:
     """Exports the trained model and answers the held-out questions with it; every rank calls it.
 
     Raises RunStoppedError when what was trained is not finite, or is not on the disk at the end.
@@ -47,6 +50,10 @@ def finish(run: Guards, built: BuiltModel, data: PackSource, metrics: MetricsLog
         step, newest = run.state.num_steps, run.checkpointer.newest_name
         is_saved = run.checkpointer.holds(step)
         run.folder.write_status("finished", step, metrics.end_reason or "", newest, is_saved)
+    console.print(f"finished at step {run.state.num_steps} of {run.max_steps}: {run.folder.shown}")
+    if page.is_drawn:
+        console.say("report", f"{run.folder.shown}/{page.path.name}")
+    console.commands("next", run.folder.next_commands("finished"))
 
 
 def _exported(run: Guards, built: BuiltModel, data: PackSource) -> Path:

@@ -55,7 +55,7 @@ class Guards:
         self.lock = RunLock(self.folder.lock)
         self.watchdog = Watchdog(self.folder.path, rank(), config.training.stuck_after_s)
         self.memory_text = ""  # what a full memory held, and what to change: see memory.out_of_memory_text
-        self.state = TrainState()
+        self.state, self.max_steps = TrainState(), 0
         self.ranks = self.slow_ranks = Control(None)
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
@@ -123,8 +123,9 @@ class Guards:
         assert self.lock.token
         self.watchdog.start(self.lock.token)
 
-    def watch_steps(self) -> None:
+    def watch_steps(self, max_steps: int) -> None:
         """Before the first step, a signal ends the process; from now on it is a request to save and exit."""
+        self.max_steps = max_steps
         SIGNALS.defer()
         SIGNALS.watch(self.watchdog, self.peers, self.boundary, self._record_end)
 
@@ -185,14 +186,14 @@ class Guards:
         newest = self.checkpointer.newest_name
         return f"the newest checkpoint is {newest}." if newest else "there is no checkpoint."
 
-    def record_stop(self, max_steps: int) -> int:
+    def record_stop(self) -> int:
         """Records that the run stopped early, says how to go on, and returns the exit code."""
         newest, reason = self.checkpointer.newest_name, self.stop_reason or ""
         state, code = ending_of(reason)
         if self.ranks.is_first:
             self.folder.write_status(state, self.state.num_steps, reason, newest)
         self.say(
-            f"stopped after step {self.state.num_steps} of {max_steps} ({reason}); run the same command again to "
+            f"stopped after step {self.state.num_steps} of {self.max_steps} ({reason}); run the same command again to "
             f"continue from {newest or 'the start'}"
         )
         return code

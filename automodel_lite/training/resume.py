@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch.optim.lr_scheduler import LambdaLR
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
@@ -23,6 +24,7 @@ from automodel_lite.run.model_files import model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.plan import Parts
+from automodel_lite.training.schedules import move_to
 from automodel_lite.training.state import TrainState
 
 _NUM_ROWS = 256  # of a validation set that are hashed
@@ -57,8 +59,11 @@ def sources_of(parts: Parts, data: PackSource) -> dict[str, str]:
     return found
 
 
-def state_of(saved: dict[str, Any] | None, data: PackSource, guards: Guards) -> TrainState:
-    """Where the checkpoint stood, or the beginning; raises ConfigError when its data or its model were others."""
+def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR, guards: Guards) -> TrainState:
+    """Where the checkpoint stood, or the beginning; the schedule is moved there.
+
+    Raises ConfigError when the checkpoint's data or model were others.
+    """
     now = guards.state.sources
     if saved is None:
         return TrainState(sources=now)
@@ -73,7 +78,9 @@ def state_of(saved: dict[str, Any] | None, data: PackSource, guards: Guards) -> 
             f"{', '.join(sorted(changed))}: not what the checkpoint was trained with: restore the old files, start a "
             "new run with name=..., or continue with checkpoint.accept_changes=true."
         )
-    return TrainState.of_json(saved, now)
+    state = TrainState.of_json(saved, now)
+    move_to(scheduler, state.num_steps)
+    return state
 
 
 def open_folder(
@@ -96,7 +103,10 @@ def open_folder(
     guards.watch_progress()
 
 
-def open_log(guards: Guards, saved: dict[str, Any] | None) -> MetricsLog:
-    """metrics.jsonl and the callbacks, with what these kept in the checkpoint."""
+def open_log(guards: Guards, saved: dict[str, Any] | None, counts: Mapping[str, int]) -> MetricsLog:
+    """metrics.jsonl and the callbacks, with what these kept; `counts` of the data are the first row."""
     extra = saved["extra"] if saved else {}
-    return open_metrics(guards.config, guards.folder, guards.ranks, guards.state.num_steps, extra, guards.say)
+    metrics = open_metrics(guards.config, guards.folder, guards.ranks, guards.state.num_steps, extra, guards.say)
+    if guards.state.num_steps == 0:
+        metrics.log_step({"step": 0, **counts})
+    return metrics
