@@ -47,7 +47,7 @@ def _script(nodes: int, partition: str | None, time: str | None) -> str:
     text = "\n".join([*kept[: place + 1], *lines, *kept[place + 1 :]]) + "\n"
     text = re.sub(r"(?m)^# +(DRY_RUN=1 )?(sbatch|bash) .*\n", "", text)
     text = text.replace("; docs/slurm.md explains every line.", f" (partition {name}).")
-    text = text.replace("bash launch/rank.sh", f"bash {LAUNCH_DIR / 'rank.sh'}")
+    text = re.sub(r"(bash|source) launch/", rf"\1 {LAUNCH_DIR}/", text)
     text = text.replace(
         '"${PYTHON:-python}" recipes/train_ft.py', f'"${{PYTHON:-{sys.executable}}}" -m automodel_lite train'
     )
