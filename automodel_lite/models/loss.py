@@ -101,7 +101,7 @@ class LossInputs:
     columns   per-token columns of the data, [R, ...] by name
     batch     the whole micro-batch: boundaries of documents, token ids; None only for a head on its own
     teacher   the head of a frozen second model, at the same rows; None without one
-    chunk_tokens  rows of logits at a time; None = model dim, at least 512
+    chunk_tokens  rows of logits at a time; None = a quarter of the model dim, at least 512
     """
 
     head: Head
@@ -206,7 +206,7 @@ class Loss(ABC):
         """
         if self.needs_logits:
             return shape.num_tokens * shape.vocab_size * (shape.compute_bytes + 8)
-        chunk = min(shape.num_tokens, chunk_rows(None, shape.hidden_size, shape.vocab_size))
+        chunk = min(shape.num_tokens, chunk_rows(None, shape.hidden_size // 4, shape.vocab_size))
         heads = 2 if self.needs_teacher else 1
         return heads * 4 * chunk * shape.vocab_size * 4 + shape.head_gradient_bytes
 

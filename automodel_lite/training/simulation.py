@@ -215,7 +215,7 @@ def _simulated(
         teacher: ParallelModel | None = None
         if parts.teacher:
             frozen = as_teacher(parts)
-            of_teacher = _UnloadedSource(frozen.model, frozen.model.config(_NO_TOKENIZER), fake, held)
+            of_teacher = _UnloadedSource(frozen.model, frozen.model.described({}), fake, held)
             teacher, _ = assemble(
                 replace(frozen, model=of_teacher), _NO_TOKENIZER, mesh, plan.strategy, dtype, trains=False
             )

@@ -27,6 +27,7 @@ SMALL = (
     "lr_scheduler.warmup_steps=0",
     "optimizer.lr=1e-3",
     "checkpoint.every_steps=2",
+    "checkpoint.keep_last=2",
 )
 
 
