@@ -114,7 +114,7 @@ class TrainFinetuneRecipe:
         self.guards.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
         self.guards.compare_sources(resume.sources_of(parts, self.data))
         model_config = parts.model.config(self.data.tokenizer)
-        check_positions(self.data.longest, model_config)
+        check_positions(self.data, model_config)
         report = self.data.report(cost_model(model_config))
         parts, recomputed = start.choose_recomputation(parts, model_config, report)
         self.guards.compare("recomputation", dict(recomputed))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
+from automodel_lite.attention.positions import LENGTH_DEPENDENT
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, TrainingConfig
@@ -79,9 +80,22 @@ def fp8_problems(config: Config, packer: Packer) -> list[str]:
     return problems
 
 
-def check_positions(longest: int, model_config: PretrainedConfig) -> None:
-    """Raises ConfigError when a document has more tokens than the model has positions (each document starts at 0)."""
-    limit = config_value(model_config.get_text_config(), "max_position_embeddings")
+def check_positions(data: PackSource, model_config: PretrainedConfig) -> None:
+    """Raises ConfigError when a document has more tokens than the model has positions (each document starts at 0), or
+    when the rows of a tree may need different rotations for the tokens that they share.
+    """
+    longest, text = data.longest, model_config.get_text_config()
+    limit = config_value(text, "max_position_embeddings")
+    rope = config_value(text, "rope_parameters", {})
+    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        kind = parameters.get("rope_type")
+        at_top = config_value(text, "original_max_position_embeddings", limit)
+        original = parameters.get("original_max_position_embeddings") or at_top
+        if data.has_trees and kind in LENGTH_DEPENDENT and longest > original:
+            raise ConfigError(
+                f"model.config.rope_parameters.rope_type={kind} rotates rows over {original} tokens differently, and "
+                f"rows of up to {longest} share their beginnings: set packed_sequence.tree=off."
+            )
     if limit is not None and longest > limit:
         raise ConfigError(
             f"the longest document has {longest} tokens, the model max_position_embeddings={limit}: set "
@@ -176,6 +190,10 @@ class PlannedPacks(PackSource):
     def counts(self) -> dict[str, int]:
         counts = {f"data/{name}/{key}": n for name, c in self.tokens.counts.items() for key, n in asdict(c).items()}
         return counts | {f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()}
+
+    @property
+    def has_trees(self) -> bool:
+        return any(counts.num_trees for counts in self.tokens.counts.values())
 
     @property
     def longest(self) -> int:

@@ -53,7 +53,7 @@ def dry_run(config: Config) -> int:
     data = prepare_data(config, check_sizes(config, shape.world_size))
     plan = data.plan(config.training)
     model_config = parts.model.config(data.tokenizer)
-    check_positions(data.longest, model_config)
+    check_positions(data, model_config)
     report = data.report(cost_model(model_config))
     parts, recomputed = choose_recomputation(parts, model_config, report, shape, gpu_bytes(device) or PLANNED_GPU)
     made = plan_model(parts, model_config, shape, device)

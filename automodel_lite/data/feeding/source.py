@@ -108,6 +108,11 @@ class PackSource(ABC):
 
     @property
     @abstractmethod
+    def has_trees(self) -> bool:
+        """May rows share their beginnings?"""
+
+    @property
+    @abstractmethod
     def longest(self) -> int:
         """Tokens of the longest document (or piece of one) that a pack may hold."""
 

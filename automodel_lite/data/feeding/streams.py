@@ -330,6 +330,10 @@ class StreamedPacks(PackSource):
         return self.val_packs
 
     @property
+    def has_trees(self) -> bool:
+        return self.packer.tree != "off"
+
+    @property
     def longest(self) -> int:
         return self.packer.packed_sequence_size  # at most
 

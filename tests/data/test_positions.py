@@ -1,0 +1,27 @@
+"""Trees and rotations that depend on the length of a row."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from automodel_lite.data.prepare import check_positions
+from automodel_lite.errors import ConfigError
+
+LONG = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("longest", "has_trees", "is_refused"), [(64, True, False), (65, False, False), (65, True, True)]
+)
+def test_trees_with_rows_over_the_original_length(longest: int, has_trees: bool, is_refused: bool) -> None:
+    data: Any = SimpleNamespace(longest=longest, has_trees=has_trees)
+    config = LlamaConfig(max_position_embeddings=256, rope_parameters=LONG)
+    if not is_refused:
+        check_positions(data, config)
+        return
+    with pytest.raises(ConfigError, match=r"rope_type=dynamic rotates rows over 64 tokens differently.*tree=off"):
+        check_positions(data, config)
