@@ -42,7 +42,7 @@ def main(config: Config) -> int:
     except DataError as error:
         raise DataError(f"nothing would be trained on: {error}") from error
     in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for line in [*counts(data), *lengths(data, packs), *drawn_packs(packs), *samples(data, in_color)]:
+    for line in [*counts(data), *samples(data, packs, in_color), *lengths(data, packs), *drawn_packs(packs)]:
         print(line)
     if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
         raise DataError("nothing would be trained on: no pack has a label.")
@@ -141,14 +141,22 @@ def draw_histogram(lengths: np.ndarray, limit: int | None = None, bins: int = 12
     return lines
 
 
-def samples(data: PlannedPacks, in_color: bool) -> Iterator[str]:
-    """Some documents, spread over the set, with what is trained on marked."""
+def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterator[str]:
+    """Yields some documents as the packs hold them, cut where they are cut, with what is trained on marked."""
     yield f"\nSAMPLES (trained on: {'green' if in_color else '⟦ ⟧'})"
-    rows = data.tokens.train
-    for number in range(min(NUM_SAMPLES, len(rows))):
-        index = number * len(rows) // NUM_SAMPLES
+    rows, plan = data.tokens.train, packs.plan
+    # In the order of the documents, whatever the order of the packs.
+    entries = np.argsort(plan.doc_ids, kind="stable")
+    for number in range(min(NUM_SAMPLES, len(entries))):
+        entry = int(entries[number * len(entries) // NUM_SAMPLES])
+        index = int(plan.doc_ids[entry])
         row = rows[index]
-        text = mark_trained(data.tokenizer, row["input_ids"][:SHOWN_TOKENS], row["labels"][:SHOWN_TOKENS], in_color)
-        more = f" … ({len(row['input_ids']):,} tokens)" if len(row["input_ids"]) > SHOWN_TOKENS else ""
-        yield f"  document {index}:"
+        start, stop = 0, len(row["input_ids"])
+        if plan.starts is not None and plan.stops is not None:
+            start, stop = int(plan.starts[entry]), int(plan.stops[entry])
+        shown = slice(start, min(stop, start + SHOWN_TOKENS))
+        text = mark_trained(data.tokenizer, row["input_ids"][shown], row["labels"][shown], in_color)
+        more = f" … ({stop - start:,} tokens)" if stop - start > SHOWN_TOKENS else ""
+        is_cut = stop - start < len(row["input_ids"])
+        yield f"  document {index}{f', tokens {start:,} to {stop - 1:,}' if is_cut else ''}:"
         yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())
