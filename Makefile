@@ -21,12 +21,13 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 # what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers, with
-# which whole runs, sharded loading and export are tested too
+# which whole runs, sharded loading and export are tested too, and whole jobs that are stopped and continued
 GPU_PATHS := tests/gpu_paths tests/attention/test_flex.py tests/attention/test_signatures.py tests/training/test_optimizers.py
 test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 	.venv-gpu-paths/bin/python -m pytest $(GPU_PATHS)
 	.venv-gpu-oldest/bin/python -m pytest $(GPU_PATHS)
-	.venv-gpu-oldest/bin/python -m pytest -m "not slow and not system" tests/parallel/test_sharded_start.py tests/run tests/recipes
+	.venv-gpu-oldest/bin/python -m pytest -m "not slow and not system" tests/parallel/test_sharded_start.py tests/recipes
+	.venv-gpu-oldest/bin/python -m pytest -m "not slow" tests/run
 
 .venv-gpu-paths/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-gpu-paths

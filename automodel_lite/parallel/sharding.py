@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_lite.errors import ConfigError
@@ -110,10 +111,13 @@ class ParallelModel:
         """Parameters that a forward without a backward has left whole are shards again."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
+                # torch 2.11 takes the head of a tied model, called alone, for a pass that the embedding is still to
+                # join: a unit inside a forward is not resharded, and the optimizer would get the gathered weight
+                state = module._get_fsdp_state()
+                if state._modules_to_run_forward and state._fsdp_param_group is not None:
+                    state._modules_to_run_forward.clear()
+                    state._fsdp_param_group._training_state = TrainingState.IDLE
                 module.reshard()
-                # torch 2.11 gathers a unit of several modules before the first of them, and took the head of a tied
-                # model, called alone, for a pass that the embedding is still to join
-                module._get_fsdp_state()._modules_to_run_forward.clear()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.loss_model.parameters()

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
@@ -109,7 +110,9 @@ def launch(folder: Path, hook: str, *overrides: str, world_size: int = 2) -> sub
         "train_ft.TrainFinetuneRecipe.step = step\n"
         "run_recipe('recipes.train_ft:main')\n"
     )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--shutdown-timeout=2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has none, and waits for half a minute
+        torchrun.append("--shutdown-timeout=2")
     settings = ["--config-name", "smoke", f"output_dir={folder}/run", *QUICK]
     settings += ["training.max_steps=100000", "training.log_every_steps=1"] if world_size > 1 else []
     return subprocess.Popen(
