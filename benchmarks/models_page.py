@@ -105,8 +105,9 @@ def ties(findings: list[Finding]) -> list[str]:
     if not found:
         return []
     return [
-        "A router near a tie sends a token to another expert when a sum is rounded otherwise, so a mixture that differs by "
-        f"less than {NEAR_TIE:.0e} is tried with other random weights. Needed for: {', '.join(found)}.",
+        "A router near a tie sends a token to another expert when a sum is rounded otherwise, and an attention whose "
+        "queries are not scaled turns to another key. A family that is exact in fp64, or a mixture, and differs by less "
+        f"than {NEAR_TIE:.0e} in fp32, is tried with other random weights. Needed for: {', '.join(found)}.",
         "",
     ]
 
