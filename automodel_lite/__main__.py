@@ -12,12 +12,14 @@ from importlib import import_module
 from typing import NoReturn
 
 from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
+from automodel_lite.errors import MISTAKE_EXIT, did_you_mean
 
 TOOLS = {
     "run": "run a recipe of your own: automodel-lite run my_package.kd:main --config-name ...",
     "validate": "check a training's settings, data and sizes, estimate its memory, and stop",
     "ls": "list presets, groups and options",
     "cp": "copy a preset or an option into a folder of your own",
+    "convert": "write a preset from a configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or TRL",
     "slurm": "write an sbatch script for this cluster",
     "schema": "print the JSON schema of presets, for editors",
 }
@@ -32,6 +34,10 @@ def main() -> None:
         name, rest = "train", ["--version"]
     if name in TOOLS:
         _run_tool(name, rest)
+    if name not in RECIPES and not name.startswith("-"):
+        near = did_you_mean(name, [*RECIPES, *TOOLS]) or "."
+        print(f"automodel-lite {name[:80]!a}: no such command{near} automodel-lite --help lists them.", file=sys.stderr)
+        raise SystemExit(MISTAKE_EXIT)
     if name not in RECIPES:
         lines = [f"  automodel-lite {verb:9s} {text}" for verb, (_, text) in RECIPES.items()]
         lines += ["", *(f"  automodel-lite {verb:9s} {text}" for verb, text in TOOLS.items())]
@@ -53,7 +59,7 @@ def _run_tool(name: str, arguments: list[str]) -> NoReturn:
     if name == "run":
         print("usage: automodel-lite run PACKAGE.MODULE:FUNCTION --config-name PRESET [key=value ...]")
         raise SystemExit(0 if arguments else 2)
-    module = import_module(f"automodel_lite.cli.{name if name in ('slurm', 'schema') else 'help'}")
+    module = import_module(f"automodel_lite.cli.{name if name in ('convert', 'slurm', 'schema') else 'help'}")
     run_tool(vars(module)[name], arguments)
 
 

@@ -1,0 +1,154 @@
+"""`automodel-lite convert axolotl.yml`: a preset from another framework's configuration, and what could not be said.
+
+What each key of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune and TRL is here stands in peers.yaml; its answers are
+tried key by key, so that the list at the end names everything that the preset does not hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from automodel_lite.cli.line import argument_parser
+from automodel_lite.cli.sources import Sources, groups_of
+from automodel_lite.errors import ConfigError, shown
+
+_MARKS = {  # keys by which a file is known; the first framework with the most of them is meant
+    "axolotl": ("base_model", "sequence_len", "datasets", "micro_batch_size", "adapter", "sample_packing"),
+    "nemo_automodel": ("step_scheduler", "dist_env", "distributed", "loss_fn", "packed_sequence"),
+    "llama_factory": ("stage", "finetuning_type", "cutoff_len", "template", "do_train", "dataset_dir"),
+    "torchtune": ("checkpointer", "metric_logger", "max_steps_per_epoch", "enable_activation_checkpointing"),
+    "trl": ("model_name_or_path", "dataset_name", "max_length", "use_peft", "assistant_only_loss"),
+}
+
+
+def convert(argv: list[str]) -> int:
+    """Write a preset from the configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or TRL.
+
+    automodel-lite convert axolotl.yml                       # my_conf/axolotl.yaml
+    automodel-lite convert recipe.yaml --from torchtune --to my_conf/mine.yaml
+    automodel-lite train --config-dir my_conf --config-name axolotl
+    """
+    parser = argument_parser(convert.__doc__)
+    parser.add_argument("file", type=Path, help="their YAML")
+    parser.add_argument("--from", dest="peer", choices=sorted(_MARKS), help="default: found by its keys")
+    parser.add_argument("--to", type=Path, help="default: my_conf/<name of the file>.yaml")
+    args = parser.parse_args(argv)
+    target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
+    if target.exists():
+        raise ConfigError(f"{target} exists already: choose another file with --to.")
+    theirs = read_theirs(args.file)
+    peer = args.peer or peer_of(theirs)
+    text, unsaid = preset_of(peer, theirs, target.stem)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    print(f"{target}: from {peer}; check it with automodel-lite validate --config-dir {target.parent} "
+          f"--config-name {target.stem}")  # fmt: skip
+    for line in unsaid:
+        print(f"  {line}")
+    return 0
+
+
+def read_theirs(path: Path) -> dict[str, Any]:
+    """Returns a mapping of YAML; raises ConfigError."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"{path} is not a configuration: its YAML is no mapping of names.")
+    return found
+
+
+def peer_of(theirs: Mapping[str, Any]) -> str:
+    """Returns whose configuration it is; raises ConfigError when its keys do not tell."""
+    hits = {peer: sum(key in theirs for key in keys) for peer, keys in _MARKS.items()}
+    peer = max(hits, key=lambda name: hits[name])
+    if not hits[peer]:
+        raise ConfigError(f"its keys are of none of {', '.join(sorted(_MARKS))}: say whose it is with --from.")
+    return peer
+
+
+@cache
+def answers_of(peer: str) -> dict[str, Any]:
+    """Returns their keys, with `*` for any text, and what each is here."""
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8"))[peer]
+    return found
+
+
+def answer_to(peer: str, key: str) -> Any:
+    """Returns the first answer that fits a key; None for a key that nobody has thought of."""
+    for pattern, answer in answers_of(peer).items():
+        if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), key, re.DOTALL):
+            return answer
+    return None
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (key, value) of every leaf; the items of a list of mappings are `key[].name`."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(node, list) and node and all(isinstance(item, dict) for item in node):
+        for item in node:
+            yield from leaves(item, f"{prefix}[]")
+    else:
+        yield prefix, node
+
+
+def preset_of(peer: str, theirs: Mapping[str, Any], name: str) -> tuple[str, list[str]]:
+    """Returns the text of a preset, and a line for each key that it does not hold."""
+    groups = groups_of(Sources())
+    chosen: dict[str, str] = {}  # group -> option
+    settings: dict[str, Any] = {"name": name}
+    unsaid = []
+    for key, value in leaves(dict(theirs)):
+        answer = answer_to(peer, key)
+        if isinstance(answer, dict):  # by value
+            answer = answer.get(shown(value), answer.get("*"))
+        if answer is None:
+            unsaid.append(f"{key}={shown(value)}: not known here")
+        elif answer.startswith(("by hand", "none")):
+            # where nothing was asked for, nothing is missing
+            unsaid += [] if value in (None, False, [], {}, "") else [f"{key}={shown(value)}: {answer}"]
+        elif not answer.startswith("- ") and value not in (None, "", [], {}):
+            twice = _set(answer, value, groups, chosen, settings)
+            unsaid += [f"{key}={shown(value)}: {twice}"] if twice else []
+    defaults: list[Any] = ["finetune", *({f"override {group}": option} for group, option in sorted(chosen.items()))]
+    tree: dict[str, Any] = {"defaults": [*defaults, "_self_"]}
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        node = tree
+        for step in path:
+            node = node.setdefault(step, {})
+        node[last] = value
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return f"# From a configuration of {peer}.\n{text}", unsaid
+
+
+def _set(answer: str, value: Any, groups: Mapping[str, Any], chosen: dict[str, str], settings: dict[str, Any]) -> str:
+    """Adds what an answer sets; returns a sentence when it contradicts what another key has set."""
+    for word in answer.split():
+        key, is_set, text = word.partition("=")
+        if is_set and value is False:
+            continue
+        if is_set and key in groups:
+            chosen[key] = text
+            continue
+        ours = yaml.safe_load(text) if is_set else _number(value)
+        if key in settings and settings[key] != ours and key != "name":
+            return f"{key} is {shown(settings[key])} already, by another key"
+        settings[key] = ours
+    return ""
+
+
+def _number(value: Any) -> Any:
+    """Returns `1e-5` as a number: YAML reads it as text."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
