@@ -126,6 +126,21 @@ def _cell(document: np.ndarray, edges: np.ndarray, row: int, column: int) -> str
     return BAR if seen.all() or (seen.any() and row == column) else "▄" if seen.any() else "·"
 
 
+def draw_tree(branches: np.ndarray, width: int = 64) -> list[str]:
+    """A line per row of a tree, from where it leaves the row before it: its own tokens, each at its place in the row.
+
+    draw_tree(branches of rows of 5, 5 and 6 tokens that share 3 and 4, width 6) -> "█████", "  ███", "   ███"
+    """
+    starts = np.concatenate([[0], np.flatnonzero(branches)])
+    firsts = np.maximum(branches[starts] - 1, 0)
+    lengths = np.diff(np.append(starts, len(branches)))
+    scale = width / max(1, int((firsts + lengths).max()))
+    return [
+        f"    {' ' * round(first * scale)}{BAR * max(1, round(length * scale))} {length:,} of {first + length:,} tokens"
+        for first, length in zip(firsts.tolist(), lengths.tolist())
+    ]
+
+
 def draw_histogram(lengths: np.ndarray, limit: int | None = None, bins: int = 12, width: int = 40) -> list[str]:
     """Lengths in tokens, a line a range; `limit` marks the ranges that are too long for a pack."""
     ends = [] if limit is None or not lengths.min() <= limit < lengths.max() else [limit + 1]
@@ -159,4 +174,6 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
         more = f" … ({stop - start:,} tokens)" if stop - start > SHOWN_TOKENS else ""
         is_cut = stop - start < len(row["input_ids"])
         yield f"  document {index}{f', tokens {start:,} to {stop - 1:,}' if is_cut else ''}:"
+        if "branches" in row:
+            yield from draw_tree(row["branches"])
         yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())

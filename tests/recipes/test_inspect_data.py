@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from automodel_lite.cli import compose_config
@@ -145,3 +146,8 @@ def test_inspecting_is_an_error_when_nothing_would_be_trained_on(tmp_path: Path,
     with pytest.raises(DataError, match=r"^nothing would be trained on: ") as error:
         inspect_data.main(config)
     assert sentence in str(error.value)
+
+
+def test_a_tree_is_drawn_row_by_row() -> None:
+    drawn = inspect_data.draw_tree(np.array([0, 0, 0, 0, 0, 3, 0, 0, 4, 0, 0]), width=6)
+    assert drawn == ["    █████ 5 of 5 tokens", "      ███ 3 of 5 tokens", "       ███ 3 of 6 tokens"]
