@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_messages import QUOTED, pattern_of
 from tests.ranks import in_a_process
 
 ABSENT = (
@@ -196,9 +194,3 @@ def test_the_screen_ends_with(case: str, folder: Path) -> None:
     assert screen.split("\n\n")[-1].strip() == shown
     assert code == mistake.code
     assert "Traceback" not in screen
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_the_page_of_messages_has_it(case: str) -> None:
-    first_line = MISTAKES[case].shown.splitlines()[0]
-    assert any(re.search(pattern_of(quoted), first_line) for quoted in QUOTED)
