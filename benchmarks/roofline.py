@@ -1,7 +1,7 @@
 """Tokens a second and MFU of published jobs, on paper: counted operations against two ceilings of the card.
 
     python -m benchmarks.roofline                                 the table of docs/roofline.md
-    python -m benchmarks.roofline --tflops 700 --tb-per-s 3.0     ceilings that `gpu_check.py` measured
+    python -m benchmarks.roofline --calibration gpu_calibration.json   rates that `gpu_check.py` measured
     python -m benchmarks.roofline --write                         writes docs/roofline.md
 
 Every operation of a forward and backward is dispatched once with FakeTensors (shapes, no numbers) on models of one and
@@ -12,8 +12,11 @@ and its bytes, read and written, at memory's. Nothing is a share of a peak that 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,19 +55,33 @@ class Job:
     gpus: int
     published: str
     lora: bool = False
-    recomputes: bool = False
-    cp: int = 1
+    recompute_every: int = 0  # layers: 1 = all are recomputed, 2 = every second, 0 = none
+    weights: str = "fp32"  # masters; bf16: weights, gradients and moments without masters
+
+    @property
+    def assumes(self) -> str:
+        """What this row stands on, beside what all do."""
+        layers = {0: "no layer", 1: "every layer", 2: "every second layer"}[self.recompute_every]
+        trained = "a frozen base in bf16" if self.lora else f"weights in {self.weights}"
+        gradients = "" if self.gpus == 1 or self.lora else ", gradients reduced in fp32"
+        return f"{layers} recomputed, {trained}{gradients}, FSDP over {self.gpus} rank{'s' if self.gpus > 1 else ''}"
 
 
 LLAMA_8B = (4096, 32, 32, 8, 14336, 128256)
 LLAMA_70B = (8192, 80, 64, 8, 28672, 128256)
 LLAMA2_7B = (4096, 32, 32, 32, 11008, 32000)
+TITAN, NEMO = "5,762 eager, 6,667 compiled (torchtitan, selective recomputation)", "12,473 (NeMo)"
 JOBS = [
-    Job("Llama-3.1-8B, 8k, 8 GPUs", LLAMA_8B, 8192, 8, "5,762 eager, 6,667 compiled (torchtitan)", recomputes=True),
-    Job("Llama-3-8B LoRA, 4k, 1 GPU", LLAMA_8B, 4096, 1, "12,473 (NeMo)", lora=True),
-    Job("Llama-2-7B, 4k, 8 GPUs, bf16", LLAMA2_7B, 4096, 8, "16,891 in fp8 (NeMo)"),
-    Job("Llama-3-70B LoRA, 4k, 8 GPUs", LLAMA_70B, 4096, 8, "1,092 (NeMo)", lora=True, recomputes=True),
-    Job("Llama-3-70B, 8k, 64 GPUs", LLAMA_70B, 8192, 64, "867 with cp 2 (NeMo)", recomputes=True),
+    Job("Llama-3.1-8B, 8k, 8 GPUs", LLAMA_8B, 8192, 8, TITAN, recompute_every=1),
+    Job("Llama-3.1-8B, 8k, 8 GPUs", LLAMA_8B, 8192, 8, TITAN, recompute_every=2),
+    Job("Llama-3.1-8B, 8k, 8 GPUs", LLAMA_8B, 8192, 8, TITAN),
+    Job("Llama-3.1-8B, 8k, 1 GPU", LLAMA_8B, 8192, 1, "", recompute_every=1),
+    Job("Llama-3.1-8B, 8k, 1 GPU", LLAMA_8B, 8192, 1, "", weights="bf16"),
+    Job("Llama-3-8B LoRA, 4k, 1 GPU", LLAMA_8B, 4096, 1, NEMO, lora=True),
+    Job("Llama-3-8B LoRA, 4k, 1 GPU", LLAMA_8B, 4096, 1, NEMO, lora=True, recompute_every=1),
+    Job("Llama-2-7B, 4k, 8 GPUs", LLAMA2_7B, 4096, 8, "16,891 in fp8 (NeMo)"),
+    Job("Llama-3-70B LoRA, 4k, 8 GPUs", LLAMA_70B, 4096, 8, "1,092 (NeMo)", lora=True, recompute_every=1),
+    Job("Llama-3-70B, 8k, 64 GPUs", LLAMA_70B, 8192, 64, "867 with cp 2 (NeMo)", recompute_every=1),
 ]
 
 
@@ -109,7 +126,8 @@ def attention_flops(args: Any, is_backward: bool) -> float:
     return (10 if is_backward else 4) * pairs * q.shape[1] * q.shape[2]
 
 
-def counted(job: Job, num_layers: int) -> list[tuple[str, float, float]]:
+@functools.cache
+def counted(job: Job, num_layers: int, recomputes: bool) -> list[tuple[str, float, float]]:
     """One forward and backward of `num_layers` layers in bf16, embedding, head and loss included."""
     hidden, _, heads, kv_heads, inner, vocabulary = job.shape
     config = LlamaConfig(
@@ -131,7 +149,7 @@ def counted(job: Job, num_layers: int) -> list[tuple[str, float, float]]:
         Lora(r=16).adapt(lm, "shapes alone")
         cast_frozen(lm, torch.bfloat16)
     install(lm, VarlenAttention())
-    recompute_layers(decoder_layers(lm), "full" if job.recomputes else "none", 1)
+    recompute_layers(decoder_layers(lm), "full" if recomputes else "none", 1)
     model = LossModel(lm, FusedLinearCrossEntropy())
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_fake_cpu(model)
@@ -164,7 +182,6 @@ def seconds(operations: list[tuple[str, float, float]], ceilings: Ceilings, is_f
 
 def step(job: Job, ceilings: Ceilings) -> dict[str, float]:
     """Seconds of a step of one micro-batch, eager and fused, and useful FLOPs as `models/flops.py` counts them."""
-    one, two = counted(job, 1), counted(job, 2)
     hidden, layers, heads, kv_heads, inner, vocabulary = job.shape
     head_dim = hidden // heads
     layer_weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
@@ -173,18 +190,29 @@ def step(job: Job, ceilings: Ceilings) -> dict[str, float]:
     useful = (4 if job.lora else 6) * (layers * layer_weights + hidden * vocabulary) * job.tokens
     useful += 12 * layers * heads * head_dim * pairs
     trained = layers * 16 * (2 * hidden * 4 + (hidden + inner) * 3) if job.lora else weights
-    optimizer_s = 28 * trained / job.gpus / ceilings.bytes_per_s  # weight, gradient and two moments in fp32
+    # AdamW reads the gradient, and reads and writes a weight and two moments: in fp32 28 bytes, in bf16 14. Masters are
+    # cast for both gathers, 6 bytes each of a rank's shard, and whole gradients to fp32, another 6.
+    bytes_per_weight = 14 if job.weights == "bf16" and not job.lora else 28
+    casts = 0.0 if job.lora or job.weights == "bf16" else 12 * weights / job.gpus + 6 * weights
+    optimizer_s = (bytes_per_weight * trained / job.gpus + casts) / ceilings.bytes_per_s
     part = (job.gpus - 1) / job.gpus
     traffic_s = part * (2 * 2 * weights + (0 if job.lora else 4 * weights)) / ceilings.link_bytes_per_s
-    found = {"useful_flops": useful, "traffic_s": traffic_s}
+    found = {"useful_flops": useful, "traffic_s": traffic_s, "optimizer_s": optimizer_s}
+
+    def whole(measure: Callable[[list[tuple[str, float, float]]], float]) -> float:
+        """Of all layers: the difference of two and one, of layers that are recomputed and that are not."""
+        first, second = (measure(counted(job, n, False)) for n in (1, 2))
+        total = first + (layers - 1) * (second - first)
+        if job.recompute_every:
+            again, both = (measure(counted(job, n, True)) for n in (1, 2))
+            total += layers / job.recompute_every * ((both - again) - (second - first))
+        return total
+
     for name, is_fused in (("eager", False), ("fused", True)):
-        of_one, of_two = (seconds(operations, ceilings, is_fused) for operations in (one, two))
-        compute_s = of_one + (layers - 1) * (of_two - of_one)
+        compute_s = whole(lambda operations, is_fused=is_fused: seconds(operations, ceilings, is_fused))  # type: ignore[misc]
         found[name] = max(compute_s, traffic_s) + traffic_s / layers + optimizer_s
-    moved = [sum(b for _, f, b in operations if not f) for operations in (one, two)]
-    found["other_gb"] = (moved[0] + (layers - 1) * (moved[1] - moved[0])) / 1e9
-    flops = [sum(f for _, f, _ in operations) for operations in (one, two)]
-    found["tflop"] = (flops[0] + (layers - 1) * (flops[1] - flops[0])) / 1e12
+    found["other_gb"] = whole(lambda operations: sum(b for _, f, b in operations if not f)) / 1e9
+    found["tflop"] = whole(lambda operations: sum(f for _, f, _ in operations)) / 1e12
     return found
 
 
@@ -195,31 +223,34 @@ def page(ceilings: Ceilings) -> str:
         "`python -m benchmarks.roofline --write` wrote this page. **Nothing on it was measured.** It shows the time that the counted operations",
         "take at the peak rates of a GPU, for comparison with the first measured table (`python benchmarks/gpu_check.py`).",
         "",
-        f"Peak rates: matrix products at {ceilings.flops / 1e12:.0f} TFLOP/s, memory at {ceilings.bytes_per_s / 1e12:.2f} TB/s, links at "
+        f"Rates: matrix products at {ceilings.flops / 1e12:.0f} TFLOP/s, memory at {ceilings.bytes_per_s / 1e12:.2f} TB/s, links at "
         f"{ceilings.link_bytes_per_s / 1e9:.0f} GB/s per GPU. The defaults are from the H100's data sheet and are never",
-        "reached in practice: pass the rates that `gpu_check.py` measures as `--tflops` and `--tb-per-s`.",
+        "reached in practice: `--calibration gpu_calibration.json` takes the rates that `gpu_check.py` measured on a card.",
         "",
-        "| job | published tokens/s/GPU | eager | fused | MFU eager | MFU fused | TFLOP per step | GB outside products | traffic s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| job | assumes | published tokens/s/GPU | eager | fused | MFU eager | MFU fused | TFLOP per step | GB outside products | traffic s | optimizer and casts s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for job in JOBS:
         found = step(job, ceilings)
         rates = [job.tokens / found[name] for name in ("eager", "fused")]
         mfu = [found["useful_flops"] / found[name] / ceilings.flops for name in ("eager", "fused")]
         lines.append(
-            f"| {job.name} | {job.published} | {rates[0]:,.0f} | {rates[1]:,.0f} | {mfu[0]:.0%} | {mfu[1]:.0%} | "
-            f"{found['tflop']:,.0f} | {found['other_gb']:,.0f} | {found['traffic_s']:.2f} |"
+            f"| {job.name} | {job.assumes} | {job.published} | {rates[0]:,.0f} | {rates[1]:,.0f} | {mfu[0]:.0%} | "
+            f"{mfu[1]:.0%} | {found['tflop']:,.0f} | {found['other_gb']:,.0f} | {found['traffic_s']:.2f} | "
+            f"{found['optimizer_s']:.3f} |"
         )
     lines += [
         "",
-        "Assumptions:",
+        "What all rows assume:",
         "",
-        f"- One micro-batch per step, documents of {DOCUMENT} tokens, all tokens labeled, and every layer recomputed in the full 8B and the",
-        "  70B jobs; FSDP over all GPUs, gradients in fp32, weights gathered in bf16 twice; LoRA reduces no base gradients.",
+        f"- One micro-batch per step, documents of {DOCUMENT} tokens, all tokens labeled, products in bf16; weights are gathered in bf16 twice.",
+        "- Whether a row fits is not asked here: `dry_run=true` and the planner count memory.",
         "- Operations are counted on models of one and two layers with FakeTensors (`varlen` attention, the fused loss); each operation takes the",
         "  larger of FLOPs / ceiling and bytes / ceiling, one after another. Kernel launches, the host and NCCL latency are free.",
         "- *eager*: every operation reads and writes memory. *fused*: only products and attention do, an upper bound for compilers.",
         "- Traffic overlaps with compute except for one layer's share. The rate inside a node is also used for 64 GPUs, which is optimistic.",
+        "- AdamW with fp32 masters moves 28 bytes a weight, in bf16 14; casting masters for two gathers, and gradients back, moves 18 on one",
+        "  GPU. Weights in bf16 do neither, and learn like fp32 only by stochastic or Kahan rounding (`optimizer=adamw_bf16`).",
         "- Useful FLOPs are 6 per weight and token (4 under a frozen weight), 12 per visible pair and channel; recomputation does not count.",
         "- Published jobs used other documents and other frameworks; mixtures of experts and fp8 are not included.",
         "",
@@ -232,13 +263,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tflops", type=float, default=989.0)
     parser.add_argument("--tb-per-s", type=float, default=3.35)
     parser.add_argument("--link-gb-per-s", type=float, default=300.0)
+    parser.add_argument("--calibration", type=Path, help="gpu_calibration.json: measured rates in place of these")
     parser.add_argument("--operations", action="store_true", help="bytes by operation, of two layers of the first job")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     arguments = parser.parse_args(argv)
+    if arguments.calibration:
+        measured = json.loads(arguments.calibration.read_text())
+        arguments.tflops, arguments.tb_per_s = measured["bf16_tflops"], measured["memory_tb_per_s"]
+        arguments.link_gb_per_s = measured["link_gb_per_s"] or arguments.link_gb_per_s
     ceilings = Ceilings(arguments.tflops * 1e12, arguments.tb_per_s * 1e12, arguments.link_gb_per_s * 1e9)
     if arguments.operations:
         total: Counter[str] = Counter()
-        for name, _, moved in counted(JOBS[0], 2):
+        for name, _, moved in counted(JOBS[0], 2, True):
             total[name] += moved  # type: ignore[assignment]
         for name, moved in total.most_common(20):
             print(f"{name:40s} {moved / 1e9:8.2f} GB")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.roofline import Ceilings, Job, counted, seconds, step
@@ -9,8 +11,8 @@ from benchmarks.roofline import Ceilings, Job, counted, seconds, step
 TINY = (64, 3, 4, 2, 96, 128)  # hidden, layers, heads, kv heads, inner, vocabulary
 
 
-def products(job: Job, num_layers: int) -> float:
-    return sum(flops for name, flops, _ in counted(job, num_layers) if name in ("mm", "addmm", "bmm"))
+def products(job: Job, num_layers: int, recomputes: bool) -> float:
+    return sum(flops for name, flops, _ in counted(job, num_layers, recomputes) if name in ("mm", "addmm", "bmm"))
 
 
 def test_a_layer_multiplies_its_weights_three_times() -> None:
@@ -19,16 +21,22 @@ def test_a_layer_multiplies_its_weights_three_times() -> None:
     """
     weights = 64 * 16 * 12 + 3 * 64 * 96
     for recomputes, each in ((False, 6), (True, 8)):
-        job = Job("tiny", TINY, 256, 1, "", recomputes=recomputes)
-        layer = products(job, 2) - products(job, 1)
+        job = Job("tiny", TINY, 256, 1, "")
+        layer = products(job, 2, recomputes) - products(job, 1, recomputes)
         spared = 2 * 64 * 96 * 256 if recomputes else 0
         assert layer == pytest.approx(each * weights * 256 - spared, rel=0.01)  # and the rotation's angles
 
 
 def test_a_faster_card_is_faster_and_fusing_never_slower() -> None:
     job = Job("tiny", TINY, 256, 8, "")
-    slow, fast = (step(job, Ceilings(flops, 3e12, 3e11)) for flops in (1e14, 1e15))
-    assert slow["eager"] > fast["eager"]
-    assert slow["fused"] <= slow["eager"]
-    assert slow["useful_flops"] == fast["useful_flops"]
+    slow, fast = (Ceilings(flops, 3e12, 3e11) for flops in (1e14, 1e15))
+    of_slow, of_fast = step(job, slow), step(job, fast)
+    assert of_slow["eager"] > of_fast["eager"]
+    assert of_slow["fused"] <= of_slow["eager"]
+    assert of_slow["useful_flops"] == of_fast["useful_flops"]
+    every, none = step(replace(job, recompute_every=1), slow), step(job, slow)
+    half = step(replace(job, recompute_every=2), slow)
+    assert none["tflop"] < half["tflop"] < every["tflop"]
+    assert half["tflop"] - none["tflop"] == pytest.approx((every["tflop"] - none["tflop"]) / 2)
+    assert step(replace(job, weights="bf16"), slow)["optimizer_s"] < 0.7 * none["optimizer_s"]
     assert seconds([("mm", 1e15, 3e12), ("mul", 0.0, 6e12)], Ceilings(1e15, 3e12, 1.0), False) == pytest.approx(3.0)
