@@ -344,10 +344,12 @@ class LossModel(nn.Module):
         return loss + (balance - balance.detach())
 
     def _sum(self, batch: ThdBatch, inputs: dict[str, Any]) -> Tensor:
-        check_columns(self.loss, batch.columns)
         rows = batch.label_rows
+        # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no columns.
+        brought = batch.columns if len(rows) else self.loss.example_columns(batch) | batch.columns
+        check_columns(self.loss, brought)
         labels_R = batch.labels.index_select(0, rows)
-        columns = {name: column.index_select(0, rows) for name, column in batch.columns.items()}
+        columns = {name: column.index_select(0, rows) for name, column in brought.items()}
 
         def of_head(head: Head, teacher: Head | None = None) -> Tensor:
             of_loss = LossInputs(head, labels_R, columns, batch, teacher)

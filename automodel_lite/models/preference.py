@@ -76,6 +76,8 @@ class PreferenceLoss(Loss):
 
     def num_items(self, batch: ThdBatch) -> float:
         """Pairs of the stream."""
+        if "answers" not in batch.columns:  # a pack of padding alone
+            return 0
         document_T = torch.repeat_interleave(batch.cu_seqlens_padded.diff())
         return len(document_T[batch.columns["answers"] == CHOSEN].unique())
 

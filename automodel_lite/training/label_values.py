@@ -42,7 +42,7 @@ from automodel_lite.models.loss import LossInputs, LossOutput, PlainLoss
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.progress import Progress
-from automodel_lite.thd import COLUMNS, to_thd
+from automodel_lite.thd import COLUMNS, ThdBatch, to_thd
 from automodel_lite.training.build import BuiltModel
 
 SAVE_EVERY_S = 60.0
@@ -78,6 +78,9 @@ class _Recorder(PlainLoss):
 
     def __init__(self, function: RowFunction) -> None:
         self.function = function
+
+    def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
+        return {"row_place": torch.full_like(batch.labels, -1)}
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         values = inputs.rows(self.function, inputs.labels_R)
