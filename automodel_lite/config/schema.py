@@ -87,9 +87,14 @@ class TrainingConfig:
     """Length of the run, batch sizes (in packs), logging, precision and memory."""
 
     max_steps: Positive | None = None  # optimizer steps; null = given by num_epochs
-    num_epochs: Annotated[int, Range(1, 10_000)] | None = None  # passes over the packs; null = given by max_steps
+    num_epochs: Annotated[int, Range(1, 10_000)] | None = (
+        None  # passes over the packs; null = given by max_steps, without it 3 under 10,000 documents, else 1
+    )
+    allow_few_steps: bool = free(False)  # epochs may be fewer than 10 optimizer steps
     micro_batch_size: Positive = free(1)  # packs per forward pass of a data-parallel rank
-    global_batch_size: Positive | None = None  # packs per optimizer step; null = micro_batch_size x ranks
+    global_batch_size: Positive | Annotated[str, OneOf(("auto",))] | None = (
+        None  # packs per optimizer step; null = micro_batch_size x ranks; auto = 8, or fewer for at least 50 steps
+    )
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
     ema_decay: Annotated[float, Range(0, below=1)] = 0.0  # of averaged weights, validated and exported; 0 = none
     log_every_steps: Positive = free(10)

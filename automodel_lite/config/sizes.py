@@ -63,10 +63,16 @@ def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
     return shape
 
 
+AUTO_BATCH_SIZE = 8  # packs
+LEAST_STEPS = 50  # that `global_batch_size=auto` leaves the optimizer
+
+
 def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
     """Packs of an optimizer step; raises ConfigError unless they are whole micro-batches of all data-parallel ranks."""
     smallest = config.micro_batch_size * dp_size
-    size = config.global_batch_size or smallest
+    if config.global_batch_size == "auto":  # the largest; data of few packs lower it
+        return max(smallest, AUTO_BATCH_SIZE // smallest * smallest)
+    size = int(config.global_batch_size or smallest)
     if size % smallest:
         nearest = max(smallest, round(size / smallest) * smallest)
         raise ConfigError(
@@ -74,6 +80,12 @@ def global_batch_size_of(config: TrainingConfig, dp_size: int) -> int:
             f"{config.micro_batch_size} x {dp_size} data-parallel ranks): use {nearest}."
         )
     return size
+
+
+def fitted_batch_size(smallest: int, largest: int, num_packs: int, num_epochs: int) -> int:
+    """Returns the largest multiple of `smallest` up to `largest` that gives LEAST_STEPS steps; else `smallest`."""
+    sizes = range(largest // smallest * smallest, smallest, -smallest)
+    return next((size for size in sizes if num_epochs * -(-num_packs // size) >= LEAST_STEPS), smallest)
 
 
 def slot_multiple_of(size: int, slot_multiple: int | None, cp_size: int) -> int:

@@ -19,6 +19,7 @@ from automodel_lite.attention.positions import LENGTH_DEPENDENT
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with, missing_package
 from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.config.sizes import fitted_batch_size
 from automodel_lite.data.feeding.feed import read_batches
 from automodel_lite.data.feeding.order import (
     BatchShape,
@@ -125,6 +126,19 @@ def check_masked(name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max
         )
 
 
+FEWEST_STEPS = 10  # of a run whose length is given by epochs
+_SMALL_SET = 10_000  # documents that are read three times
+
+
+def epochs_of(config: TrainingConfig, num_documents: int) -> tuple[int, str]:
+    """(epochs, why): those that are set, else three of a small set and one of a large."""
+    if config.num_epochs is not None:
+        return config.num_epochs, ""
+    is_small = num_documents < _SMALL_SET
+    why = f" (training.num_epochs=null: {'under' if is_small else 'at least'} {_SMALL_SET:,} documents)"
+    return (3 if is_small else 1), why
+
+
 @dataclass(frozen=True)
 class PlannedPacks(PackSource):
     """Packs of documents whose lengths are known: those of every epoch are planned beforehand.
@@ -158,6 +172,11 @@ class PlannedPacks(PackSource):
         ]:
             packer.check_dropped(plan.counts.dropped_tokens, plan.counts.tokens, name, rows.lengths)
             check_masked(name, plan, tokens.counts, job.settings.max_bad_frac)
+        size, (epochs, _) = batches.global_batch_size, epochs_of(config.training, len(tokens.train))
+        if config.training.global_batch_size == "auto" and config.training.max_steps is None:
+            # few documents are few packs: steps are worth more than their size
+            smallest = batches.micro_batch_size * batches.dp_size
+            batches = replace(batches, global_batch_size=fitted_batch_size(smallest, size, len(packs_of(0)), epochs))
         notes, dataloader = tokens.notes, config.dataloader
         return cls(documents, job, packer, val_packs, notes, batches, dataloader, tokens, packs_of, config.seed)
 
@@ -202,20 +221,25 @@ class PlannedPacks(PackSource):
         return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.row_lengths).max(initial=0))
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
-        """The first of max_steps and num_epochs that is reached; raises ConfigError when neither is set."""
+        """The first of max_steps and num_epochs that is reached; raises ConfigError when the epochs are too short."""
         size = self.shape.global_batch_size
         first = steps_per_epoch(len(self.packs_of(0)), size)
-        limits = []
-        if config.max_steps is not None:
-            limits.append(config.max_steps)
-        if config.num_epochs is not None:
-            limits.append(sum(steps_per_epoch(len(self.packs_of(epoch)), size) for epoch in range(config.num_epochs)))
-        if not limits:
+        num_epochs, why = epochs_of(config, len(self.tokens.train))
+        if config.max_steps is not None and config.num_epochs is None:
+            return TrainingPlan(config.max_steps, first, self.shape)
+        steps = sum(steps_per_epoch(len(self.packs_of(epoch)), size) for epoch in range(num_epochs))
+        # a number of steps that somebody typed is meant; epochs of few documents end within the warm-up, "finished"
+        if config.max_steps is None and steps < FEWEST_STEPS and not config.allow_few_steps:
+            needed = -(-FEWEST_STEPS * num_epochs // max(1, steps))
+            cures = [f"training.num_epochs={needed}", "training.allow_few_steps=true"]
+            smallest = self.shape.micro_batch_size * self.shape.dp_size
+            if size > smallest:
+                cures.insert(0, f"training.global_batch_size={smallest}")
             raise ConfigError(
-                "training.max_steps=null and training.num_epochs=null: set one; an epoch is "
-                f"{first} steps of these packs."
+                f"{len(self.packs_of(0)):,} packs are {steps} steps of {size} in {num_epochs} epochs{why}, too few to "
+                f"learn from: set {' or '.join(cures)}."
             )
-        return TrainingPlan(min(limits), first, self.shape)
+        return TrainingPlan(min(steps, config.max_steps or steps), first, self.shape)
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
         while True:

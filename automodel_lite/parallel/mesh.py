@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import re
 import resource
 import socket
 import sys
@@ -13,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,9 +189,33 @@ def allow_sockets(num_ranks: int) -> None:
 
 
 def use_threads(num_threads: int) -> None:
-    """CPU threads of this process; 0 = the cores divided by the processes on this host."""
-    share = max(1, len(os.sched_getaffinity(0)) // launched("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(num_threads or share)
+    """Sets the CPU threads of this process; 0 chooses."""
+    torch.set_num_threads(threads_of(num_threads)[0])
+
+
+def threads_of(num_threads: int) -> tuple[int, str]:
+    """(threads, why): as set, else OMP_NUM_THREADS, else this process's share of the cores that it may use."""
+    if num_threads:
+        return num_threads, "training.num_threads"
+    ranks, asked = launched("LOCAL_WORLD_SIZE", 1), os.environ.get("OMP_NUM_THREADS", "")
+    # launchers set it to 1 for several ranks where nobody has chosen: that 1 says nothing
+    if re.fullmatch(r"[1-9]\d{0,3}", asked, flags=re.ASCII) and not (ranks > 1 and asked == "1"):
+        return int(asked), "OMP_NUM_THREADS"
+    cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
+    if quota < cores:
+        return max(1, int(quota) // ranks), f"the container's limit of {quota:g} cores"
+    return max(1, cores // ranks), f"{cores} cores" if ranks == 1 else f"{cores} cores, {ranks} processes"
+
+
+def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """The CPU time per second that a container's limit leaves; infinite without one."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else max(1.0, int(quota) / int(period))
+    with contextlib.suppress(OSError, ValueError):  # version 1 of cgroups
+        quota, period = ((root / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return math.inf if int(quota) <= 0 else max(1.0, int(quota) / int(period))
+    return math.inf
 
 
 def init_mesh(config: MeshConfig) -> Mesh:

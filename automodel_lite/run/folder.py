@@ -184,7 +184,7 @@ class RunFolder:
         if not self.config.is_file() or not self.checkpoints.is_dir():
             return config
         saved, training, packed = saved_config(self.config), config.training, config.packed_sequence
-        if training.global_batch_size is None:
+        if training.global_batch_size in (None, "auto"):
             training = replace(training, global_batch_size=saved.get("training", {}).get("global_batch_size"))
         if packed.get("slot_multiple", 1) is None:
             packed = {**packed, "slot_multiple": saved.get("packed_sequence", {}).get("slot_multiple")}

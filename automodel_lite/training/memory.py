@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from automodel_lite.attention.spec import layer_shapes
+from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launched
@@ -212,7 +213,7 @@ def remedies(parts: Parts) -> list[str]:
         found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
     if not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32:
         found.append("optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)")
-    accumulates = (training.global_batch_size or 0) > training.micro_batch_size
+    accumulates = global_batch_size_of(training, 1) > training.micro_batch_size
     if accumulates and parts.mesh.strategy == "fsdp" and parts.mesh.reduce_every_micro_batch is not True:
         found.append("mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)")
     if training.activation_checkpointing == "full":

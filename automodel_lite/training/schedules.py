@@ -24,6 +24,11 @@ def move_to(scheduler: LambdaLR, step: int) -> None:
     scheduler._last_lr = rates
 
 
+def num_warmup(warmup_steps: int | None, warmup_frac: float, max_steps: int) -> int:
+    """Steps of warm-up: those that are set, else a fraction of all; never more than the run has."""
+    return min(max_steps, round(warmup_frac * max_steps) if warmup_steps is None else warmup_steps)
+
+
 def _warmed_up(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> LambdaLR:
     """A linear rise to the peak, which is reached at step warmup_steps - 1; then `after(step)` of the peak."""
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step))
@@ -42,43 +47,50 @@ def progress_frac(step: int, first_step: int, max_steps: int) -> float:
 def cosine(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # steps of warm-up
+    warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
+    warmup_frac: Fraction = 0.03,  # fraction of the steps
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
+    warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
 
     def down(step: int) -> float:
-        return 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup_steps, max_steps)))
+        return 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup, max_steps)))
 
-    return _warmed_up(optimizer, warmup_steps, lambda step: min_lr_frac + (1 - min_lr_frac) * down(step))
+    return _warmed_up(optimizer, warmup, lambda step: min_lr_frac + (1 - min_lr_frac) * down(step))
 
 
 def linear(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # steps of warm-up
+    warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
+    warmup_frac: Fraction = 0.03,  # fraction of the steps
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """A straight line from the peak to min_lr_frac of it."""
-    return _warmed_up(optimizer, warmup_steps, _line_down(warmup_steps, max_steps, min_lr_frac))
+    warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
+    return _warmed_up(optimizer, warmup, _line_down(warmup, max_steps, min_lr_frac))
 
 
 def constant(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # steps of warm-up
+    warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
+    warmup_frac: Fraction = 0.03,  # fraction of the steps
 ) -> LambdaLR:
     """The peak after the warm-up, to the end."""
-    return _warmed_up(optimizer, warmup_steps, lambda step: 1.0)
+    return _warmed_up(optimizer, num_warmup(warmup_steps, warmup_frac, max_steps), lambda step: 1.0)
 
 
 def wsd(
     optimizer: Optimizer,
     max_steps: int,
-    warmup_steps: Count = 0,  # steps of warm-up
+    warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
+    warmup_frac: Fraction = 0.03,  # fraction of the steps
     decay_frac: Fraction = 0.1,  # fraction of the steps spent in the final decay
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
-    decay_start = max(warmup_steps, max_steps - round(decay_frac * max_steps))
-    return _warmed_up(optimizer, warmup_steps, _line_down(decay_start, max_steps, min_lr_frac))
+    warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
+    decay_start = max(warmup, max_steps - round(decay_frac * max_steps))
+    return _warmed_up(optimizer, warmup, _line_down(decay_start, max_steps, min_lr_frac))

@@ -104,7 +104,8 @@ def simulate_gpus(parts: Parts, model_config: PretrainedConfig, gpus: int) -> Si
     """Of so many GPUs; data-parallel ranks beyond those of the global batch bring a micro-batch each of their own."""
     shape = mesh_shape(replace(parts.mesh, dp_shard=-1), gpus)
     training = parts.training
-    if (training.global_batch_size or 0) % (training.micro_batch_size * shape.dp):
+    asked = training.global_batch_size
+    if isinstance(asked, int) and asked % (training.micro_batch_size * shape.dp):
         training = replace(training, global_batch_size=None)
     return simulate(replace(parts, training=training), model_config, shape)
 

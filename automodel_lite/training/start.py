@@ -30,7 +30,7 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.launched import launched
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
-from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, use_threads, world_size
+from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, threads_of, use_threads, world_size
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
@@ -41,6 +41,7 @@ from automodel_lite.training.guards import Guards
 from automodel_lite.training.memory import PLANNED_GPU, gpu_bytes, out_of_memory_text, plan_memory
 from automodel_lite.training.optimizers import SmallAdamW
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
+from automodel_lite.training.schedules import num_warmup
 from automodel_lite.version import __version__
 
 
@@ -255,7 +256,13 @@ def version_line() -> Line:
 
 def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config) -> list[Line]:
     """How the documents are packed, and how long the run is."""
-    return [("packing", packing_text(report)), ("steps", steps_text(plan, report, warmup_steps(config)))]
+    num_warmup_steps = warmup_steps(config, plan.max_steps)
+    lines = steps_text(plan, report, num_warmup_steps)
+    if config.training.global_batch_size == "auto":
+        lines += (
+            f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and {num_warmup_steps:,} of warm-up"
+        )
+    return [("packing", packing_text(report)), ("steps", lines)]
 
 
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
@@ -318,6 +325,7 @@ def _device(mesh: Mesh, plan: ModelPlan) -> str:
     num_threads = torch.get_num_threads()
     each = " each" if shape.world_size > 1 else ""
     threads = f", {num_threads} thread{'s' if num_threads > 1 else ''}{each}" if mesh.device.type == "cpu" else ""
+    threads += f" ({threads_of(plan.parts.training.num_threads)[1]})" if threads else ""
     return f"{name}: {processes} ({axes_text(plan)}){threads}"
 
 
@@ -363,10 +371,10 @@ def packing_text(report: PackingReport | None) -> str:
     return "\n".join([head, *(f"{topic} {text}" for topic, text in report.remarks())])
 
 
-def warmup_steps(config: Config) -> int:
+def warmup_steps(config: Config, max_steps: int) -> int:
     """0 for a schedule without a warm-up."""
     schedule = config.lr_scheduler
-    return int(schedule["warmup_steps"]) if "warmup_steps" in schedule else 0
+    return num_warmup(schedule.get("warmup_steps", 0), schedule.get("warmup_frac", 0.0), max_steps)
 
 
 def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int) -> str:
