@@ -21,6 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
+from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import ModelSize, StepFlops, model_size, step_flops
 from automodel_lite.parallel.mesh import MeshShape
@@ -277,7 +278,9 @@ def possible(job: Job, base: Parts) -> Iterator[Layout]:
                 experts = [n for n in powers if n > 1 and is_split and size.num_experts % n == 0 and shards % n == 0]
                 for ep in [1, *(n for n in experts if size.num_experts and n % tp == 0)]:
                     shape = MeshShape(replicate, dp // replicate, cp, tp, ep)
-                    asked = base.training.global_batch_size or dp * base.training.micro_batch_size
+                    wanted = base.training.global_batch_size
+                    wanted = AUTO_BATCH_SIZE if wanted == "auto" else int(wanted or 0)
+                    asked = wanted or dp * base.training.micro_batch_size
                     for micro in (1, 2, 4, 8):
                         batch = asked if asked % (micro * dp) == 0 else dp
                         if (batch != asked and (micro > 1 or asked > job.world)) or batch % (micro * dp):
