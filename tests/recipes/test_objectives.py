@@ -92,7 +92,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(pairs: Path, tmp_path: Path) -> N
 
 
 def test_lora_prefers_against_the_model_without_it(pairs: Path, tmp_path: Path) -> None:
-    rows = dpo(tmp_path / "run", pairs, "peft=lora", "optimizer.lr=1e-2")
+    dpo(tmp_path / "run", pairs)
+    start = tmp_path / "run" / "hf"
+    rows = dpo(
+        tmp_path / "lora", pairs, "model=pretrained", f"model.pretrained={start}", "tokenizer=pretrained", "peft=lora"
+    )
     assert curve(rows)[0] == pytest.approx(0.69314718, abs=1e-6)
     assert curve(rows)[-1] < curve(rows)[0]
 
@@ -113,6 +117,7 @@ def test_distillation_from_a_model_to_itself_begins_at_0(pairs: Path, tmp_path: 
         f"model.pretrained={model}",
         f"teacher.pretrained={model}",
         *(setting for setting in SMALL if setting not in ("model=llama_smoke", "tokenizer=bpe")),
+        "packed_sequence.packed_sequence_size=1024",
     )
     assert curve(rows)[0] == pytest.approx(0, abs=1e-5)
     assert curve(rows, "val_cross_entropy/held_out")
@@ -127,6 +132,7 @@ def test_a_whole_stored_vocabulary_teaches_as_the_teacher_does(pairs: Path, tmp_
         f"model.pretrained={tmp_path / 'run' / 'hf'}",
         f"cache_dir={tmp_path / 'cache'}",
         *(setting for setting in SMALL if setting not in ("model=llama_smoke", "tokenizer=bpe")),
+        "packed_sequence.packed_sequence_size=1024",
     )
     teacher = tmp_path / "other" / "hf"
     vocab_size = json.loads((teacher / "config.json").read_text())["vocab_size"]
