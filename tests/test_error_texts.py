@@ -33,8 +33,8 @@ PRESETS = (
     "qwen3_30b_a3b, qwen3_32b, qwen3_8b_1m, reasoning, smoke"
 )
 KNOWN_COLUMNS = (
-    "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, instruction + output, "
-    "question + answer, text, chosen + rejected"
+    "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, prompt + responses, "
+    "instruction + output, question + answer, text, chosen + rejected"
 )
 
 

@@ -104,15 +104,15 @@ class Columns(Rows):
     """Rows that can only be read one by one."""
 
     def __init__(self, flat: TokenRows) -> None:
-        self.flat = flat
+        self.rows_of_all = flat
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.diff(self.flat.offsets)
+        return np.diff(self.rows_of_all.offsets)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        piece = slice(self.flat.offsets[index], self.flat.offsets[index + 1])
-        return {"input_ids": self.flat.input_ids[piece], "labels": self.flat.labels[piece]}
+        piece = slice(self.rows_of_all.offsets[index], self.rows_of_all.offsets[index + 1])
+        return {"input_ids": self.rows_of_all.input_ids[piece], "labels": self.rows_of_all.labels[piece]}
 
 
 @settings(deadline=None, max_examples=150)
