@@ -30,7 +30,7 @@ PRESETS = (
     "distill, dpo, finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, llama3_1_8b, "
     "llama3_1_8b_bf16, "
     "llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, long_documents, lora, pretrain, qwen3_0_6b, "
-    "qwen3_30b_a3b, qwen3_32b, qwen3_8b_1m, reasoning, smoke"
+    "qwen3_30b_a3b, qwen3_32b, qwen3_32b_131k, qwen3_8b_1m, reasoning, smoke"
 )
 KNOWN_COLUMNS = (
     "input_ids + labels + seq_lens, input_ids, messages, conversations, prompt + completion, prompt + responses, "
@@ -117,8 +117,8 @@ MISTAKES = {
     ),
     "token ids beyond the vocabulary": Mistake(
         "--config-name smoke model.config.vocab_size=50",
-        "the tokenizer has 384 tokens, the model's embedding 50 rows: use the model's own tokenizer, or set "
-        "model.config.vocab_size=384 for a model from scratch.",
+        "the tokenizer has 384 tokens, the model's embedding 50 rows: use the model's own tokenizer; for tokens "
+        "that you have added set model.resize_embeddings=true, for a model from scratch model.config.vocab_size=384.",
     ),
     "given token ids beyond the vocabulary": Mistake(
         "--config-name llama_packed dataset=files dataset.path=ids.jsonl tokenizer=pretrained tokenizer.path=./base_model",
@@ -139,9 +139,9 @@ MISTAKES = {
     "out of memory": Mistake(
         "--config-name smoke packed_sequence.packed_sequence_size=16384 packed_sequence.overlong=error "
         "training.global_batch_size=1 loss=cross_entropy model.config.vocab_size=400000",
-        "out of memory on rank 0 ({host}), in step 1: tried to allocate 8.15 GiB.\n"
-        "The run is estimated to need about 73.6 GiB per rank: weights 97.7 MiB, optimizer 195.5 MiB, "
-        "activations 78.0 MiB, logits 73.2 GiB.\n"
+        "out of memory on rank 0 on {host}, in step 1: tried to allocate 8.15 GiB.\n"
+        "The run is estimated to need about 73.7 GiB per rank: weights 97.7 MiB, gradients 97.7 MiB, "
+        "optimizer 195.5 MiB, activations 84.0 MiB, logits 73.2 GiB.\n"
         "Try, in this order:\n"
         "  1. loss=fused_linear_cross_entropy (never holds the logits of the whole stream)\n"
         "  2. training.activation_checkpointing=full (about a third slower)\n"
