@@ -180,7 +180,7 @@ def test_a_killed_data_worker_ends_the_job_with_a_sentence_and_it_goes_on(tmp_pa
     screen = finish(launch(tmp_path, hook, *workers))
     assert time.time() - began < 60
     assert "a data worker of rank 1 on" in screen
-    assert "is gone, in step 6: DataLoader worker (pid" in screen
+    assert ", in step 6, is gone: DataLoader worker (pid" in screen
     assert "lower dataloader.num_workers or dataloader.prefetch_factor" in screen
     again = launch(tmp_path, "pass", *workers, "checkpoint.accept_changes=true", "training.max_steps=8")
     screen = finish(again)
