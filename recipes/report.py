@@ -29,8 +29,9 @@ def main(argv: list[str] | None = None) -> int:
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
     try:
-        is_collection = args.to is None and len(args.runs) == 1 and not (args.runs[0] / "config.yaml").is_file()
-        print(write_index(args.runs[0]) if is_collection else write_report(args.runs, target))
+        first = args.runs[0]
+        is_run = len(args.runs) > 1 or args.to or not first.is_dir() or (first / "config.yaml").is_file()
+        print(write_report(args.runs, target) if is_run else write_index(first))
     except OSError as error:
         raise ConfigError(f"{error.filename or target} cannot be read or written ({error.strerror}).") from error
     except ConfigError:

@@ -35,7 +35,7 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def test_the_public_names_are_there_and_lazy() -> None:
-    for name in automodel_lite.__all__:
+    for name in {*automodel_lite.__all__} - {"__version__"}:
         assert callable(getattr(automodel_lite, name)), name
     with pytest.raises(AttributeError, match="has no attribute 'Packr'"):
         _ = automodel_lite.Packr
@@ -122,8 +122,9 @@ def test_the_kernel_of_ones_own_agrees_with_the_reference(monkeypatch: pytest.Mo
 def test_the_page_shows_code_of_the_example() -> None:
     code = (ROOT / "examples/own_parts/my_parts.py").read_text()
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 5
-    for block in blocks:
+    of_parts = [block for block in blocks if "KdConfig" not in block]  # that recipe lives in tests/cli/test_recipes.py
+    assert len(of_parts) == 5
+    for block in of_parts:
         for stretch in block.split("    ...\n"):
             assert stretch.strip("\n") in code
 
