@@ -80,6 +80,7 @@ def test_a_short_last_step_counts_every_document_once(tmp_path: Path) -> None:
         "training.max_steps=null",
         "training.num_epochs=1",
         "training.global_batch_size=12",
+        "training.allow_few_steps=true",
     ]
     alone = train("smoke", tmp_path / "alone", *epoch)
     pair = train("smoke", tmp_path / "pair", *epoch, "training.micro_batch_size=3", world_size=2)
