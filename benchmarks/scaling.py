@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ["training.precision=bf16", "packed_sequence.packed_sequence_size=256", "dataset.num_chats=200"]
+MODEL += ["packed_sequence.overlong=drop"]
 CHECKPOINTED = "training.activation_checkpointing=full"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # one micro-batch a rank unless said
     "1 process": (1, ["training.global_batch_size=1"]),

@@ -112,7 +112,8 @@ def test_every_preset_composes_with_every_group_option(preset: str) -> None:
 @pytest.mark.parametrize("preset", presets_of(Sources()))
 def test_every_preset_is_valid(preset: str) -> None:
     is_open = "???" in OmegaConf.to_yaml(compose_config(preset, []))
-    assert check_config(compose_config(preset, FILLED if is_open else [])).seed == 0
+    filled = [*FILLED, *(["teacher.pretrained=x"] if preset == "distill" else [])]
+    assert check_config(compose_config(preset, filled if is_open else [])).seed == 0
 
 
 def test_help_names_presets_groups_and_examples() -> None:

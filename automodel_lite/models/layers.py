@@ -252,8 +252,14 @@ def text_part(lm: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:
     """Freezes what text does not meet, in place; towers are held in `dtype`, that of their checkpoint."""
+    meets_text = [module for module in lm.modules() if text_decoder(lm) in module.modules()]
     for tower in towers(lm):
         tower.to(dtype).requires_grad_(False)
+        # what a composite holds by itself mixes its towers' outputs: text does not meet that either
+        for module in meets_text if text_decoder(lm) is not lm else []:
+            if module is not text_decoder(lm):
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad_(False)
 
 
 def freeze_named(lm: transformers.PreTrainedModel, patterns: list[str]) -> list[str]:

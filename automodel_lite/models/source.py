@@ -90,9 +90,10 @@ class CausalLM:
     def _config_as_stored(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
         defaults = {"vocab_size": len(tokenizer), **{key: getattr(tokenizer, key) for key in special}}
-        if defaults not in [known for known, _ in self._described]:
+        asked = {"defaults": defaults, "overrides": self.overrides}  # a copy of a source may have other overrides
+        if asked not in [known for known, _ in self._described]:
             # Described once per start; each caller gets a copy, as models write into theirs.
-            self._described = [(defaults, self.described(defaults))]
+            self._described = [(asked, self.described(defaults))]
         return copy.deepcopy(self._described[0][1])
 
     def _grows(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
@@ -183,6 +183,8 @@ def as_teacher(parts: Parts) -> Parts:
 
 def check_same_vocabulary(teacher: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError for a teacher with another tokenizer; one without tokenizer files is taken at its word."""
+    from transformers import AutoTokenizer  # a second to import, which a run without a teacher does not wait for
+
     name = str(teacher.model.pretrained)
     try:
         theirs = AutoTokenizer.from_pretrained(name, revision=teacher.model.source["revision"]).get_vocab()

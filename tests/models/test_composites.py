@@ -42,9 +42,11 @@ def test_what_text_does_not_meet_is_frozen(family: str) -> None:
     freeze_towers(model, torch.bfloat16)
     of_towers = {p for tower in towers(model) for p in tower.parameters()}
     assert of_towers
-    assert {p for p in model.parameters() if not p.requires_grad} == of_towers
+    frozen = {p for p in model.parameters() if not p.requires_grad}
+    assert frozen >= of_towers
+    assert all(p.numel() == 1 for p in frozen - of_towers)  # a factor between towers, of DeepSeek-VL's hybrid
     assert {p.dtype for p in of_towers} == {torch.bfloat16}
-    assert sum(p.numel() for p in of_towers) == model_size(model.config).towers
+    assert sum(p.numel() for p in frozen) == model_size(model.config).towers
     assert len(decoder_layers(model)) == model.config.get_text_config().num_hidden_layers
 
 

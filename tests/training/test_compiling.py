@@ -94,7 +94,8 @@ def test_a_compiled_chunk_is_the_uncompiled_one(softcap: float | None) -> None:
             (loss * 0.5).backward()
             results.append((loss.detach(), hidden.grad, weight.grad))
         for plain, compiled in zip(*results):
-            torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-3)
+            # bf16: both are 0.01 from fp64, and padded rows are summed in another order
+            torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-2)
         graphs.append(compiled_graphs())
     assert graphs[-1] == graphs[3]
     assert FusedLinearCrossEntropy().backend is None
