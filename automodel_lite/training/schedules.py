@@ -25,8 +25,9 @@ def move_to(scheduler: LambdaLR, step: int) -> None:
 
 
 def num_warmup(warmup_steps: int | None, warmup_frac: float, max_steps: int) -> int:
-    """Steps of warm-up: those that are set, else a fraction of all; never more than the run has."""
-    return min(max_steps, round(warmup_frac * max_steps) if warmup_steps is None else warmup_steps)
+    """Returns the steps of warm-up: those that are set, else a fraction of all."""
+    # A number that is set does not depend on the length of the run: a run may be continued for more steps.
+    return round(warmup_frac * max_steps) if warmup_steps is None else warmup_steps
 
 
 def _warmed_up(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> LambdaLR:

@@ -46,7 +46,7 @@ def test_a_single_step_learns(make: Callable[..., torch.optim.lr_scheduler.Lambd
 
 @pytest.mark.parametrize(
     ("steps", "frac", "max_steps", "found"),
-    [(None, 0.03, 6, 0), (None, 0.03, 100, 3), (20, 0.03, 100, 20), (20, 0.0, 5, 5), (0, 0.5, 10, 0)],
+    [(None, 0.03, 6, 0), (None, 0.03, 100, 3), (20, 0.03, 100, 20), (20, 0.0, 5, 20), (0, 0.5, 10, 0)],
 )
 def test_steps_of_warm_up(steps: int | None, frac: float, max_steps: int, found: int) -> None:
     assert schedules.num_warmup(steps, frac, max_steps) == found
