@@ -198,10 +198,11 @@ class TreeRows(Rows):
         num_parts = np.ones(len(lengths), np.int64)
         num_parts[large] = [len(parts[int(tree)]) for tree in large]
         self._tree = np.arange(len(lengths)).repeat(num_parts)
-        self._part = np.arange(len(self._tree)) - (num_parts.cumsum() - num_parts)[self._tree]
+        firsts = num_parts.cumsum() - num_parts  # of each tree, its first part
+        self._part = np.arange(len(self._tree)) - firsts[self._tree]
         self._lengths, self._row_lengths = lengths[self._tree].astype(np.int64), _longest_rows(trees)[self._tree]
         for tree, cut in parts.items():
-            first = int(num_parts[:tree].sum())
+            first = int(firsts[tree])
             self._lengths[first : first + len(cut)] = [len(part["input_ids"]) for part in cut]
         many, repeated = num_parts[num_parts > 1], int(self._lengths.sum()) - trees.num_tokens
         if len(many):
