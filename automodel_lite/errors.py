@@ -63,10 +63,15 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-FORMER_KEYS = {
+FORMER_KEYS = {  # of older versions -> today's; "" = no longer a setting
     "tokenize.part": "tokenize.shard",
     "tokenize.num_parts": "tokenize.num_shards",
     "dataset.parts": "dataset.sources",  # of mixtures
+    "training.stuck_after_s": "training.hang_timeout_s",
+    "training.max_bad_steps": "training.max_nonfinite_steps",
+    "dataloader.prefetch_factor": "",
+    "dataloader.pin_memory": "",
+    "checkpoint.checksums": "",
 }
 
 
@@ -75,7 +80,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     group.
     """
     if name in FORMER_KEYS:
-        return f"; it is {FORMER_KEYS[name]} now."
+        return f"; it is {FORMER_KEYS[name] or 'no longer a setting: remove it'}."
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
     group, _, last = name.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}

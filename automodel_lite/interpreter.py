@@ -17,7 +17,7 @@ _M_MMAP_THRESHOLD, _LARGEST_THRESHOLD = -3, 32 << 20  # glibc's name and upper e
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[None]:
+def relaxed_gc() -> Iterator[None]:
     """While modules are imported and parts are built. Not while training: cycles may hold tensors."""
     before = gc.get_threshold()
     gc.set_threshold(*_SELDOM)
@@ -28,7 +28,7 @@ def collecting_seldom() -> Iterator[None]:
 
 
 @contextmanager
-def returning_blocks() -> Iterator[None]:
+def trim_malloc() -> Iterator[None]:
     """Freed blocks of 1 MiB and more go back to the system at once. glibc raises its limit up to 32 MiB, and a sharded
     model on the CPU would keep the memory of several gathered layers after its first forward.
     """

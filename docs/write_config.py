@@ -39,7 +39,7 @@ Presets and options of your own live in any folder named by `--config-dir`, laid
 def page() -> str:
     """The whole of docs/config.md."""
     groups = [name for name, hint in get_type_hints(schema.Config).items() if hint == schema.Part]
-    free_groups = ", ".join(f"`{name}`" for name in schema.free_settings() if name in groups)
+    free_groups = ", ".join(f"`{name}`" for name in schema.resumable_settings() if name in groups)
     parts = [INTRODUCTION.format(free_groups=free_groups), "## Presets\n", _table(("preset", "what it is"), _presets())]
     parts += ["\n## Settings of the schema\n", *_sections()]
     parts.append("\n## Groups\n")
@@ -67,14 +67,14 @@ def _sections() -> Iterator[str]:
 
 def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
     comments, hints = comments_of(kind), get_type_hints(kind, include_extras=True)
-    by_name, free = {item.name: item for item in fields(kind)}, set(schema.free_settings())
+    by_name, free = {item.name: item for item in fields(kind)}, set(schema.resumable_settings())
     rows = []
     for name in names:
         item = by_name[name]
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
         text = "must be set" if default == REQUIRED else f"`{shown(default)}`"
-        is_free = not free.isdisjoint({prefix.rstrip("."), f"{prefix}{name}"})
-        row = (f"`{prefix}{name}`", _type(hints[name]), text, "yes" if is_free else "", comments.get(name, ""))
+        is_resumable = not free.isdisjoint({prefix.rstrip("."), f"{prefix}{name}"})
+        row = (f"`{prefix}{name}`", _type(hints[name]), text, "yes" if is_resumable else "", comments.get(name, ""))
         rows.append(row)
     return _table(("key", "type", "default", "free", "meaning"), rows)
 

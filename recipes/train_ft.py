@@ -24,7 +24,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
-from automodel_lite.interpreter import collecting_seldom
+from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
 from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_shard
 from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
@@ -95,7 +95,7 @@ class TrainFinetuneRecipe:
     def train(self) -> int:
         """Sets up and runs; the outcome is recorded in the run's folder."""
         with self.guards.recording(at_end=lambda: self.page.update(is_last=True)):
-            with collecting_seldom():
+            with relaxed_gc():
                 self.setup()
             return self.run()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.interpreter import collecting_seldom
+from automodel_lite.interpreter import relaxed_gc
 
 ONLY_SOME_CONFIGS = (
     "datasets pandas peft wandb mlflow trackio torch.utils.tensorboard matplotlib liger_kernel torchao bitsandbytes "
@@ -70,6 +70,6 @@ def test_imported_is_what_is_used(tmp_path: Path) -> None:
 
 def test_garbage_is_looked_for_as_often_as_before_once_all_is_imported() -> None:
     before = gc.get_threshold()
-    with collecting_seldom():
+    with relaxed_gc():
         assert gc.get_threshold()[0] > before[0]
     assert gc.get_threshold() == before

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from automodel_lite.cli.line import as_typed
+from automodel_lite.cli.line import for_installed_cli
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RunStoppedError
 from automodel_lite.launched import check_launched, is_first_here
 from automodel_lite.redact import ScrubbedStream
@@ -52,9 +52,9 @@ def end(work: Callable[[], int]) -> NoReturn:
     except PeerError as error:
         leave(str(error), error.exit_code, is_shown=is_first_here())
     except (ConfigError, DataError) as error:
-        _leave_mistake(as_typed(str(error)).rstrip())
+        _leave_mistake(for_installed_cli(str(error)).rstrip())
     except RunStoppedError as error:
-        leave(as_typed(str(error)).rstrip(), 1)
+        leave(for_installed_cli(str(error)).rstrip(), 1)
     except StoppedEarly as stopped:
         leave(f"stopped by {stopped} before the first step: nothing to save", stopped.exit_code)
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from automodel_lite.cli.line import argument_parser, as_typed
+from automodel_lite.cli.line import argument_parser, for_installed_cli
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -43,7 +43,7 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
         if recipe.main == "recipes.train_ft:main"
         else []
     )
-    return as_typed("\n".join(lines))
+    return for_installed_cli("\n".join(lines))
 
 
 def first_comment(preset: str, sources: Sources) -> str:

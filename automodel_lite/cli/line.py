@@ -35,7 +35,7 @@ RECIPES = {
 }
 
 
-def as_typed(text: str) -> str:
+def for_installed_cli(text: str) -> str:
     """`python recipes/generate.py x` as it is typed here: an installed package has `automodel-lite generate x`.
 
     >>> torchrun --nproc-per-node 4 recipes/train_ft.py   ->   torchrun --nproc-per-node 4 -m automodel_lite train
@@ -50,7 +50,9 @@ def as_typed(text: str) -> str:
 
 def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
     """Of a recipe that reads its own command line; its docstring is the head of `--help`."""
-    return _Parser(description=as_typed(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter)
+    return _Parser(
+        description=for_installed_cli(recipe_doc or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 class _Parser(argparse.ArgumentParser):

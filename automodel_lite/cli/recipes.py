@@ -24,7 +24,7 @@ from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
-from automodel_lite.interpreter import collecting_seldom
+from automodel_lite.interpreter import relaxed_gc
 
 # They write no run's folder, so nobody has to name one.
 _READ_ONLY = ("inspect_data", "prepare_data", "score", "verify")
@@ -86,7 +86,7 @@ class Recipe:
         """Imports it; raises ConfigError when there is no such function."""
         if not self.is_ours:
             self._file()
-        with collecting_seldom():
+        with relaxed_gc():
             loaded = importlib.import_module(self.module)
         name = self.main.split(":")[1]
         found = vars(loaded).get(name)

@@ -31,13 +31,11 @@ Part = dict[str, Any]
 BoolOrAuto = Annotated[bool | str, OneOf(("auto", "true", "false"))]
 
 
-def free(default: Any) -> Any:
-    """The default of a setting that does not shape the numbers: a run may continue with another value. That of a group
-    is its class.
-    """
+def resumable(default: Any) -> Any:
+    """Returns a field that does not shape the numbers: a run may resume with another value; of a group, its class."""
     if isinstance(default, type):
-        return field(default_factory=default, metadata={"is_free": True})
-    return field(default=default, metadata={"is_free": True})
+        return field(default_factory=default, metadata={"is_resumable": True})
+    return field(default=default, metadata={"is_resumable": True})
 
 
 @dataclass
@@ -66,9 +64,9 @@ class TokenizeConfig:
     train_on: TrainOn = "assistant"
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
     max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
-    num_proc: Annotated[int, Range(1), UpToTheCores()] | None = free(None)  # processes; null = all cores for large data
-    num_shards: Positive = free(1)  # tasks that tokenize a shard of the documents each, by recipes/prepare_data.py
-    shard: Count | None = free(None)  # the task's number, from 0; null = takes what the tasks made
+    num_proc: Annotated[int, Range(1), UpToTheCores()] | None = resumable(None)  # null = all cores for large data
+    num_shards: Positive = resumable(1)  # tasks that tokenize a shard each, by recipes/prepare_data.py
+    shard: Count | None = resumable(None)  # the task's number, from 0; null = takes what the tasks made
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables for the chat template
 
 
@@ -76,9 +74,7 @@ class TokenizeConfig:
 class DataloaderConfig:
     """How packs are read."""
 
-    num_workers: Annotated[int, Range(0), UpToTheCores()] = free(0)  # processes per rank that prefetch packs
-    prefetch_factor: Annotated[int, Range(1, 1000)] = free(4)  # batches that each worker prefetches
-    pin_memory: bool = free(True)  # page-locked batches (GPU only)
+    num_workers: Annotated[int, Range(0), UpToTheCores()] = resumable(0)  # processes per rank that prefetch packs
     shuffle: bool = True  # shuffle the packs in each epoch, from (seed, epoch)
 
 
@@ -90,18 +86,18 @@ class TrainingConfig:
     num_epochs: Annotated[int, Range(1, 10_000)] | None = (
         None  # passes over the packs; null = given by max_steps, without it 3 under 10,000 documents, else 1
     )
-    allow_few_steps: bool = free(False)  # epochs may be fewer than 10 optimizer steps
-    micro_batch_size: Positive = free(1)  # packs per forward pass of a data-parallel rank
+    allow_few_steps: bool = resumable(False)  # epochs may be fewer than 10 optimizer steps
+    micro_batch_size: Positive = resumable(1)  # packs per forward pass of a data-parallel rank
     global_batch_size: Positive | Annotated[str, OneOf(("auto",))] | None = (
         None  # packs per optimizer step; null = micro_batch_size x ranks; auto = 8, or fewer for at least 50 steps
     )
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
     ema_decay: Annotated[float, Range(0, below=1)] = 0.0  # of averaged weights, validated and exported; 0 = none
-    log_every_steps: Positive = free(10)
-    val_every_steps: Count = free(0)  # steps between validations; 0 = only at the end
+    log_every_steps: Positive = resumable(10)
+    val_every_steps: Count = resumable(0)  # steps between validations; 0 = only at the end
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"  # of compute; auto = bf16 on GPUs
     master_weights: Annotated[str, OneOf(("fp32", "bf16"))] = "fp32"  # and gradients; bf16: adamw_bf16, adamw_8bit
-    activation_checkpointing: Annotated[str, OneOf(("auto", "none", "full", "selective", "offload"))] = free(
+    activation_checkpointing: Annotated[str, OneOf(("auto", "none", "full", "selective", "offload"))] = resumable(
         "auto"  # auto = the least that fits; selective = recompute cheap ops; offload = full, inputs in host memory
     )
     tile_tokens: Count | None = None  # tile of MLPs and norms; 0 = none, null = 8192 for long recomputed packs
@@ -110,12 +106,12 @@ class TrainingConfig:
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
     tf32: bool = False  # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
     deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
-    profile_steps: Annotated[list[int], FirstAndLast()] | None = free(None)  # [10, 12]: profile these steps
-    num_threads: Annotated[int, Range(0), UpToTheCores()] = free(0)  # per process; 0 = cores / processes of this host
-    max_bad_steps: Count = free(3)  # consecutive steps with a non-finite loss or gradient to skip before the run ends
-    max_time: Annotated[str | int, Duration()] | None = free(None)  # "1:30:00": save and exit before; null = SLURM's
-    stop_margin_s: Annotated[float, Range(0)] = free(60.0)  # for the last save, plus measured save and step times
-    stuck_after_s: Annotated[float, Range(0)] = free(120.0)  # write stacks to logs/ if a step takes longer; 0 = never
+    profile_steps: Annotated[list[int], FirstAndLast()] | None = resumable(None)  # [10, 12]: profile these steps
+    num_threads: Annotated[int, Range(0), UpToTheCores()] = resumable(0)  # 0 = cores / processes of this host
+    max_nonfinite_steps: Count = resumable(3)  # skipped in a row (loss or gradient) before the run ends
+    max_time: Annotated[str | int, Duration()] | None = resumable(None)  # "1:30:00", saves before; null = SLURM's
+    stop_margin_s: Annotated[float, Range(0)] = resumable(60.0)  # for the last save, plus measured times
+    hang_timeout_s: Annotated[float, Range(0)] = resumable(120.0)  # stacks to logs/ if a step takes longer; 0 = never
 
 
 @dataclass
@@ -127,7 +123,6 @@ class CheckpointConfig:
     keep_last: Positive = 2  # number of newest checkpoints to keep
     keep_best: Count = 0  # also keep this many with the lowest validation loss
     keep_every: Count = 0  # also keep those at multiples of this many steps; 0 = none
-    checksums: bool = True  # store checksums of all files and verify them on load
     accept_changes: bool = False  # continue although settings that affect the numbers have changed
     export_hf: bool = True  # export hf/, a folder that from_pretrained loads, at the end
 
@@ -166,42 +161,42 @@ class SweepConfig:
 class Config:
     """Everything a run is made of, in the order the data meets it."""
 
-    name: str = free(MISSING)  # of the run; its folder is output_dir
+    name: str = resumable(MISSING)  # of the run; its folder is output_dir
     seed: Seed = 0
-    output_dir: PathStr = free("runs/${name}")
-    dry_run: bool = free(False)  # check the run, compute its steps and memory, and exit
-    cache_dir: PathStr | None = free(None)  # for tokens and trained tokenizers; null = ~/.cache/automodel_lite
+    output_dir: PathStr = resumable("runs/${name}")
+    dry_run: bool = resumable(False)  # check the run, compute its steps and memory, and exit
+    cache_dir: PathStr | None = resumable(None)  # for tokens and trained tokenizers; null = ~/.cache/automodel_lite
     dataset: Part = field(default_factory=dict)
     tokenizer: Part = field(default_factory=dict)
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     packed_sequence: Part = field(default_factory=dict)
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
-    mesh: MeshConfig = free(MeshConfig)
+    mesh: MeshConfig = resumable(MeshConfig)
     model: Part = field(default_factory=dict)
-    attention: Part = free(dict)
+    attention: Part = resumable(dict)
     peft: Part = field(default_factory=dict)
     teacher: Part = field(default_factory=dict)
     loss: Part = field(default_factory=dict)
     optimizer: Part = field(default_factory=dict)
     lr_scheduler: Part = field(default_factory=dict)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    checkpoint: CheckpointConfig = free(CheckpointConfig)
-    samples: SamplesConfig = free(SamplesConfig)
-    evaluation: Part = free(dict)
-    report: bool = free(True)  # write report.html, a page that refreshes during the run
-    logger: Part = free(dict)
+    checkpoint: CheckpointConfig = resumable(CheckpointConfig)
+    samples: SamplesConfig = resumable(SamplesConfig)
+    evaluation: Part = resumable(dict)
+    report: bool = resumable(True)  # write report.html, a page that refreshes during the run
+    logger: Part = resumable(dict)
     callbacks: Part = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # keys of a recipe of your own, by its dataclass
-    sweep: SweepConfig = free(SweepConfig)
-    hub: HubConfig = free(HubConfig)
-    security: SecurityConfig = free(SecurityConfig)
+    sweep: SweepConfig = resumable(SweepConfig)
+    hub: HubConfig = resumable(HubConfig)
+    security: SecurityConfig = resumable(SecurityConfig)
 
 
-def free_settings(group: type = Config, prefix: str = "") -> Iterator[str]:
+def resumable_settings(group: type = Config, prefix: str = "") -> Iterator[str]:
     """Keys, and groups of keys, that do not shape the numbers."""
     for setting in fields(group):
         path = f"{prefix}{setting.name}"
-        if setting.metadata.get("is_free"):
+        if setting.metadata.get("is_resumable"):
             yield path
         elif is_dataclass(setting.default_factory):
-            yield from free_settings(setting.default_factory, f"{path}.")
+            yield from resumable_settings(setting.default_factory, f"{path}.")

@@ -180,7 +180,7 @@ class Checkpointer:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all ranks."""
         temporary = self.folder / f".tmp-{self._token}-{current.path.name}"
         tensors_folder = temporary / on_disk.TENSORS
-        writer = ShardWriter(tensors_folder, self.saver.rank, self.config.checksums)
+        writer = ShardWriter(tensors_folder, self.saver.rank)
         try:
             if self.saver.max([int(current.error is not None)])[0]:
                 raise current.error or OSError("another rank has no memory for a copy of its tensors")
@@ -192,10 +192,9 @@ class Checkpointer:
                 process_group=self.saver.group,
                 no_dist=self.saver.group is None,
             )
-            known = writer.checksums if self.config.checksums else None
             check = partial(self._check_last, tensors_folder)
             self.saver.on_first(
-                lambda: on_disk.complete(temporary, current.path, state, self._config_text, known, check)
+                lambda: on_disk.complete(temporary, current.path, state, self._config_text, writer.checksums, check)
             )
         except (Exception, CheckpointException) as error:  # any failure: the run continues without this checkpoint
             current.error = self._cause_of_failure(error, temporary)
@@ -287,7 +286,7 @@ class Checkpointer:
     def _check_sums(self, path: Path) -> None:
         """Raises BrokenCheckpointError on every rank when a file has other bytes than were written."""
         ranks = self.control.world_size
-        broken = on_disk.broken_files(path, self.control.rank, ranks) if self.config.checksums else []
+        broken = on_disk.broken_files(path, self.control.rank, ranks)
         if self.control.max([len(broken)])[0]:
             named = f" ({broken[0]})" if broken else ""
             raise BrokenCheckpointError(f"a file does not match its checksum{named}")

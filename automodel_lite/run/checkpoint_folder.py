@@ -116,12 +116,12 @@ def complete(
     final: Path,
     state: dict[str, Any],
     config_yaml: str,
-    known: dict[str, str | None] | None,
+    known: Mapping[str, str],
     check: Callable[[], None],
 ) -> None:
     """Adds the small files and the manifest, syncs everything, reads it back, and renames the folder to its name.
 
-    known   checksums of the files in tensors/ from those who wrote them; None = no checksums are kept
+    known   checksums of the files in tensors/ from those who wrote them
     check   raises OSError when the folder must not get its name
     """
     durable.write_file(temporary / STATE, json.dumps(state, indent=1))
@@ -129,7 +129,7 @@ def complete(
     files = {
         path.relative_to(temporary).as_posix(): {
             "bytes": path.stat().st_size,
-            "crc32": None if known is None else known.get(path.name) or durable.checksum(path),
+            "crc32": known.get(path.name) or durable.checksum(path),
         }
         for path in sorted(temporary.rglob("*"))
         if path.is_file()

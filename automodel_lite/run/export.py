@@ -28,7 +28,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.interpreter import returning_blocks
+from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code
@@ -145,7 +145,7 @@ def export_adapter(
         _together(lambda: tokenizer.save_pretrained(temporary))
 
 
-@returning_blocks()
+@trim_malloc()
 def export_hf(
     folder: Path,
     model: LossModel,

@@ -76,8 +76,7 @@ def recorded(
         elif _LOST_WORKER.match(str(error)):
             reason = (
                 f"a data worker of {at}, is gone: {one_line(error)} Most often the host ran out of memory: lower "
-                "dataloader.num_workers or dataloader.prefetch_factor. Run the same command again to continue from "
-                "the newest checkpoint."
+                "dataloader.num_workers. Run the same command again to continue from the newest checkpoint."
             )
             raised = RunStoppedError(reason)
         else:

@@ -33,7 +33,7 @@ from yaml import YAMLError
 from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import moved_target
 from automodel_lite.config.rules import OneOf
-from automodel_lite.config.schema import Config, free_settings
+from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.errors import FORMER_KEYS, ConfigError, one_line, shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
@@ -314,7 +314,8 @@ def saved_config(path: Path) -> dict[str, Any]:
         group, _, name = former.partition(".")
         part = found.get(group, {})
         if name in part and part.get("_target_", "Mixture").endswith("Mixture"):
-            part[now.partition(".")[2]] = part.pop(name)
+            value = part.pop(name)
+            part |= {now.partition(".")[2]: value} if now else {}
     return found
 
 
@@ -328,7 +329,7 @@ def _with_moved_targets(node: Any) -> Any:
     return found | ({"_target_": moved_target(found["_target_"])} if isinstance(found.get("_target_"), str) else {})
 
 
-_FREE = frozenset(free_settings())
+_FREE = frozenset(resumable_settings())
 
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

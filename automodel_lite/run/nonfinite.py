@@ -98,7 +98,7 @@ class NonfiniteSteps:
         what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
         if self.in_a_row > self.max_in_a_row:
             raise RunStoppedError(
-                f"{what}, the {_ordinal(self.in_a_row)} time in a row: the run stops; training.max_bad_steps="
+                f"{what}, the {_ordinal(self.in_a_row)} time in a row: the run stops; training.max_nonfinite_steps="
                 f"{self.max_in_a_row} are skipped. The packs {_first_few(pack_ids)} are dumped in {where}; no "
                 "checkpoint was written since the last good step. Look at the data, lower optimizer.lr, or raise the "
                 "warm-up."

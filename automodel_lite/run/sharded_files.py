@@ -59,9 +59,9 @@ class ShardWriter(StorageWriter):
     checksums   of the files that were written, on the coordinator
     """
 
-    def __init__(self, folder: Path, rank: int, with_checksum: bool = True) -> None:
-        self.folder, self.with_checksum = folder, with_checksum
-        self.checksums: dict[str, str | None] = {}
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.checksums: dict[str, str] = {}
         self.file = f"rank_{rank:05d}.safetensors"
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -91,7 +91,7 @@ class ShardWriter(StorageWriter):
             raise OSError(f"{path.name} could not be written: {error}") from None
         durable.sync(path)
         _check_written(path, tensors)
-        crc32 = durable.checksum(path) if self.with_checksum else None
+        crc32 = durable.checksum(path)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(index, num_bytes, storage_data=(self.file, crc32)) for index, num_bytes in sizes])
         return done

@@ -23,7 +23,7 @@ from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.interpreter import returning_blocks
+from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
@@ -98,7 +98,7 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
     """
     plan = plan_model(parts, parts.model.config(tokenizer), mesh.shape, mesh.device)
     check_weights_fit(plan, mesh.device)
-    with returning_blocks():
+    with trim_malloc():
         model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype, trains)
         lm = model.loss_model.lm
         install(lm, plan.kernel)

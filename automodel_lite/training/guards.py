@@ -53,7 +53,7 @@ class Guards:
         self.config, self.peers, self.say = config, peers, say
         self.folder = RunFolder(config.output_dir)
         self.lock = RunLock(self.folder.lock)
-        self.watchdog = Watchdog(self.folder.path, rank(), config.training.stuck_after_s)
+        self.watchdog = Watchdog(self.folder.path, rank(), config.training.hang_timeout_s)
         self.memory_text = ""  # what a full memory held, and what to change: see memory.out_of_memory_text
         self.state, self.max_steps = TrainState(), 0
         self.ranks = self.slow_ranks = Control(None)
@@ -100,7 +100,7 @@ class Guards:
         )
         deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
         self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
-        self.nonfinite = NonfiniteSteps(self.folder.bad_steps, config.training.max_bad_steps, rank(), self.say)
+        self.nonfinite = NonfiniteSteps(self.folder.bad_steps, config.training.max_nonfinite_steps, rank(), self.say)
         self.lock.token = self.ranks.on_first(self.lock.acquire)
         self._check_shared_folder()
 

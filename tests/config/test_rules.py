@@ -44,7 +44,7 @@ WRONG = {
     "tokenize.max_bad_frac=nan": "tokenize.max_bad_frac=nan must be a finite number.",
     "training.max_time=-1:00:00": "training.max_time=-1:00:00 must be hours:minutes:seconds, such as 1:30:00, or a number of seconds.",
     "training.max_time=0": "training.max_time=0 must be over 0.",
-    "training.stuck_after_s=-1": "training.stuck_after_s=-1 must be at least 0.",
+    "training.hang_timeout_s=-1": "training.hang_timeout_s=-1 must be at least 0.",
     "seed=-1": "seed=-1 must be at least 0.",
     "seed=100000000000000000000": "seed=100000000000000000000 must be below 2**63.",
     "training.num_epochs=1000000000": "training.num_epochs=1000000000 must be at least 1 and at most 10,000.",

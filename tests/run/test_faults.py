@@ -64,7 +64,7 @@ def _train_with_bad_steps(rank: int, world_size: int, folder: str, bad: dict[int
 
 
 def test_a_bad_step_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
-    options = ["training.max_bad_steps=2", "training.max_steps=7", "checkpoint.every_steps=2"]
+    options = ["training.max_nonfinite_steps=2", "training.max_steps=7", "checkpoint.every_steps=2"]
     results = run_ranks(_train_with_bad_steps, 2, str(tmp_path), {3: 1, 4: 0}, options)
     assert [code for code, _ in results] == [0, 0]
     screen = results[0][1]
@@ -80,12 +80,12 @@ def test_a_bad_step_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
-    options = ["training.max_bad_steps=1", "checkpoint.every_steps=1"]
+    options = ["training.max_nonfinite_steps=1", "checkpoint.every_steps=1"]
     results = run_ranks(_train_with_bad_steps, 2, str(tmp_path), {3: 0, 4: 0}, options)
     for code, text in results:
         assert code == 1
         assert "step 4: the loss or the gradient is not finite (gradient norm nan), the 2nd time in a row" in text
-        assert "training.max_bad_steps=1" in text
+        assert "training.max_nonfinite_steps=1" in text
     complete, _ = checkpoint_folder.survey(tmp_path / "checkpoints")
     assert complete[0].name == "step_00000002"
     assert json.loads((tmp_path / "STATUS.json").read_text())["state"] == "failed"
@@ -146,7 +146,7 @@ def test_a_killed_rank_takes_the_job_down_within_15_s(tmp_path: Path) -> None:
 def test_a_silent_rank_ends_the_job_within_the_timeout_and_leaves_stacks(tmp_path: Path) -> None:
     mark = tmp_path / "silent"
     hook = f"if rank == 1 and recipe.num_steps == 3: open({str(mark)!r}, 'w'); time.sleep(600)"
-    process = launch(tmp_path, hook, "mesh.timeout_s=20", "training.stuck_after_s=5")
+    process = launch(tmp_path, hook, "mesh.timeout_s=20", "training.hang_timeout_s=5")
     screen = finish(process)
     took_s = time.time() - mark.stat().st_mtime
     assert process.returncode != 0
@@ -181,7 +181,7 @@ def test_a_killed_data_worker_ends_the_job_with_a_sentence_and_it_goes_on(tmp_pa
     assert time.time() - began < 60
     assert "a data worker of rank 1 on" in screen
     assert ", in step 6, is gone: DataLoader worker (pid" in screen
-    assert "lower dataloader.num_workers or dataloader.prefetch_factor" in screen
+    assert "lower dataloader.num_workers." in screen
     again = launch(tmp_path, "pass", *workers, "checkpoint.accept_changes=true", "training.max_steps=8")
     screen = finish(again)
     assert again.returncode == 0, screen
@@ -518,7 +518,7 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
 )
 def test_numbers_that_are_not_finite_are_not_finished(tmp_path: Path, overrides: list[str], said: str) -> None:
     """NaN once was `finished`, exit 0, with nothing saved."""
-    more = ["checkpoint.every_steps=0", "lr_scheduler=constant", "training.max_grad_norm=0", "training.max_bad_steps=9"]
+    more = ["checkpoint.every_steps=0", "lr_scheduler=constant", "training.max_grad_norm=0", "training.max_nonfinite_steps=9"]
     with pytest.raises(RunStoppedError, match=said):
         train_quick(tmp_path, *overrides, *more)
     assert status_of(tmp_path)["state"] == "failed"

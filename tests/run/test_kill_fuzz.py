@@ -36,7 +36,7 @@ OPTIONS = [
     "packed_sequence.overlong=drop",
     "dataset.num_chats=120",
     "checkpoint.every_steps=2",
-    "training.stuck_after_s=0",
+    "training.hang_timeout_s=0",
 ]
 
 

@@ -23,6 +23,7 @@ from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd
 from automodel_lite.thd import ThdBatch, to_thd
 
 _NEVER = 1 << 60
+_PREFETCHED = 4  # batches of each worker
 _GRACE_S = 120.0  # of a worker that was told to stop; it leaves sooner with its rank
 
 
@@ -31,7 +32,7 @@ def read_batches(
 ) -> StatefulDataLoader:
     """The collated micro-batches of a rank; `steps` are pack ids, assigned to ranks."""
     micro_batches = [micro_batch for step in steps for micro_batch in step[:, dp_rank].tolist()]
-    pins = config.pin_memory and torch.cuda.is_available()
+    pins = torch.cuda.is_available()
     options = worker_options(config)
     return StatefulDataLoader(
         packs, batch_sampler=micro_batches, collate_fn=packed_sequence_thd_collater, pin_memory=pins, **options
@@ -43,7 +44,7 @@ def worker_options(config: DataloaderConfig) -> dict[str, Any]:
     return {
         "num_workers": config.num_workers,
         "multiprocessing_context": "fork" if config.num_workers else None,  # a killed rank takes its workers along
-        "prefetch_factor": config.prefetch_factor if config.num_workers else None,
+        "prefetch_factor": _PREFETCHED if config.num_workers else None,
         "snapshot_every_n_steps": _NEVER,
         "worker_init_fn": delay_worker_exit,
     }

@@ -442,7 +442,7 @@ class StreamedPacks(PackSource):
         none = np.zeros(0, np.int64)
         empty = lay_out(flatten([]), none, none, *self.packer.layout)
         batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
-        pins = self.dataloader.pin_memory and torch.cuda.is_available()
+        pins = torch.cuda.is_available()
         return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
