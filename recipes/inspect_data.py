@@ -22,7 +22,7 @@ import numpy as np
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
-from automodel_lite.data.tokens.token_rows import mark_trained
+from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import DataError
 from automodel_lite.launched import check_alone
 

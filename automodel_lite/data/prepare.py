@@ -35,8 +35,8 @@ from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, 
 from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.reading.documents import Documents, RowDataset, TokenizedData
-from automodel_lite.data.tokens.token_rows import RowCounts, Rows
+from automodel_lite.data.reading.documents import Documents
+from automodel_lite.data.tokens.token_rows import RowCounts, RowDataset, Rows, TokenizedData
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents, tokenize_shard
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError

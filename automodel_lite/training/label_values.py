@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from automodel_lite.data.cache import cache_root, entry_folder
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer, packed_sequence_thd_collater
-from automodel_lite.data.tokens.cache import cache_root, entry_folder
 from automodel_lite.data.tokens.token_rows import CONTENT_HASH, Rows, TokenRows
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launched

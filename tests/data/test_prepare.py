@@ -82,7 +82,7 @@ def test_a_template_that_never_ends_is_named(tmp_path: Path, capsys: pytest.Capt
     monkeypatch.setattr(tokenize, "STALL_S", 0.2)
     slow = MARKED.template.replace(
         "{%- for message",
-        "{% if messages | length > 2 %}{% for a in range(99999) %}{% for b in range(60) %}{% endfor %}{% endfor %}{% endif %}{%- for message",
+        "{% if messages | length > 2 %}{% for a in range(99999) %}{% for b in range(300) %}{% endfor %}{% endfor %}{% endif %}{%- for message",
         1,
     )
     tokenizer = byte_tokenizer(MARKED)

@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from automodel_lite.config.rules import Seed
+from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.streams import StreamingDataset
-from automodel_lite.data.reading.documents import Documents, DocumentSet, Question, TokenizedData
+from automodel_lite.data.reading.documents import Documents, DocumentSet, Question
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import ConcatenatedRows
-from automodel_lite.data.tokens.cache import short_hash
-from automodel_lite.data.tokens.token_rows import Rows
+from automodel_lite.data.tokens.token_rows import Rows, TokenizedData
 from automodel_lite.errors import ConfigError, shown
 
 Stop = Literal["first_exhausted", "all_exhausted"]

@@ -33,6 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
@@ -61,8 +62,8 @@ from automodel_lite.data.reading.files import (
 from automodel_lite.data.reading.paths import FileStamp, is_file_name
 from automodel_lite.data.reading.readers import RawRow, RawRows, RowList
 from automodel_lite.data.reading.tables import without_nulls
-from automodel_lite.data.tokens.cache import short_hash
-from automodel_lite.data.tokens.token_rows import check_set, flatten
+from automodel_lite.data.tokens.findings import check_set
+from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.tokenize import (
     DocumentTokenizer,
     Job,

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import MEDIA, Document
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
-from automodel_lite.data.tokens.cache import short_hash
 from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line
 
 OwnFormat = Callable[[RawRow], Any]

@@ -13,16 +13,13 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol
 
 from automodel_lite.config.rules import Range, Seed
 from automodel_lite.errors import DataError
-
-if TYPE_CHECKING:
-    from automodel_lite.data.tokens.token_rows import RowCounts, Rows
 
 Message = dict[str, Any]
 Document = dict[str, Any]
@@ -102,35 +99,6 @@ class Documents(Protocol):
     @property
     def identity(self) -> str:
         """What the cache key says of the data; another identity is other data."""
-
-
-@dataclass(frozen=True)
-class TokenizedData:
-    """Rows of a dataset: `train`, `val` by name, their `counts` (`"train"`, `"val/<name>"`), and notes to print."""
-
-    train: Rows
-    val: Mapping[str, Rows]
-    counts: dict[str, RowCounts]
-    notes: tuple[str, ...]
-    fingerprint: str  # of the training rows' content: other documents, tokenizer, template or mask rule change it
-    drawn: Callable[[int], Rows] | None = None  # epoch -> its training rows, where they differ by epoch
-    longest: int = 0  # of all that may be drawn
-
-    def train_of(self, epoch: int) -> Rows:
-        """The rows of an epoch, 0 is the first."""
-        return self.drawn(epoch) if self.drawn and epoch else self.train
-
-
-@runtime_checkable
-class RowDataset(Protocol):
-    """A dataset without documents of its own to tokenize: a tokenized corpus, or a mixture of datasets."""
-
-    @property
-    def datasets(self) -> Mapping[str, Documents]:
-        """What it is made of, by name; each is tokenized alone."""
-
-    def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
-        """Its rows, from those of its datasets; raises DataError for token ids that a tokenizer does not have."""
 
 
 @dataclass(frozen=True)

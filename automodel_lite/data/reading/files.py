@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow
 
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
+from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import Document, DocumentSet, Question, question_of
 from automodel_lite.data.reading.labels import Alignment, find_alignment
@@ -47,7 +48,6 @@ from automodel_lite.data.reading.readers import (
     open_text,
 )
 from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
-from automodel_lite.data.tokens.cache import build_once, cache_root
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 NUM_SNIFFED_ROWS = 20

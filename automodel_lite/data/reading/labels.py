@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 
 from automodel_lite.data.reading.documents import Document
-from automodel_lite.data.tokens.token_rows import ID_DTYPE
 from automodel_lite.errors import DataError
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
@@ -33,7 +32,7 @@ def tokens(row: dict[str, Any]) -> Document:
     labels = integers_of(row, "labels", len(input_ids)) if row.get("labels") is not None else None
     if row.get("loss_mask") is not None:
         masked = integers_of(row, "loss_mask", len(input_ids)) == 0
-        labels = np.where(masked, IGNORE_INDEX, input_ids if labels is None else labels).astype(ID_DTYPE)
+        labels = np.where(masked, IGNORE_INDEX, input_ids if labels is None else labels).astype(np.int32)
     weights = {"loss_weights": _weights(row, len(input_ids))} if row.get("loss_weights") is not None else {}
     if row.get("attention_mask") is not None:
         real = integers_of(row, "attention_mask", len(input_ids)) != 0
@@ -157,4 +156,4 @@ def integers_of(row: dict[str, Any], column: str, length: int | None = None) -> 
         raise DataError(f"column {column} has {len(numbers)} values and input_ids {length}: the counts must be equal.")
     if len(numbers) and (numbers.min() < -(2**31) or numbers.max() >= 2**31):
         raise DataError(f"column {column} holds {numbers.max()}, which is not a token id.")
-    return numbers.astype(ID_DTYPE)
+    return numbers.astype(np.int32)

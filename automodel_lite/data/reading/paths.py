@@ -19,11 +19,12 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from itertools import islice
 from pathlib import Path
 
-from automodel_lite.data.tokens.cache import cache_root
-from automodel_lite.errors import ConfigError
+from automodel_lite.data.cache import cache_root
+from automodel_lite.errors import ConfigError, DataError
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
@@ -72,6 +73,25 @@ def stamp(path: Path) -> FileStamp:
 def stamps(path: Path) -> list[FileStamp]:
     """Returns the stamp of a file, or those of all files of a saved dataset."""
     return [stamp(path)] if path.is_file() else [stamp(p) for p in sorted(path.rglob("*")) if p.is_file()]
+
+
+class WholeFile(FileIO):
+    """A mapped file, whose size is compared before pages of it are read: one that was cut short meanwhile would end the
+    process by SIGBUS. Its folder may be removed, as its pages stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.num_bytes = os.fstat(self.fileno()).st_size
+
+
+def check_not_cut(files: Sequence[WholeFile]) -> None:
+    """Raises DataError for a file that is shorter than when it was mapped."""
+    for file in files:
+        if os.fstat(file.fileno()).st_size < file.num_bytes:
+            raise DataError(
+                f"{file.name}: the file was truncated while it was being read: remove its folder, or restore it."
+            )
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.data.reading.readers import NumberedRows, RawRow, RawRows, check_names
-from automodel_lite.data.tokens.token_rows import WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 BLOCK_ROWS = 512  # made into Python objects together

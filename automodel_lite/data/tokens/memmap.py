@@ -19,10 +19,11 @@ from typing import Annotated
 import numpy as np
 
 from automodel_lite.config.rules import Count, OneOf, PathStr
-from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question, TokenizedData
+from automodel_lite.data.cache import short_hash
+from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question
+from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.data.reading.readers import ConcatenatedRows
-from automodel_lite.data.tokens.cache import short_hash
-from automodel_lite.data.tokens.token_rows import ID_DTYPE, RowCounts, Rows, WholeFile, check_not_cut
+from automodel_lite.data.tokens.token_rows import ID_DTYPE, RowCounts, Rows, TokenizedData
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK
 from automodel_lite.thd import IGNORE_INDEX

@@ -7,28 +7,24 @@ labels      b c d _ │ f g _ │ …        int32 [total], the target of each p
 groups      int64 [N], equal for rows that may share their beginning (trees.py), until trees are made of them
 offsets     0         4       7 …      int64 [N + 1]
 lengths     4         3         …      int32 [N]
-
-What is wrong with a set is found before it is written: counted row by row, judged at its end.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from io import BufferedWriter, FileIO
+from io import BufferedWriter
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.reading.documents import Documents
+from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
@@ -191,25 +187,6 @@ def load_rows(folder: Path) -> TokenRows:
         column = name.removesuffix("_at")
         arrays[column] = Runs(arrays.pop(name), arrays[column], int(offsets[-1]))
     return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths, groups)
-
-
-class WholeFile(FileIO):
-    """A mapped file, whose size is compared before pages of it are read: one that was cut short meanwhile would end the
-    process by SIGBUS. Its folder may be removed, as its pages stay.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.num_bytes = os.fstat(self.fileno()).st_size
-
-
-def check_not_cut(files: Sequence[WholeFile]) -> None:
-    """Raises DataError for a file that is shorter than when it was mapped."""
-    for file in files:
-        if os.fstat(file.fileno()).st_size < file.num_bytes:
-            raise DataError(
-                f"{file.name}: the file was truncated while it was being read: remove its folder, or restore it."
-            )
 
 
 def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
@@ -375,11 +352,6 @@ def _finish_array(file: BufferedWriter, num_items: int, dtype: str) -> None:
     file.close()
 
 
-MAX_UNSTOPPED_FRAC = 0.01
-SHOWN_TOKENS = 300
-FINDINGS = "findings.json"
-
-
 @dataclass(frozen=True)
 class RowCounts:
     """What became of the documents of one set; one that gave no row is in one of the last three counts."""
@@ -417,171 +389,30 @@ class RowCounts:
         return ", ".join(parts)
 
 
-Example = tuple[list[int], list[int]]
-"""input_ids and labels of the beginning of a row."""
-
-
 @dataclass(frozen=True)
-class Findings:
-    """What was found in some documents: counts, and the first example of each fault. The sum is that of all of them."""
+class TokenizedData:
+    """Rows of a dataset: `train`, `val` by name, their `counts` (`"train"`, `"val/<name>"`), and notes to print."""
 
-    counts: RowCounts = RowCounts()
-    num_fully_trained: int = 0
-    num_unstopped: int = 0
-    first_row: Example | None = None
-    fully_masked: Example | None = None
-    unstopped: Example | None = None
-    first_error: str = ""
-    first_special: str = ""  # place and token
+    train: Rows
+    val: Mapping[str, Rows]
+    counts: dict[str, RowCounts]
+    notes: tuple[str, ...]
+    fingerprint: str  # of the training rows' content: other documents, tokenizer, template or mask rule change it
+    drawn: Callable[[int], Rows] | None = None  # epoch -> its training rows, where they differ by epoch
+    longest: int = 0  # of all that may be drawn
 
-    def __add__(self, other: Findings) -> Findings:
-        return Findings(
-            self.counts + other.counts,
-            self.num_fully_trained + other.num_fully_trained,
-            self.num_unstopped + other.num_unstopped,
-            self.first_row or other.first_row,
-            self.fully_masked or other.fully_masked,
-            self.unstopped or other.unstopped,
-            self.first_error or other.first_error,
-            self.first_special or other.first_special,
-        )
-
-    def save(self, folder: Path) -> None:
-        (folder / FINDINGS).write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def load(folder: Path) -> Findings:
-        stored = json.loads((folder / FINDINGS).read_text())
-        return Findings(**stored | {"counts": RowCounts(**stored["counts"])})
+    def train_of(self, epoch: int) -> Rows:
+        """The rows of an epoch, 0 is the first."""
+        return self.drawn(epoch) if self.drawn and epoch else self.train
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Rows of some documents, end to end, those that train nothing left out."""
+@runtime_checkable
+class RowDataset(Protocol):
+    """A dataset without documents of its own to tokenize: a tokenized corpus, or a mixture of datasets."""
 
-    columns: Mapping[str, np.ndarray]  # of thd.COLUMNS, [total, ...]
-    lengths: np.ndarray  # int64 [N]
-    num_rows: np.ndarray  # int64 [documents], of each document that was read
-    found: Findings
-    groups: np.ndarray | None = None  # int64 [N], see `TokenRows`; None where no two rows share one
+    @property
+    def datasets(self) -> Mapping[str, Documents]:
+        """What it is made of, by name; each is tokenized alone."""
 
-
-def check_rows(
-    columns: Mapping[str, np.ndarray],
-    lengths: np.ndarray,
-    num_rows: Sequence[int],
-    stop_ids: Set[int],
-    found: Findings,
-    groups: np.ndarray | None = None,
-) -> Chunk:
-    """Leaves out rows without a label; counts those where all is trained on, or that train no stop token last.
-
-    num_rows: of each document that was read; found: in the reading of these documents.
-    """
-    input_ids, labels = columns["input_ids"], columns["labels"]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    has_label = labels != IGNORE_INDEX
-    num_labels = np.diff(np.concatenate([[0], np.cumsum(has_label)])[offsets])
-    kept = num_labels > 0
-    unstopped = kept & ~np.isin(_last_labels(labels, has_label, offsets), sorted(stop_ids))
-    kept_tokens = np.repeat(kept, lengths)
-    counts = RowCounts(
-        num_rows=int(kept.sum()),
-        num_tokens=int(lengths[kept].sum()),
-        num_label_tokens=int(num_labels.sum()),
-        num_empty=int((lengths == 0).sum()),
-        num_fully_masked=int((~kept & (lengths > 0)).sum()),
-    )
-
-    def first(rows: np.ndarray) -> Example | None:
-        if not rows.any():
-            return None
-        row = int(np.flatnonzero(rows)[0])
-        part = slice(offsets[row], min(offsets[row + 1], offsets[row] + SHOWN_TOKENS))
-        return input_ids[part].tolist(), labels[part].tolist()
-
-    found += Findings(
-        counts=counts,
-        num_fully_trained=int((kept & (num_labels == lengths - 1)).sum()),
-        num_unstopped=int(unstopped.sum()),
-        first_row=first(kept),
-        fully_masked=first(~kept & (lengths > 0)),
-        unstopped=first(unstopped),
-    )
-    document = np.repeat(np.arange(len(num_rows)), num_rows)
-    return Chunk(
-        {name: values[kept_tokens] for name, values in columns.items()},
-        lengths[kept],
-        np.bincount(document[kept], minlength=len(num_rows)),
-        found,
-        None if groups is None else groups[kept],
-    )
-
-
-def _last_labels(labels: np.ndarray, has_label: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """The last label of each document that has one (of the others: anything)."""
-    if not len(labels):
-        return np.full(len(offsets) - 1, IGNORE_INDEX)
-    last_label_at = np.maximum.accumulate(np.where(has_label, np.arange(len(labels)), 0))
-    return labels[last_label_at[offsets[1:] - 1]]
-
-
-def check_set(
-    name: str, kind: str, found: Findings, settings: TokenizeConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Stops when too much of a set cannot be trained on.
-
-    kind: of the documents, see `Documents`; text is meant to be trained on whole, and what ends given token ids is
-    their maker's choice.
-
-    Raises:
-        DataError: too many unusable documents, no row, everything trained on, or no trained stop token.
-    """
-
-    def shown(row: Example | None) -> str:
-        assert row is not None
-        input_ids, labels = map(np.array, row)
-        return f"One of them, trained tokens in ⟦ ⟧: {mark_trained(tokenizer, input_ids, labels)!r}"
-
-    counts, allowed = found.counts, settings.max_bad_frac * found.counts.num_documents
-    if not counts.num_documents:
-        raise DataError(f"{name}: there is no document in it.")
-    if counts.num_rows == 0 or counts.num_bad + counts.num_empty + counts.num_fully_masked > allowed:
-        raise DataError(
-            f"{name}: {counts.num_documents:,} documents: {counts.num_bad:,} bad, {counts.num_empty:,} empty, "
-            f"{counts.num_fully_masked:,} with nothing trained on (train_on={settings.train_on}); "
-            + (
-                f"max_bad_frac={settings.max_bad_frac} allows {int(allowed):,}."
-                if counts.num_rows
-                else "nothing is left to train on."
-            )
-            + (f" First bad row: {found.first_error}" if found.first_error else "")
-            + (f" {shown(found.fully_masked)}" if found.fully_masked else "")
-        )
-    if found.num_fully_trained == counts.num_rows and kind != "text" and settings.train_on != "all":
-        raise DataError(
-            f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the questions; only "
-            f"train_on=all should do that, train_on={settings.train_on} does not. {shown(found.first_row)}"
-        )
-    if kind != "tokens" and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows:
-        raise DataError(
-            f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained stop token, so "
-            f"the model would not learn to stop: fix the chat template. {shown(found.unstopped)}"
-        )
-
-
-def mark_trained(
-    tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray, labels: np.ndarray, color: bool = False
-) -> str:
-    """The decoded document with what is trained on in `⟦ ⟧`, or in green: `<|user|>Hi<|end|>⟦Hello<|end|>⟧`.
-
-    A token is trained on when the position before it has a label.
-    """
-    trained = np.concatenate([[False], labels[:-1] != IGNORE_INDEX]) if len(labels) else np.zeros(0, bool)
-    edges = np.flatnonzero(np.diff(trained)) + 1
-    start_mark, end_mark = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
-    parts = []
-    for piece in np.split(np.arange(len(input_ids)), edges):
-        text = str(tokenizer.decode([int(i) for i in input_ids[piece]]))
-        parts.append(f"{start_mark}{text}{end_mark}" if len(piece) and trained[piece[0]] else text)
-    return "".join(parts)
+    def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
+        """Its rows, from those of its datasets; raises DataError for token ids that a tokenizer does not have."""

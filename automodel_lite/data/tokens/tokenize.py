@@ -26,8 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.components import build_with
 from automodel_lite.config.schema import Config, TokenizeConfig
-from automodel_lite.data.reading.documents import Document, Documents, DocumentSet, RowDataset, TokenizedData
-from automodel_lite.data.tokens.cache import (
+from automodel_lite.data.cache import (
     CacheEntry,
     Key,
     build_once,
@@ -36,17 +35,17 @@ from automodel_lite.data.tokens.cache import (
     find_damage,
     short_hash,
 )
+from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
 from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
+from automodel_lite.data.tokens.findings import Chunk, Findings, check_rows, check_set
 from automodel_lite.data.tokens.token_rows import (
     CONTENT_HASH,
-    Chunk,
-    Findings,
     RowCounts,
+    RowDataset,
     Rows,
     RowsWriter,
+    TokenizedData,
     TokenRows,
-    check_rows,
-    check_set,
     flatten,
     load_rows,
     next_token_labels,

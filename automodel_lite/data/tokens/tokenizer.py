@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
+from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
-from automodel_lite.data.tokens.cache import build_once, cache_root, short_hash
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.redact import secret_in
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.reading.documents import DocumentList, TokenizedData, ToyChat
+from automodel_lite.data.reading.documents import DocumentList, ToyChat
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.token_rows import TokenRows, mark_trained, next_token_labels
+from automodel_lite.data.tokens.findings import mark_trained
+from automodel_lite.data.tokens.token_rows import TokenizedData, TokenRows, next_token_labels
 from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import padding_id, train_bpe_tokenizer
 from automodel_lite.errors import DataError

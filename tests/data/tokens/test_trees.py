@@ -14,9 +14,8 @@ import torch
 
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.packing.packs import Packer, lay_out, packed_sequence_thd_collater
-from automodel_lite.data.reading.documents import TokenizedData
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.token_rows import RowsWriter, Runs, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import RowsWriter, Runs, TokenizedData, flatten, load_rows
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.paths import find_nodes

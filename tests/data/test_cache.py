@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from automodel_lite.data import cache
+from automodel_lite.data.cache import CacheEntry, build_once, content_sum, find_damage
 from automodel_lite.data.reading.documents import DocumentList, ToyChat
-from automodel_lite.data.tokens import cache
-from automodel_lite.data.tokens.cache import CacheEntry, build_once, content_sum, find_damage
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
