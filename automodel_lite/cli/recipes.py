@@ -26,9 +26,6 @@ from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.interpreter import relaxed_gc
 
-# They write no run's folder, so nobody has to name one.
-_READ_ONLY = ("inspect_data", "prepare_data", "score", "verify")
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -56,7 +53,8 @@ class Recipe:
 
     @property
     def writes_a_run(self) -> bool:
-        return not (self.is_ours and self.name in _READ_ONLY)
+        """Whether `name=...` must be given: it names the run's folder."""
+        return not self.is_ours or self.name == "train_ft"
 
     @property
     def purpose(self) -> str:

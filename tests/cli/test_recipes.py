@@ -124,6 +124,12 @@ def test_a_recipe_that_is_not_there_is_a_sentence(main: str, said: str, site: Pa
     assert str(error.value).startswith(said)
 
 
+@pytest.mark.parametrize("recipe", ["evaluate", "inspect_data", "prepare_data", "score", "verify"])
+def test_recipes_without_a_run_need_no_name(recipe: str) -> None:
+    assert not Recipe(f"recipes.{recipe}:main").writes_a_run
+    assert Recipe("recipes.train_ft:main").writes_a_run
+
+
 def test_its_help_and_its_presets(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer("my_package.kd:main", ["--help"]) == 0
     said = capsys.readouterr().out
