@@ -12,9 +12,8 @@ single one, which gates the shared expert).
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,14 +92,10 @@ class Lora:
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
         )
-        try:
-            with _with_memory(model):
-                wrapped = peft.get_peft_model(model, config)
-        except ValueError as error:
-            raise ConfigError(f"peft.target_modules={self.target_modules}: {one_line(error)}") from None
-        self._check_saved_modules(model)
-        _leave_casts_to_autocast(model)
-        wrapped.peft_config["default"].base_model_name_or_path = _absolute(base)
+        wrapped = self._wrap(model, config, base)
+        copied = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+        if missing := sorted({*(self.modules_to_save or ())} - {name.split(".")[-1] for name in copied}):
+            raise ConfigError(f"peft.modules_to_save={self.modules_to_save}: the model has no module {missing[0]}.")
         unties = is_tied and model.get_input_embeddings().weight is not output_head(model).weight
         how = "; the embedding and the head are no longer tied: each is trained and saved apart" if unties else ""
         return LoraAdapter(wrapped, self._describe(model) + how)
@@ -119,8 +114,7 @@ class Lora:
                 f"peft.adapter={self.adapter} trains {', '.join(config.modules_to_save)} as a whole, which is not "
                 "continued: merge it into its base with python recipes/export_hf.py, and begin a new adapter on that."
             )
-        with _with_memory(model):
-            wrapped = peft.get_peft_model(model, config)
+        wrapped = self._wrap(model, config, base)
         # Before the base is read or sharded: FSDP then cuts the adapter's weights with all others.
         weights = load_file(folder / "adapter_model.safetensors")
         own = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)  # the parameters, as files name them
@@ -130,18 +124,25 @@ class Lora:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
-        _leave_casts_to_autocast(model)
-        wrapped.peft_config["default"].base_model_name_or_path = _absolute(base)
         described = replace(self, r=config.r, alpha=config.lora_alpha, use_dora=config.use_dora, modules_to_save=None)
         return LoraAdapter(wrapped, f"{described._describe(model)}, continued from {self.adapter}", is_continued=True)
 
-    def _check_saved_modules(self, model: transformers.PreTrainedModel) -> None:
-        found = {
-            name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
-        }
-        missing = sorted(set(self.modules_to_save or ()) - found)
-        if missing:
-            raise ConfigError(f"peft.modules_to_save={self.modules_to_save}: the model has no module {missing[0]}.")
+    def _wrap(self, model: transformers.PreTrainedModel, config: peft.LoraConfig, base: str) -> peft.PeftModel:
+        """Puts the adapter's layers into `model`, in place."""
+        try:
+            with _with_memory(model):
+                wrapped = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise ConfigError(f"peft.target_modules={self.target_modules}: {one_line(error)}") from None
+        # Without peft's cast of a layer's input to its adapter's fp32, which autocast casts back: a 1B model at 8,192
+        # tokens moves 289 GB per step with both casts and 225 without (counted).
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                vars(module)["cast_input_dtype_enabled"] = False
+        # A folder by its absolute path, so that the adapter finds it from anywhere; a hub name as it is.
+        folder = Path(base).expanduser()
+        wrapped.peft_config["default"].base_model_name_or_path = str(folder.resolve()) if folder.is_dir() else base
+        return wrapped  # type: ignore[return-value]
 
     def _describe(self, model: transformers.PreTrainedModel) -> str:
         adapted = [name.split(".lora_A")[0].split(".") for name, _ in model.named_parameters() if ".lora_A" in name]
@@ -244,15 +245,6 @@ class LoraAdapter:
             self.wrapped.merge_and_unload()
 
 
-def _leave_casts_to_autocast(model: nn.Module) -> None:
-    """Leaves out peft's cast of a layer's input to its adapter's fp32, which autocast casts back: a 1B model at 8,192
-    tokens moves 289 GB per step with both casts and 225 without (counted).
-    """
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            vars(module)["cast_input_dtype_enabled"] = False
-
-
 _LAYERS = (BaseTunerLayer, ModulesToSaveWrapper)
 
 
@@ -291,11 +283,11 @@ def _with_memory(model: nn.Module) -> Iterator[None]:
     # One number expanded: shape and dtype are right for peft, and no memory is needed for the base.
     _replace(model, lambda p: p.is_meta, lambda p: p.new_zeros(1, device="cpu").expand(p.shape))
     yield
-    _replace(model, _is_one_value, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
-
-
-def _is_one_value(p: Tensor) -> bool:
-    return p.numel() > 1 and p.untyped_storage().nbytes() < p.numel() * p.element_size()
+    _replace(
+        model,
+        lambda p: p.untyped_storage().nbytes() < p.numel() * p.element_size(),
+        lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"),
+    )
 
 
 def _replace(model: nn.Module, which: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> None:
@@ -318,12 +310,6 @@ def load_adapted(folder: str, dtype: torch.dtype, trust_remote_code: bool = Fals
     return model
 
 
-def _absolute(base: str) -> str:
-    """Returns a folder by its absolute path, so that the adapter finds it from anywhere; a hub name as it is."""
-    folder = Path(base).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else base
-
-
 _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 _FUSED_BY_KERNELS = frozenset({"out_proj", "conv1d"})
 """In these families the kernels of the state space read the weights themselves, past an adapter; peft refuses them."""
@@ -338,7 +324,7 @@ _STATE_SPACE_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba
 class LoraTargets:
     """As peft takes them."""
 
-    modules: str | list[str]  # names that end a module's, or a pattern of whole names
+    modules: list[str]  # names that end a module's
     parameters: list[str]  # names that end a weight's: fused experts [experts, out, in], and some [out, in]
 
 
@@ -348,18 +334,20 @@ def lora_targets(model: transformers.PreTrainedModel, wanted: str | list[str], e
     experts      the routed experts too
     Raises ConfigError for a name that no layer has which can be adapted.
     """
-    linear, fused = _candidates(model, experts)
+    names = {module: name for name, module in model.named_modules()}
+    linear, fused = _candidates(model, names, experts)
     if isinstance(wanted, list):
-        linear += _outside_of_layers(model)
+        linear += [names[end] for end in {model.get_input_embeddings(), output_head(model)}]
         if unknown := [end for end in wanted if not any(_ends(name, end) for name in linear)]:
             raise ConfigError(f"peft.target_modules={wanted}: no layer that can be adapted is named {unknown[0]}.")
         linear = [name for name in linear if any(_ends(name, end) for end in wanted)]
     # Only beside fused experts does peft misread these names; elsewhere modules are adapted as usual.
-    has_fused = any(weight.ndim == 3 for layer in decoder_layers(model) for weight in _fused_weights(layer))
-    by_weight = [name for name in linear if has_fused and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
-    weights = [*fused, *(f"{name}.weight" for name in by_weight)]
+    by_weight = {name for name in linear if fused and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS}
+    weights = [*(fused if experts else ()), *(f"{name}.weight" for name in by_weight)]
     return LoraTargets(
-        _shortest_modules(model, [name for name in linear if name not in by_weight]), _shortest_weights(model, weights)
+        _shortest({name: 1 for name in linear if name not in by_weight}, names.values()),
+        # The end of a weight has its module's name: experts.gate_up_proj, mlp.up_proj.weight.
+        _shortest({name: 3 if name.endswith(".weight") else 2 for name in weights}, dict(model.named_parameters())),
     )
 
 
@@ -367,28 +355,28 @@ def _ends(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
 
 
-def _outside_of_layers(model: transformers.PreTrainedModel) -> list[str]:
-    """Returns the names of the embedding and the output head."""
-    ends = {model.get_input_embeddings(), output_head(model)}
-    return [name for name, module in model.named_modules() if module in ends]
-
-
-def _candidates(model: transformers.PreTrainedModel, experts: bool) -> tuple[list[str], list[str]]:
-    """Returns whole names of linear layers, and of fused weights of experts."""
-    names = {module: name for name, module in model.named_modules()}
+def _candidates(
+    model: transformers.PreTrainedModel, names: dict[nn.Module, str], experts: bool
+) -> tuple[list[str], list[str]]:
+    """Returns whole names of linear layers, those of experts only with `experts`, and of fused weights of experts."""
     refused = _FUSED_BY_KERNELS if model.config.model_type in _STATE_SPACE_FAMILIES else frozenset()
     linear, fused = [], []
     for layer in decoder_layers(model):
-        routers, of_experts = set(_routers(layer)), set(_inside_experts(layer))
-        for module in layer.modules():
-            if module in routers or (module in of_experts and not experts):
-                continue
-            if isinstance(module, _ADAPTABLE):
-                if names[module].rpartition(".")[2] not in refused:
-                    linear.append(names[module])
-            elif module in of_experts:
-                weights = module.named_parameters(recurse=False)
-                fused += [f"{names[module]}.{name}" for name, weight in weights if weight.ndim == 3]
+        mixtures = list(_mixtures(layer))
+        of_experts = {module for _, routed in mixtures for module in routed.modules()}
+        # A router is named so, or has one output for each expert, or a single one, which gates the shared expert.
+        skipped = {module for name, module in layer.named_modules() if "router" in name}
+        for block, routed in mixtures:
+            sizes = {1, len(routed) if isinstance(routed, nn.ModuleList) else len(_fused_weights(routed)[0][1])}
+            for name, module in block.named_modules():
+                is_beside = isinstance(module, nn.Linear) and module not in of_experts
+                if is_beside and (module.out_features in sizes or name.rpartition(".")[2] == "gate"):
+                    skipped.add(module)
+        if not experts:
+            skipped |= of_experts
+        adapted = [names[x] for x in layer.modules() if isinstance(x, _ADAPTABLE) and x not in skipped]
+        linear += [name for name in adapted if name.rpartition(".")[2] not in refused]
+        fused += [f"{names[x]}.{name}" for x in layer.modules() if x in of_experts for name, _ in _fused_weights(x)]
     return linear, fused
 
 
@@ -396,56 +384,19 @@ def _mixtures(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yields (block, its routed experts): a list of MLPs, or one module with fused weights."""
     for block in layer.modules():
         for name, child in block.named_children():
-            if "expert" in type(child).__name__.lower() or ("expert" in name and isinstance(child, nn.ModuleList)):
-                weights = [weight for weight in child.parameters(recurse=False) if weight.ndim == 3]
-                if weights or isinstance(child, nn.ModuleList):
-                    yield block, child
+            kind = type(child).__name__.lower()
+            is_list = isinstance(child, nn.ModuleList) and "expert" in name + kind
+            if is_list or ("expert" in kind and _fused_weights(child)):
+                yield block, child
 
 
-def _num_experts(experts: nn.Module) -> int:
-    if isinstance(experts, nn.ModuleList):
-        return len(experts)
-    return next(weight.shape[0] for weight in experts.parameters(recurse=False) if weight.ndim == 3)
+def _fused_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, weight) for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3]
 
 
-def _fused_weights(layer: nn.Module) -> Iterator[nn.Parameter]:
-    for module in _inside_experts(layer):
-        yield from (weight for weight in module.parameters(recurse=False) if weight.ndim == 3)
-
-
-def _inside_experts(layer: nn.Module) -> Iterator[nn.Module]:
-    for _, experts in _mixtures(layer):
-        yield from experts.modules()
-
-
-def _routers(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yields a mixture's linear layers with one output per expert, or one in all; and what is named a router."""
-    for name, module in layer.named_modules():
-        if "router" in name:
-            yield module
-    for block, experts in _mixtures(layer):
-        inside, num_experts = set(experts.modules()), _num_experts(experts)
-        for name, module in block.named_modules():
-            if module in inside or not isinstance(module, nn.Linear):
-                continue
-            if module.out_features in (1, num_experts) or name.rpartition(".")[2] == "gate":
-                yield module
-
-
-def _shortest_modules(model: nn.Module, chosen: list[str]) -> str | list[str]:
-    """Returns short names if they mean the chosen layers alone, as readers of adapters like them; else a pattern."""
-    short = sorted({name.rpartition(".")[2] for name in chosen})
-    if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short} == set(chosen):
-        return short
-    # All layers in one pattern: 80 layers of seven names would be 560 lines of adapter_config.json.
-    patterns = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen})
-    pattern = "|".join(patterns)
-    matched = {name for name, _ in model.named_modules() if re.fullmatch(pattern, name)}
-    return pattern if matched == set(chosen) else sorted(chosen)
-
-
-def _shortest_weights(model: nn.Module, chosen: list[str]) -> list[str]:
-    """Returns the last parts of the names if they mean the chosen weights alone."""
-    short = sorted({".".join(name.split(".")[-3 if name.endswith(".weight") else -2 :]) for name in chosen})
-    meant = {name for name, _ in model.named_parameters() if any(_ends(name, end) for end in short)}
-    return short if meant == set(chosen) else sorted(chosen)
+def _shortest(chosen: dict[str, int], among: Iterable[str]) -> list[str]:
+    """Returns the last parts of the chosen names, so many of each, if they mean these alone, as readers of adapters
+    like them.
+    """
+    ends = sorted({".".join(name.split(".")[-num_parts:]) for name, num_parts in chosen.items()})
+    return ends if {name for name in among if any(_ends(name, end) for end in ends)} == {*chosen} else sorted(chosen)

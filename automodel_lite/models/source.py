@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,8 +66,12 @@ class CausalLM:
         self.experts = experts
         self.pretrained = pretrained
         self.source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        if trust_remote_code and not (pretrained and Path(pretrained).is_dir()):
-            check_pinned(revision)
+        is_pinned = re.fullmatch(r"[0-9a-f]{40}", revision or "")  # a branch can be moved onto other code
+        if trust_remote_code and not is_pinned and not (pretrained and Path(pretrained).is_dir()):
+            raise ConfigError(
+                "model.trust_remote_code=true runs code of the model's repository: pin the commit that you have "
+                f"reviewed, model.revision=<40 hex digits>, not {revision}."
+            )
         self.overrides = dict(config or {})
         if pretrained and "model_type" in self.overrides:
             raise ConfigError(
@@ -109,8 +114,7 @@ class CausalLM:
             _check_settings(self.overrides, config)
             _described(self.overrides, partial(_set_all, config, self.overrides))
             check_described(config, self.overrides)
-            check_quantization(self.pretrained, config)
-            _check_padding(self.pretrained, config)
+            _check_readable(self.pretrained, config)
             return config
         settings = {**defaults, **self.overrides}
         kind = settings.pop("model_type")
@@ -128,21 +132,19 @@ class CausalLM:
     def build(
         self, tokenizer: PreTrainedTokenizerBase, load_arguments: dict[str, Any] | None = None
     ) -> transformers.PreTrainedModel:
-        """Builds the whole model with fp32 weights, on the CPU unless `load_arguments`, more of `from_pretrained`, say
-        where.
+        """Builds the whole model with fp32 weights, on the CPU unless `load_arguments`, more of `from_pretrained`, name
+        a device.
 
         Raises ConfigError when the vocabulary does not fit, or when loaded weights miss or do not fit a part of the
         model.
         """
         config = self._checked_config(tokenizer)
         if self.pretrained:
-            lm = self._load(config, {**self.source, **(load_arguments or {})})
+            lm = self._load(config, read_whole, load_arguments or {})
             if self._grows(config, tokenizer):
                 self.notes.append(grow_embeddings(lm, len(tokenizer)))
         else:
-            from automodel_lite.models.sharded import draw_whole  # with the models' code
-
-            lm = draw_whole(partial(model_class(config).from_config, config, dtype=torch.float32))
+            lm = model_class(config).from_config(config, dtype=torch.float32)
         self._freeze(lm)
         return lm.train()
 
@@ -152,7 +154,7 @@ class CausalLM:
         """Builds the model as `spread` shards it on the meta device, before it has weights; each rank reads, or
         draws, the parts of its own shards. The same weights as `build` gives. Raises ConfigError as it does.
         """
-        from automodel_lite.models.sharded import CannotReadSlicesError, draw_shards  # with the models' code
+        from automodel_lite.models.sharded import CannotReadSlicesError, draw_shards, load_shards  # the models' code
 
         config = self._checked_config(tokenizer)
 
@@ -166,22 +168,54 @@ class CausalLM:
         try:
             if quantization_of(config) or self._grows(config, tokenizer):
                 raise CannotReadSlicesError  # blocks, scales or rows that are added do not lie along the shards
-            return self._load(config, self.source, spread_trained, device).train()
+            return self._load(config, partial(load_shards, spread=spread_trained, device=device), {}).train()
         except CannotReadSlicesError:
             lm = self.build(tokenizer)  # whole on each rank
             spread(lm)
             return lm
 
-    def _load(self, config: PretrainedConfig, *how: Any) -> transformers.PreTrainedModel:
-        """Loads as `_load` does; notes what the checkpoint holds beside the model."""
+    def _load(
+        self, config: PretrainedConfig, read: Callable[[Callable[..., Any]], Any], more: dict[str, Any]
+    ) -> transformers.PreTrainedModel:
+        """Loads the whole model, or this rank's shards of it; notes what the checkpoint holds beside the model.
+
+        read  calls `from_pretrained` and returns its model and its report
+        more  arguments of `from_pretrained`
+        """
         assert self.pretrained
-        lm, unknown = _load(self.pretrained, config, *how)
-        if unknown:
+        quantization, arguments = quantization_of(config), {**self.source, **more}
+        if quantization and "quantization_config" not in arguments:
+            kind: Any = Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
+            arguments["quantization_config"] = kind.from_dict({**quantization, "dequantize": True})
+        load = partial(
+            model_class(config).from_pretrained,
+            self.pretrained,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and an error below
+            **arguments,
+        )
+        with _loading_errors(self.pretrained, config, quantization):
+            model, report = read(load)
+        # Weights that are missing are random: a model that trains and was never loaded.
+        missing = sorted(report["missing_keys"])
+        mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])
+        if missing or mismatched:
+            raise ConfigError(
+                f"model.pretrained={self.pretrained}: {len(missing)} weights are missing and {len(mismatched)} have a "
+                f"different shape than in the config, {(missing + mismatched)[0]} first; they would be initialized at "
+                "random."
+            )
+        if quantization:
+            _forget_quantization(model)
+        check_finite(model, f"model.pretrained={self.pretrained}")
+        if unknown := sorted(report["unexpected_keys"]):
             names = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
             self.notes.append(
                 f"{len(unknown)} weights of the checkpoint are not part of the model and not exported: {names}"
             )
-        return lm
+        return model  # type: ignore[no-any-return]
 
     def _freeze(self, lm: transformers.PreTrainedModel) -> None:
         freeze_towers(lm, self.dtype)
@@ -204,32 +238,13 @@ class CausalLM:
         return config
 
 
-def check_pinned(revision: str | None) -> None:
-    """Raises ConfigError unless the revision is a commit: a branch can be moved onto other code."""
-    if not revision or not re.fullmatch(r"[0-9a-f]{40}", revision):
-        raise ConfigError(
-            "model.trust_remote_code=true runs code of the model's repository: pin the commit that you have "
-            f"reviewed, model.revision=<40 hex digits>, not {revision}."
-        )
-
-
-def runs_remote_code(model: transformers.PreTrainedModel) -> bool:
-    """Is its class from the model's repository?"""
-    return is_remote_code(type(model))
-
-
-def is_composite(config: PretrainedConfig) -> bool:
-    """Has the model towers of other senses (vision, audio) beside its language model?"""
-    return config.get_text_config() is not config
-
-
 def model_class(config: PretrainedConfig) -> Any:
     """Returns the Auto class that loads the whole model: a composite's own class keeps its towers, where
     AutoModelForCausalLM would leave them out, or does not know it.
     """
     for_text = transformers.AutoModelForCausalLM
     # A language model that is listed by itself; a composite's entry there would drop its towers from the export.
-    if not is_composite(config) and type(config) in for_text._model_mapping:
+    if config.get_text_config() is config and type(config) in for_text._model_mapping:
         return for_text
     for auto in (transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
@@ -255,8 +270,8 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     return None
 
 
-def check_quantization(source: str, config: PretrainedConfig) -> None:
-    """Raises ConfigError for weights that cannot be turned back into numbers that are trained."""
+def _check_readable(source: str, config: PretrainedConfig) -> None:
+    """Raises ConfigError for weights that cannot be turned back into the numbers that are trained."""
     quantization = quantization_of(config)
     method = quantization and str(quantization["quant_method"])
     if method and method not in DEQUANTIZED:
@@ -264,11 +279,7 @@ def check_quantization(source: str, config: PretrainedConfig) -> None:
             f"model.pretrained={source} is quantized ({method}), and only {' and '.join(sorted(DEQUANTIZED))} "
             "weights are dequantized here: use the original checkpoint (peft=qlora holds one in 4 bits)."
         )
-
-
-def _check_padding(source: str, config: PretrainedConfig) -> None:
-    """Raises ConfigError where transformers 5.23 zeroes a row of the embedding after it has read it (Youtu)."""
-    if config.model_type == "youtu" and config.pad_token_id is not None:
+    if config.model_type == "youtu" and config.pad_token_id is not None:  # transformers 5.23
         raise ConfigError(
             f"model.pretrained={source}: transformers zeroes row {config.pad_token_id} of this family's embedding when "
             "it loads it: set model.config.pad_token_id=null."
@@ -476,42 +487,22 @@ def _not_there(source: str, error: OSError) -> ConfigError:
     )
 
 
-def _load(
-    source: str,
-    config: PretrainedConfig,
-    more: dict[str, Any],
-    spread: Spread | None = None,
-    device: torch.device | None = None,
-) -> tuple[transformers.PreTrainedModel, list[str]]:
-    """Loads the whole model, or with `spread` each rank's shards of it, which are held on `device`; and returns the
-    names of weights that the model does not have.
-    """
-    quantization = quantization_of(config)
-    if quantization and "quantization_config" not in more:
-        more = {**more, "quantization_config": _dequantizing(quantization)}
-    # Its load report is a table of terminal escapes; what matters in it is an error or a note below.
+def read_whole(load: Callable[..., Any]) -> Any:
+    """Calls `load()`, which is `from_pretrained`, on one process."""
+    from automodel_lite.models.checkpoints import converting_exactly  # with the models' code
+
+    with converting_exactly():
+        return load()
+
+
+@contextmanager
+def _loading_errors(source: str, config: PretrainedConfig, quantization: dict[str, Any] | None) -> Iterator[None]:
+    """Names the cause of what goes wrong inside, where weights are read."""
+    # Its load report is a table of terminal escapes; what matters in it is an error or a note.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        read: Any = partial(
-            model_class(config).from_pretrained,
-            source,
-            config=config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, and an error below
-            **more,
-        )
-        if spread:
-            from automodel_lite.models.sharded import load_shards
-
-            assert device is not None
-            model, report = load_shards(read, spread, device)
-        else:
-            from automodel_lite.models.checkpoints import converting_exactly  # with the models' code
-
-            with converting_exactly():
-                model, report = read()
+        yield
     except OSError as error:
         raise _not_there(source, error) from None
     except SafetensorError as error:
@@ -531,19 +522,6 @@ def _load(
         raise ConfigError(f"model.pretrained={source}: {one_line(error, 500)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
-    # Weights that are missing are random: a model that trains and was never loaded.
-    missing = sorted(report["missing_keys"])
-    mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])
-    if missing or mismatched:
-        first = (missing + mismatched)[0]
-        raise ConfigError(
-            f"model.pretrained={source}: {len(missing)} weights are missing and {len(mismatched)} have a different "
-            f"shape than in the config, {first} first; they would be initialized at random."
-        )
-    if quantization:
-        _forget_quantization(model)
-    check_finite(model, f"model.pretrained={source}")
-    return model, sorted(report["unexpected_keys"])
 
 
 def check_finite(model: transformers.PreTrainedModel, source: str) -> None:
@@ -563,11 +541,6 @@ def _is_finite(weight: Tensor) -> bool:
     if not here.is_floating_point() or not here.numel():
         return True
     return all(bool(value.isfinite()) for value in here.detach().aminmax())
-
-
-def _dequantizing(quantization: dict[str, Any]) -> Any:
-    kind: Any = Mxfp4Config if quantization["quant_method"] == "mxfp4" else FineGrainedFP8Config
-    return kind.from_dict({**quantization, "dequantize": True})
 
 
 def _forget_quantization(model: transformers.PreTrainedModel) -> None:

@@ -31,7 +31,7 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
-from automodel_lite.models.source import CausalLM, describe, embedding_rows, runs_remote_code
+from automodel_lite.models.source import CausalLM, describe, embedding_rows, is_remote_code
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel, fully_shard_model
 from automodel_lite.run.checkpoint_folder import MARK
@@ -254,7 +254,7 @@ def _load_again(
     mesh: Mesh | None,
 ) -> LossModel:
     """The model of the folder in the dtypes of its files, without any kernel of ours; sharded like `lm`."""
-    source = CausalLM(str(folder), trust_remote_code=runs_remote_code(lm))
+    source = CausalLM(str(folder), trust_remote_code=is_remote_code(type(lm)))
     bare = describe(lm.config, min(dtypes.values(), key=lambda d: d.itemsize))
     dtypes = {name: buffer.dtype for name, buffer in bare.named_buffers()} | dtypes  # those that no file holds, too
     made: list[LossModel] = []

@@ -10,7 +10,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import RunStoppedError, is_lost_peer, is_out_of_memory, one_line
 from automodel_lite.models.generate import load_generator
-from automodel_lite.models.source import runs_remote_code
+from automodel_lite.models.source import is_remote_code
 from automodel_lite.run.export import check_exportable as check_model_exportable
 from automodel_lite.run.export import export
 from automodel_lite.telemetry.callbacks import MetricsLog
@@ -77,7 +77,7 @@ def _answer_questions(
 ) -> None:
     """With the exported folder, as a user would load it; on the CPU, as the GPU is full."""
     if run.config.evaluation:
-        generator = load_generator(str(exported), runs_remote_code(built.model.loss_model.lm), on_cpu=True)
+        generator = load_generator(str(exported), is_remote_code(type(built.model.loss_model.lm)), on_cpu=True)
         answers = build(run.config.evaluation).ask(generator, questions_of(data.documents))
         say(answers.text())
         metrics.log({"step": run.state.num_steps, **answers.as_row()})

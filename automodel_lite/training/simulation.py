@@ -355,7 +355,7 @@ class _UnloadedSource(CausalLM):
             freeze_towers(lm, self.dtype)
             spread(lm)
 
-        model, _ = describe_shards(self._make, spread_text, device)
+        model, _ = describe_shards(self._make, spread_text)
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)
