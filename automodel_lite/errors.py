@@ -64,8 +64,8 @@ def shown(value: Any) -> str:
 
 
 FORMER_KEYS = {  # of older versions -> today's; "" = no longer a setting
-    "tokenize.part": "tokenize.shard",
-    "tokenize.num_parts": "tokenize.num_shards",
+    "tokenize.shard": "",
+    "tokenize.num_shards": "",
     "dataset.parts": "dataset.sources",  # of mixtures
     "training.stuck_after_s": "training.hang_timeout_s",
     "training.max_bad_steps": "training.max_nonfinite_steps",

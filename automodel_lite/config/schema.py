@@ -65,8 +65,6 @@ class TokenizeConfig:
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
     max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
     num_proc: Annotated[int, Range(1), UpToTheCores()] | None = resumable(None)  # null = all cores for large data
-    num_shards: Positive = resumable(1)  # tasks that tokenize a shard each, by recipes/prepare_data.py
-    shard: Count | None = resumable(None)  # the task's number, from 0; null = takes what the tasks made
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables for the chat template
 
 

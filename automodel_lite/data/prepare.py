@@ -37,7 +37,7 @@ from automodel_lite.data.packing.plan import PackPlan
 from automodel_lite.data.packing.report import PackingReport, packing_report
 from automodel_lite.data.reading.documents import Documents
 from automodel_lite.data.tokens.token_rows import RowCounts, RowDataset, Rows, TokenizedData
-from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents, tokenize_shard
+from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
@@ -180,10 +180,6 @@ class PlannedPacks(PackSource):
         notes, dataloader = tokens.notes, config.dataloader
         return cls(documents, job, packer, val_packs, notes, batches, dataloader, tokens, packs_of, config.seed)
 
-    @classmethod
-    def tokenize_shard(cls, config: Config, documents: Documents) -> tuple[tuple[str, ...], list[int]]:
-        return tokenize_shard(documents, job_of(config, documents, build_packer(config).tree), config.cache_dir)
-
     def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PlannedPacks:
         train = self.tokens.train
         found = {name: columns_of(name, packs.rows) for name, packs in self.val_packs.items()}
@@ -303,18 +299,6 @@ def prepare_data(config: Config, batches: BatchShape) -> PackSource:
     packer = build_packer(config)  # first: it checks sizes
     documents = build(config.dataset)
     return source_of(documents).prepared(config, documents, packer, batches)
-
-
-def prepare_shard(config: Config) -> tuple[tuple[str, ...], list[int]]:
-    """Tokenizes one shard of the documents, for `prepare_data` to join: notes, and the shards still missing."""
-    shard, num_shards = config.tokenize.shard, config.tokenize.num_shards
-    if shard is None or shard >= num_shards:
-        raise ConfigError(
-            f"tokenize.shard={shard} must be under tokenize.num_shards={num_shards}: tasks count from 0 (sbatch "
-            "--array=0-15 for 16)."
-        )
-    documents = build(config.dataset)
-    return source_of(documents).tokenize_shard(config, documents)
 
 
 def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:

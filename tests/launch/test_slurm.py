@@ -118,53 +118,8 @@ def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     cluster.call("scancel", job)
 
 
-@pytest.mark.slow
-def test_an_array_tokenizes_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
-    """Task 1 is lost at first: the others leave their parts, its second start joins all."""
-    arguments = ["--config-name", "smoke", "tokenize.num_shards=3", f"cache_dir={tmp_path}/parts"]
-    command = ["sbatch", "--parsable", f"--output={tmp_path}/job.log", "--time=10"]
-
-    def run(tasks: str) -> None:
-        done = subprocess.run(
-            [*command, f"--array={tasks}", "launch/slurm_prepare.sbatch", *arguments],
-            cwd=ROOT,
-            env=cluster.environment | {"PYTHON": sys.executable},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        for task in tasks.split(","):
-            wait_for_state(cluster, f"{done.stdout.strip()}_{task}", tmp_path, "COMPLETED")
-
-    run("0,2")
-    assert "still missing: shard 1" in (tmp_path / "job.log").read_text()
-    run("1")
-    assert_is_what_one_process_writes(tmp_path / "parts", tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_hydras_launcher_tokenizes_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
-    """The same array through submitit."""
-    command = [sys.executable, "recipes/prepare_data.py", "--config-name", "smoke", f"cache_dir={tmp_path}/parts"]
-    command += [f"output_dir={tmp_path}/run", "tokenize.num_shards=3", "--multirun", "tokenize.shard=range(3)"]
-    command += ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=10"]
-    settings = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=cluster.environment | settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_is_what_one_process_writes(tmp_path / "parts", tmp_path / "one")
-
-
-def assert_is_what_one_process_writes(cache: Path, its_own: Path) -> None:
-    whole = [sys.executable, "recipes/prepare_data.py", "--config-name", "smoke", f"cache_dir={its_own}"]
-    assert subprocess.run(whole, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
-    for folder in (cache, its_own):
-        assert len(list((folder / "tokens").glob("*/key.json"))) == 2  # training and validation
-    for path in (its_own / "tokens").glob("*/*"):
-        assert (cache / path.relative_to(its_own)).read_bytes() == path.read_bytes()
-
-
 def test_dry_run_prints_the_command_and_keeps_arguments_as_they_are() -> None:
-    for script in ("slurm.sbatch", "slurm_torchrun.sbatch", "slurm_prepare.sbatch", "local.sh"):
+    for script in ("slurm.sbatch", "slurm_torchrun.sbatch", "local.sh"):
         told = subprocess.run(
             ["bash", f"launch/{script}", "--config-name", "smoke", "dataset.path='a b'", "name=x$y"],
             cwd=ROOT,

@@ -138,8 +138,8 @@ def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: 
         "automodel_lite.training.optimizers.", "automodel_lite.training.optim."
     )
     assert text.count("training.schedule.") + text.count("training.optim.") == 2
-    text = text.replace("  num_shards: 1\n  shard: null\n", "  num_parts: 1\n  part: null\n")
-    assert "num_shards" not in text
+    text = text.replace("  num_proc: null\n", "  num_proc: null\n  num_shards: 1\n  shard: null\n")
+    assert text.count("num_shards: 1") == 1
     folder.config.write_text(text)
     folder.check(config)
     assert load_run_config(folder).optimizer == config.optimizer

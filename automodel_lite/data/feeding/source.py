@@ -92,11 +92,6 @@ class PackSource(ABC):
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> PackSource:
         """The packs of a dataset; tokenizes what is not in the cache, once per node."""
 
-    @classmethod
-    @abstractmethod
-    def tokenize_shard(cls, config: Config, documents: Any) -> tuple[tuple[str, ...], list[int]]:
-        """Tokenizes one shard of the documents, for `prepared` to join: notes, and the shards still missing."""
-
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return self.job.tokenizer

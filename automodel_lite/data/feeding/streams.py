@@ -20,10 +20,10 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from automodel_lite.data.packing.packs import (
 )
 from automodel_lite.data.prepare import source_of
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
-from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question
+from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
 from automodel_lite.data.reading.files import (
     NUM_SNIFFED_ROWS,
     Delimiter,
@@ -60,14 +60,13 @@ from automodel_lite.data.reading.files import (
     open_validation,
 )
 from automodel_lite.data.reading.paths import FileStamp, is_file_name
-from automodel_lite.data.reading.readers import RawRow, RawRows, RowList
+from automodel_lite.data.reading.readers import Placed, RawRow, RawRows, RowList, placed
 from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.findings import check_set
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.tokenize import (
     DocumentTokenizer,
     Job,
-    Placed,
     job_of,
     special_note,
     tokenize_validation,
@@ -82,7 +81,6 @@ AHEAD_DOCUMENTS = 16  # tokenized at once; never part of the position
 MIN_JUDGED_DOCUMENTS = 200  # before the cap on bad rows counts
 NumShards = Annotated[int, Range(1, 100_000)]
 NUM_HEAD_DOCUMENTS = 2000  # that a tokenizer is trained on, or that are looked at beforehand
-PlacedRow = tuple[str, RawRow | DataError]
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class RawStream(ABC):
     content: str = ""  # the identity without times and places of files; empty: the same as it
 
     @abstractmethod
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         """(place, row) of every row of a shard but the first `start`; a broken row is the error that says so."""
 
 
@@ -104,12 +102,8 @@ class FileStream(RawStream):
 
     rows: RawRows = field(default=RowList((), "", ()), compare=False)
 
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
-        for index in range(shard + start * num_shards, len(self.rows), num_shards):
-            try:
-                yield self.rows.where(index), self.rows[index]
-            except DataError as error:
-                yield self.rows.where(index), error
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+        return placed(self.rows, range(shard + start * num_shards, len(self.rows), num_shards))
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ class HubStream(RawStream):
     config: str | None = None
     split: str = "train"
 
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         import datasets
 
         try:
@@ -142,7 +136,7 @@ class HubStream(RawStream):
 class GeneratorStream(RawStream):
     """Rows that a function of the user yields, called `name`: once for every shard, and the same rows each time."""
 
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[PlacedRow]:
+    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
         first = shard + start * num_shards
         for number, row in enumerate(islice(_locate(self.name)(), first, None, num_shards)):
             place = f"{self.name}[{first + number * num_shards}]"
@@ -219,8 +213,8 @@ class StreamingDataset:
             [d for _, d in self.head(NUM_HEAD_DOCUMENTS) if not isinstance(d, DataError)], self.name or ""
         )
 
-    def _document(self, placed: PlacedRow) -> Placed:
-        place, row = placed
+    def _document(self, one: Placed) -> Placed:
+        place, row = one
         if isinstance(row, DataError):
             return place, row
         try:
@@ -300,8 +294,7 @@ class StreamedPacks(PackSource):
 
     @classmethod
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
-        settings = replace(config, tokenize=replace(config.tokenize, num_shards=1))
-        job = job_of(settings, documents, packer.tree, packer.packed_sequence_size)
+        job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         packer = packer.padded_with(padding_id(job.tokenizer)).fitted_to(documents.kind)
         val, notes = tokenize_validation(documents, job, config.cache_dir)
         notes = (*_look_at_head(documents, job, packer), *notes)
@@ -309,10 +302,6 @@ class StreamedPacks(PackSource):
             name: packer.packs(rows, packer.plan(rows.lengths, 0, rows.has_labels)) for name, rows in val.items()
         }
         return cls(documents, job, packer, val_packs, notes, batches, config.dataloader)
-
-    @classmethod
-    def tokenize_shard(cls, config: Config, documents: Documents) -> NoReturn:
-        raise ConfigError(f"tokenize.shard={config.tokenize.shard}: a stream is tokenized while it is trained on.")
 
     def __post_init__(self) -> None:
         readers = self.shape.dp_size * max(1, self.dataloader.num_workers)

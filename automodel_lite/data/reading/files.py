@@ -46,6 +46,7 @@ from automodel_lite.data.reading.readers import (
     open_json,
     open_json_lines,
     open_text,
+    placed,
 )
 from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
 from automodel_lite.errors import ConfigError, DataError, one_line
@@ -164,11 +165,7 @@ def open_validation(val_path: ValPath | None, split: str, options: ReadOptions) 
 
 def _readable(rows: DocumentSet) -> Iterator[tuple[str, Document]]:
     """Yields (place, document) of the rows that can be read; the others are left to the tokenizer to report."""
-    for index in range(len(rows)):
-        try:
-            yield rows.where(index), rows[index]
-        except DataError:
-            continue
+    return ((place, row) for place, row in placed(rows, range(len(rows))) if not isinstance(row, DataError))
 
 
 def detect_in(source: OpenedRows, format_name: str | OwnFormat | None, columns: Mapping[str, str] | None) -> Detected:

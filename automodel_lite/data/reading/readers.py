@@ -13,7 +13,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -38,6 +38,19 @@ class RawRows(Protocol):
     def __getitem__(self, index: int) -> RawRow: ...
 
     def where(self, index: int) -> str: ...
+
+
+Placed = tuple[str, dict[str, Any] | DataError]
+"""A row or a document, or the error that reading it raised, and its place."""
+
+
+def placed(rows: RawRows, indices: Iterable[int]) -> Iterator[Placed]:
+    """Yields some rows, or documents, with their places."""
+    for index in indices:
+        try:
+            yield rows.where(index), rows[index]
+        except DataError as error:
+            yield rows.where(index), error
 
 
 @dataclass(frozen=True)

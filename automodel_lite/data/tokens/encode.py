@@ -13,15 +13,12 @@ turns (reasoning left out of the history, a system prompt that moves to the last
 becomes one rendering for each trained turn, each as the model would meet it.
 
 One call of the fast tokenizer makes token ids of many renderings, and the mask of what is trained on. A token is
-trained on when it holds a character of a trained span. Which tokens these are, the tokenizer says (its offsets); but
-where all spans begin and end beside special tokens, as in `<|user|>Hi<|end|><|assistant|>Hello<|end|>`, the special
-tokens in the text are counted against those among the ids. Without offsets the tokenizer is a sixth faster.
+trained on when it holds a character of a trained span, by the tokenizer's offsets.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -36,7 +33,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from automodel_lite.data.reading.documents import Document, Message, sound_text
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import CHOSEN, REJECTED
+from automodel_lite.thd import CHOSEN, IGNORE_INDEX, REJECTED
 
 Span = tuple[int, int]
 
@@ -60,14 +57,6 @@ class Rendering:
     text: str
     spans: tuple[Span, ...]
     answer: int = 0
-
-
-@dataclass(frozen=True)
-class _Template:
-    """A chat template, and the same with its generation markers written out as two characters (None: it has none)."""
-
-    plain: str
-    marked: str | None
 
 
 def no_template(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -109,9 +98,12 @@ class ChatRenderer:
         messages = list(messages)
         self._check_tool_calls(messages)
         turns = self._trained_turns(messages)
-        template = self._with_tools if tools else self._without_tools
-        render = partial(self._render, tools, template.plain)
-        whole = self._whole(tools, template, render, messages, turns)
+        plain, marked = self._with_tools if tools else self._without_tools
+        render = partial(self._render, tools, plain)
+        whole = None
+        if marked is not None and self._train_on != "all":
+            whole = self._marked(self._render(tools, marked, messages), messages, turns)
+        whole = whole or self._whole(render, messages, turns)
         # A turn whose thoughts are missing may have lost them as history: alone it is the last one.
         if whole is None or (self._train_on != "all" and any(_lost(messages[turn], whole.text) for turn in turns)):
             renderings = [self._rendering_of_last_turn(render, messages[: turn + 1]) for turn in turns]
@@ -132,20 +124,8 @@ class ChatRenderer:
             )
         return renderings
 
-    def _whole(
-        self,
-        tools: list[Any] | None,
-        template: _Template,
-        render: Callable[..., str],
-        messages: list[Message],
-        turns: list[int],
-    ) -> Rendering | None:
+    def _whole(self, render: Callable[..., str], messages: list[Message], turns: list[int]) -> Rendering | None:
         """Renders the whole chat; None when the template rewrites earlier turns, so that none of it is a prefix."""
-        if self._train_on != "all" and template.marked is not None:
-            marked = self._marked(self._render(tools, template.marked, messages), messages, turns)
-            if marked is not None:
-                _check_whole(messages, marked.text)
-                return marked
         text = render(messages)
         _check_whole(messages, text)
         if self._train_on == "all":  # what follows the last stop token (a line break, in half of the families) is none
@@ -182,7 +162,7 @@ class ChatRenderer:
         question = {"role": "user", "content": "Hi"}
         call = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
         try:
-            return _PROBE in self._render(None, self._without_tools.plain, [question, call])
+            return _PROBE in self._render(None, self._without_tools[0], [question, call])
         except DataError:
             return True  # of a template that asks for more than a name: it knows calls
 
@@ -200,12 +180,13 @@ class ChatRenderer:
         return texts[0]
 
     def _marked(self, marked: str, messages: list[Message], turns: list[int]) -> Rendering | None:
-        """The rendering by the template's own markers; None when they do not mark each assistant turn once."""
+        """Takes the spans from the template's own markers; None when they do not mark each assistant turn once."""
         parts = _MARKS.split(marked)
         assistants = _assistant_turns(messages)
         if len(parts) != 2 * len(assistants) + 1:
             return None
         text = "".join(parts)
+        _check_whole(messages, text)
         edges = [0, *accumulate(map(len, parts))]
         chosen = [2 * assistants.index(turn) + 1 for turn in turns]
         return Rendering(text, tuple((edges[part], self._include_stop(text, edges[part + 1])) for part in chosen))
@@ -226,9 +207,13 @@ class ChatRenderer:
         after = text if is_last else render(messages[: turn + 1])
         if not is_last and not text.startswith(after.rstrip()):
             return None
-        start = _start(render, messages[:turn], text)
-        if start is None:
-            return None
+        start = 0
+        if before := messages[:turn]:
+            prompt = render(before, prompt=True)
+            # They part early where the prompt opens with `<think>` and the turn has none: the turn begins there.
+            start = _common_prefix(prompt, text)
+            if start < len(prompt) and not text.startswith(render(before)):
+                return None
         stops = [after.rfind(token, start) + len(token) for token in self.stop_tokens if token in after[start:]]
         return start, min(len(text), max(stops, default=len(after)))
 
@@ -248,7 +233,7 @@ class ChatRenderer:
     def _probe_stop_tokens(self, specials: set[str]) -> tuple[str, ...]:
         """The special token that follows the content of a last answer, then the other end tokens that there are."""
         question = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-        text = self._render(None, self._without_tools.plain, question)
+        text = self._render(None, self._without_tools[0], question)
         tail = text[text.rfind(_PROBE) + len(_PROBE) :]
         found = sorted((tail.find(token), -len(token), token) for token in specials if token in tail)
         if not found:
@@ -259,31 +244,18 @@ class ChatRenderer:
         return tuple(dict.fromkeys([found[0][2], *(token for token in OTHER_END_TOKENS if token in specials)]))
 
 
-def _start(render: Callable[..., str], before: list[Message], text: str) -> int | None:
-    """Where the assistant begins to write after the messages `before`: where their generation prompt ends."""
-    if not before:
-        return 0
-    prompt = render(before, prompt=True)
-    if text.startswith(prompt):
-        return len(prompt)
-    if not text.startswith(render(before)):
-        return None
-    return _common_prefix(prompt, text)  # a prompt that opens with `<think>` where the turn has none
-
-
-def _template(source: str) -> _Template:
-    """Turns `{%- generation -%}` into a character that the rendering then holds, white space control kept.
+def _template(source: str) -> tuple[str, str | None]:
+    """Returns a template, and the same with `{%- generation -%}` as a character that the rendering then holds, white
+    space control kept; None where it has no markers.
 
     A quarter faster than the tracker of transformers, which measures all the text so far at each marker.
     """
-    if not _MARKER.search(source):
-        return _Template(source, None)
 
     def mark(found: re.Match[str]) -> str:
         before, end, after = found.groups()
         return f"{{%{before} if true %}}{chr(0xFDD1 if end else 0xFDD0)}{{% endif {after}%}}"
 
-    return _Template(source, _MARKER.sub(mark, source))
+    return source, _MARKER.sub(mark, source) if _MARKER.search(source) else None
 
 
 def _check_whole(messages: Sequence[Message], text: str) -> None:
@@ -311,7 +283,7 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
 
 
 def _common_prefix(left: str, right: str) -> int:
-    """Characters that the two texts have in common at the start."""
+    """Returns the number of characters that the two texts have in common at the start."""
     return next((place for place, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
 
 
@@ -328,7 +300,8 @@ class Renderer:
         has_template = tokenizer.chat_template is not None
         self._chat = ChatRenderer(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
-        self._bos, self._eos = _text_frame(tokenizer)
+        adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self._bos, self._eos = str(tokenizer.bos_token) if adds_bos else "", str(tokenizer.eos_token or "")
         specials = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
         stop_tokens = [*self._chat.stop_tokens] if self._chat is not None else []
@@ -385,44 +358,23 @@ class Renderer:
         if document.get("system"):
             prompt = f"{document['system']}\n{prompt}"
         glue = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else "\n"
-        before = f"{self._frame_start(prompt)}{prompt}{glue}"
-        text = f"{before}{completion}{self._frame_end(completion)}"
+        bos, eos = self._framed(prompt, completion)
+        before = f"{bos}{prompt}{glue}"
+        text = f"{before}{completion}{eos}"
         return Rendering(text, ((0 if self._train_on == "all" else len(before), len(text)),))
 
     def _text(self, text: str) -> Rendering:
         if not text:
             return Rendering("", ())
-        whole = f"{self._frame_start(text)}{text}{self._frame_end(text)}"
+        whole = text.join(self._framed(text, text))
         return Rendering(whole, ((0, len(whole)),))
 
-    def _frame_start(self, text: str) -> str:
-        return "" if self._bos and text.startswith(self._bos) else self._bos
-
-    def _frame_end(self, text: str) -> str:
+    def _framed(self, first: str, last: str) -> tuple[str, str]:
+        """Returns what stands before a text that begins with `first`, and behind one that ends with `last`."""
         if not self._eos:
             raise ConfigError("the tokenizer has no eos_token, so a model would never learn to stop: set one.")
-        return "" if text.endswith(self._eos) else self._eos
-
-
-def _text_frame(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """The BOS token if the tokenizer puts one before plain text, else "", and the end token."""
-    first = tokenizer("a")["input_ids"][:1]
-    adds_bos = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
-    return str(tokenizer.bos_token) if adds_bos else "", str(tokenizer.eos_token or "")
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Documents end to end: `input_ids` int32 [total], `trained` bool [total], `lengths` int64 [N]."""
-
-    input_ids: np.ndarray
-    trained: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Next-token aligned, int32 [total]."""
-        return next_token_labels(self.input_ids, self.trained, self.lengths)
+        has_bos, has_eos = bool(self._bos) and first.startswith(self._bos), last.endswith(self._eos)
+        return "" if has_bos else self._bos, "" if has_eos else self._eos
 
 
 class Encoder:
@@ -435,66 +387,29 @@ class Encoder:
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
-        added = tokenizer.added_tokens_decoder
-        self._is_special = np.zeros(max([len(tokenizer), *added]) + 1, bool)
-        self._is_special[list(added)] = True
-        plain = all(not (t.lstrip or t.rstrip or t.single_word or t.normalized) for t in added.values())
-        self._specials = tuple(sorted((t.content for t in added.values()), key=len, reverse=True)) if plain else ()
-        self._pattern = re.compile("|".join(map(re.escape, self._specials)))
 
-    def encode(self, renderings: Sequence[Rendering]) -> Encoded:
-        """Tokenizes the renderings, in their order."""
-        if self._specials and all(self._edges_are_special(rendering) for rendering in renderings):
-            return self._encode_by_specials(renderings)
-        return self._encode_by_offsets(renderings)
-
-    def _edges_are_special(self, rendering: Rendering) -> bool:
-        text, size = rendering.text, len(rendering.text)
-        return all(
-            edge in (0, size) or text.endswith(self._specials, 0, edge) for span in rendering.spans for edge in span
-        )
-
-    def _encode_by_specials(self, renderings: Sequence[Rendering]) -> Encoded:
-        texts = [rendering.text for rendering in renderings]
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        input_ids, starts, lengths = _flat_ids(encodings)
-        trained = np.zeros(len(input_ids), bool)
-        special_at = np.flatnonzero(self._is_special[input_ids])
-        bounds = np.searchsorted(special_at, starts).tolist()
-        for number, rendering in enumerate(renderings):
-            ends = [found.end() for found in self._pattern.finditer(rendering.text)]
-            first, last = bounds[number], bounds[number + 1]
-            if len(ends) != last - first:  # the tokenizer sees other special tokens in the text: ask for its offsets
-                return self._encode_by_offsets(renderings)
-            for start, stop in rendering.spans:
-                begin = special_at[first + bisect_right(ends, start) - 1] + 1 if start else starts[number]
-                end = special_at[first + bisect_right(ends, stop) - 1] + 1 if stop < len(rendering.text) else None
-                trained[begin : starts[number + 1] if end is None else end] = True
-        return Encoded(input_ids, trained, lengths)
-
-    def _encode_by_offsets(self, renderings: Sequence[Rendering]) -> Encoded:
+    def encode(self, renderings: Sequence[Rendering]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Returns the columns of the renderings end to end, [total] each, and the length of each, int64 [N]."""
         encodings = self.backend.encode_batch([rendering.text for rendering in renderings], add_special_tokens=False)
-        input_ids, starts, lengths = _flat_ids(encodings)
+        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        input_ids = np.empty(lengths.sum(), np.int32)
         trained = np.zeros(len(input_ids), bool)
-        for rendering, encoding, start in zip(renderings, encodings, starts.tolist()):
+        for rendering, encoding, stop in zip(renderings, encodings, np.cumsum(lengths).tolist()):
+            start = stop - len(encoding)
+            input_ids[start:stop] = encoding.ids
             for span in rendering.spans:
                 first, last = token_span(encoding, span, len(rendering.text))
                 trained[start + first : start + last] = True
-        return Encoded(input_ids, trained, lengths)
-
-
-def _flat_ids(encodings: Sequence[Encoding]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """input_ids int32 [total], where each document starts int64 [N + 1], lengths int64 [N]."""
-    lengths = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    input_ids = np.empty(starts[-1], np.int32)
-    for encoding, start, stop in zip(encodings, starts[:-1].tolist(), starts[1:].tolist()):
-        input_ids[start:stop] = encoding.ids
-    return input_ids, starts, lengths
+        labels = next_token_labels(input_ids, trained, lengths)
+        columns = {"input_ids": input_ids, "labels": labels}
+        answers = np.array([rendering.answer for rendering in renderings], np.int8)
+        if answers.any():
+            columns["answers"] = np.where(labels == IGNORE_INDEX, 0, answers.repeat(lengths))
+        return columns, lengths
 
 
 def token_span(encoding: Encoding, span: Span, num_chars: int) -> tuple[int, int]:
-    """The tokens [first, last) that hold at least one character of `span`.
+    """Returns the tokens [first, last) that hold at least one character of `span`.
 
     `char_to_token` answers in Rust; it does not know characters that no token holds (a leading space that the
     tokenizer trims off the offsets, text that a normalizer drops), for which all offsets are looked at.
@@ -505,14 +420,10 @@ def token_span(encoding: Encoding, span: Span, num_chars: int) -> tuple[int, int
     first = encoding.char_to_token(start)
     last = len(encoding) if stop >= num_chars else encoding.char_to_token(stop)
     if first is None or last is None:
-        return _token_span_by_offsets(encoding, span)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        holding = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < stop) & (offsets[:, 1] > offsets[:, 0]))
+        return (int(holding[0]), int(holding[-1]) + 1) if len(holding) else (0, 0)
     if stop < num_chars:
         chars = encoding.token_to_chars(last)
         last += chars is not None and chars[0] < stop  # a token across the end of the span
     return first, last
-
-
-def _token_span_by_offsets(encoding: Encoding, span: Span) -> tuple[int, int]:
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    holding = np.flatnonzero((offsets[:, 1] > span[0]) & (offsets[:, 0] < span[1]) & (offsets[:, 1] > offsets[:, 0]))
-    return (int(holding[0]), int(holding[-1]) + 1) if len(holding) else (0, 0)
