@@ -26,7 +26,7 @@ from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import as_teacher, build_model, check_same_vocabulary
-from automodel_lite.training.label_values import Values, label_values, likeliest, teacher_identity
+from automodel_lite.training.label_values import teacher_values
 from automodel_lite.training.plan import build_parts
 
 
@@ -47,10 +47,11 @@ def main(config: Config) -> int:
     if loss.top_k > num_ids:
         raise ConfigError(f"loss.top_k={loss.top_k}: the teacher has {num_ids} tokens: use at most as many.")
     console.say("teacher", f"{loss.teacher}, attention {built.plan.attention}")
+    values = teacher_values(loss, data.packer, config.cache_dir)
     sets = {"train": data.packs_of(0).rows} | {name: packs.rows for name, packs in data.val_packs.items()}
     for name, rows in sets.items():
-        values = Values(likeliest(loss), name, rows, data.packer, teacher_identity(loss), config.cache_dir)
-        label_values(values, built, mesh)
-        console.say("scored", f"{name}: {loss.top_k} tokens for each label of {len(rows):,} documents: {values.folder}")
+        values.computed(name, rows, built, mesh)
+        found = f"{loss.top_k} tokens for each label of {len(rows):,} documents: {values.folder(name, rows)}"
+        console.say("scored", f"{name}: {found}")
     mesh.close()
     return 0

@@ -124,7 +124,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         with activity("loading the model"):
             self.built = build_model(parts, self.data.tokenizer, self.mesh)
-        self.data = with_values(self.data, self.built, self.mesh, config.cache_dir)
+        self.data = with_values(self.data, self.built, self.mesh, config.cache_dir, config.seed)
         self.model = self.built.model
         show([*start.model_lines(config, self.built, self.mesh), *recomputed])
         check_exportable(config, self.built, self.data)

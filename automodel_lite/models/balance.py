@@ -15,8 +15,7 @@ Legend: T tokens of the stream (of this rank), N documents, E experts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,6 @@ import transformers
 from torch import Tensor
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import text_decoder
 from automodel_lite.models.source import experts_per_token
 from automodel_lite.thd import ThdBatch
 
@@ -39,8 +37,15 @@ class Balance:
     top_k: int
 
     def __call__(self, router_logits_TE: Sequence[Tensor], batch: ThdBatch) -> Tensor:
-        """Of this rank's tokens; of each sparse layer its logits."""
-        document_T, is_real_T = document_of_tokens(batch)
+        """Sums over this rank's tokens; router_logits_TE of each sparse layer."""
+        assert batch.mixers is not None
+        if batch.mixers.stream.tree is not None:
+            raise ConfigError(
+                "model.router_aux_loss counts a row's tokens together, which trees spread over branches: set "
+                "packed_sequence.tree=off, or model.router_aux_loss=0."
+            )
+        document_T, within_T = document_of_tokens(batch)
+        is_real_T = (within_T < batch.cu_seqlens.diff()[document_T]).float()
         num_documents, num_experts = len(batch.cu_seqlens) - 1, router_logits_TE[0].shape[-1]
         choices_NE = probabilities_NE = torch.zeros(num_documents, num_experts, device=document_T.device)
         for logits_TE in router_logits_TE:
@@ -51,7 +56,7 @@ class Balance:
         of_labels = batch.label_rows
         labels_N = choices_NE.new_zeros(num_documents).index_add(0, document_T[of_labels], is_real_T[of_labels])
         known = torch.cat([choices_NE, labels_N[:, None]], 1)
-        assert batch.mixers is not None
+        # Choices have no gradient, so ranks that share a document need only their sum.
         if batch.mixers.exchange is not None:
             known = batch.mixers.exchange.summed(known)
         choices_NE, labels_N = known[:, :-1], known[:, -1]
@@ -61,33 +66,17 @@ class Balance:
 
 
 def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:
-    """Of this rank's tokens: their documents, int64 [T], and 1.0, or 0.0 for padding."""
-    assert batch.mixers is not None
-    if batch.mixers.stream.tree is not None:
-        raise ConfigError(
-            "model.router_aux_loss counts a row's tokens together, which trees spread over branches: set "
-            "packed_sequence.tree=off, or model.router_aux_loss=0."
-        )
-    document = batch.mixers.stream.document.long()
-    within = torch.arange(len(document), device=document.device) - batch.cu_seqlens_padded[document]
-    is_real = (within < batch.cu_seqlens.diff()[document]).float()
-    exchange = batch.mixers.exchange
-    return (document, is_real) if exchange is None else (exchange.own(document), exchange.own(is_real))
-
-
-@contextmanager
-def recorded_routers(lm: transformers.PreTrainedModel) -> Iterator[list[Tensor]]:
-    """What the routers of a forward with `output_router_logits=True` answer, layer by layer."""
-    found: list[Tensor] = []
-    hook = text_decoder(lm).register_forward_hook(lambda *call: found.extend(call[2].router_logits))
-    try:
-        yield found
-    finally:
-        hook.remove()
+    """Returns the documents of this rank's tokens, int64 [T], and their places in them, in tokens of the slot."""
+    exchange, device = batch.mixers.exchange if batch.mixers else None, batch.labels.device
+    places = torch.arange(len(batch.labels) * (exchange.size if exchange else 1), device=device)
+    own = exchange.own(places) if exchange else places
+    starts = batch.cu_seqlens_padded.long()
+    document = torch.bucketize(own, starts[1:], right=True)
+    return document, own - starts[document]
 
 
 def balance_of(lm: transformers.PreTrainedModel, coefficient: float) -> Balance | None:
-    """None for a coefficient of 0; raises ConfigError for families that transformers gives no such loss."""
+    """Returns None for a coefficient of 0; raises ConfigError for families that transformers gives no such loss."""
     if coefficient == 0:
         return None
     top_k = experts_per_token(lm.config.get_text_config())

@@ -13,7 +13,6 @@ Legend: R rows that carry a label, V vocabulary, K stored tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -65,7 +64,7 @@ class Distill(DistillationLoss):
         return self._of_rows(inputs, inputs.rows_with_teacher(both, inputs.labels_R))
 
     def divergence(self, student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
-        """[R], of log-probabilities."""
+        """Returns the divergence [R] of log-probabilities; jsd's limits, which have infinite weights, are KLs."""
         if self.kind == "forward" or (self.kind == "jsd" and self.beta == 1):
             return _kl(teacher_RV, student_RV)
         if self.kind == "reverse" or self.beta == 0:
@@ -104,17 +103,11 @@ class DistillTopK(DistillationLoss):
         return self._of_rows(inputs, inputs.rows(both, *columns))
 
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
-        """Tokens of equal probability."""
-        labels = batch.labels
-        ids = torch.arange(self.top_k, device=labels.device).expand(len(labels), -1).contiguous()
-        return {"teacher_ids": ids, "teacher_log_probs": torch.full_like(ids, -math.log(self.top_k), dtype=torch.float)}
+        """Makes `top_k` values per token."""
+        columns = super().example_columns(batch)
+        return {name: column[:, None].repeat(1, self.top_k) for name, column in columns.items()}
 
-
-def top_k_of(top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of rows [r, V] and labels -> [r, 2 * top_k] fp32: ids (whole up to 2^24) and log-probabilities."""
-
-    def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
-        found = F.log_softmax(logits, -1).topk(min(top_k, logits.shape[-1]), -1)
+    def likeliest(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns what is stored of rows [r, V], fp32 [r, 2 * top_k]: ids (whole up to 2^24) and log-probabilities."""
+        found = F.log_softmax(logits, -1).topk(self.top_k, -1)
         return torch.cat([found.indices.float(), found.values], -1)
-
-    return likeliest

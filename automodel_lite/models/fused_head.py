@@ -21,8 +21,6 @@ from torch import Tensor
 from automodel_lite.graphs import strict_graphs
 
 LEAST_CHUNK_TOKENS = 512
-
-
 MAX_CHUNK_LOGITS = 2**30
 """Kernels that index with 32 bits fail from 2^31 on, and 4 GiB in fp32 fill any GPU."""
 ROW_MULTIPLE = 16
@@ -113,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VC, out=grad_hidden[rows])
             if needs_weight:
-                grad_weight = _accumulated(grad_weight, grad_logits, hidden_RC[rows])
+                grad_weight = _accumulate(grad_weight, grad_logits, hidden_RC[rows])
             del grad_logits  # freed before the logits of the next chunk are made
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight_VC)
@@ -174,7 +172,7 @@ def _chunk_loss(
     return loss, (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
-def _accumulated(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) -> Tensor:
+def _accumulate(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) -> Tensor:
     """The sum so far plus this chunk's gradient of the head, in fp32; the first chunk needs no zeros to add to."""
     if total_VC is None:
         return (grad_RV.t() @ hidden_RC).float()
@@ -204,15 +202,15 @@ def chunked_rows(
     rows = chunk_rows(chunk_tokens, weight_VC.shape[1] // 4, weight_VC.shape[0])
 
     def of_product(logits: Tensor, *parts: Tensor) -> Tensor:
-        return function(capped(logits, softcap), *parts)
+        return function(apply_softcap(logits, softcap), *parts)
 
     with torch.autocast(hidden_RC.device.type, enabled=False):
         values: Tensor = _ChunkedRows.apply(of_product, rows, hidden_RC, weight_VC, *columns)
     return values
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits in fp32, bounded by the softcap where there is one."""
+def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
+    """Returns the logits in fp32, bounded by the softcap where there is one."""
     logits = logits.float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -246,6 +244,6 @@ class _ChunkedRows(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VC, out=grad_hidden[number * ctx.chunk : number * ctx.chunk + len(hidden)])
             if needs_weight:
-                grad_weight = _accumulated(grad_weight, grad_logits, hidden)
+                grad_weight = _accumulate(grad_weight, grad_logits, hidden)
         grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype)
         return None, None, *grads, *[None] * len(columns)

@@ -23,7 +23,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -35,10 +34,10 @@ from torch.distributed.tensor import DTensor
 from automodel_lite.attention.documents import mixes_rows
 from automodel_lite.config.rules import Positive
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.balance import Balance, recorded_routers
-from automodel_lite.models.fused_head import RowFunction, capped, chunk_rows, chunked_rows, linear_cross_entropy
+from automodel_lite.models.balance import Balance, document_of_tokens
+from automodel_lite.models.fused_head import RowFunction, apply_softcap, chunk_rows, chunked_rows, linear_cross_entropy
 from automodel_lite.models.layers import output_head, text_decoder
-from automodel_lite.thd import MixerExchange, ThdBatch
+from automodel_lite.thd import COLUMNS, MixerExchange, ThdBatch
 
 
 @dataclass(frozen=True)
@@ -68,40 +67,32 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """Rows before the output head, or behind one that is more than `softcap(hidden @ weight.T)`.
+    """Labeled rows at the output head: before one that is `softcap(rows @ weight.T)`, behind any other.
 
-    hidden_RC, weight_VC, softcap   the rows, the head's whole weight and its softcap
-    logits_RV                       in their place, for any other head
+    rows       [R, C]; logits [R, V] where there is no weight
+    weight_VC  the head's whole weight
     """
 
-    hidden_RC: Tensor | None = None
+    rows: Tensor
     weight_VC: Tensor | None = None
     softcap: float | None = None
-    logits_RV: Tensor | None = None
-
-    @property
-    def rows(self) -> Tensor:
-        """[R, C] or [R, V]: what `logits` takes a chunk of."""
-        return self.hidden_RC if self.logits_RV is None else self.logits_RV  # type: ignore[return-value]
 
     def logits(self, rows: Tensor) -> Tensor:
-        """fp32 [r, V] of some `rows`, without gradients."""
-        if self.logits_RV is not None:
+        """Returns the fp32 logits [r, V] of some `rows`, without gradients."""
+        if self.weight_VC is None:
             return rows.float()
-        assert self.weight_VC is not None
-        return capped(rows.to(self.weight_VC.dtype) @ self.weight_VC.t(), self.softcap)
+        return apply_softcap(rows.to(self.weight_VC.dtype) @ self.weight_VC.t(), self.softcap)
 
 
 @dataclass(frozen=True)
 class LossInputs:
     """What a loss sees of a micro-batch of one rank.
 
-    head      hidden states and weight, or logits, of the rows that carry a label
+    head      the rows that carry a label, before or behind the output head
     labels_R  int64, their targets
     columns   per-token columns of the data, [R, ...] by name
     batch     the whole micro-batch: boundaries of documents, token ids; None only for a head on its own
     teacher   the head of a frozen second model, at the same rows; None without one
-    chunk_tokens  rows of logits at a time; None = a quarter of the model dim, at least 512
     """
 
     head: Head
@@ -109,47 +100,35 @@ class LossInputs:
     columns: dict[str, Tensor] = field(default_factory=dict)
     batch: ThdBatch | None = None
     teacher: Head | None = None
-    chunk_tokens: int | None = None
 
     def rows(self, function: RowFunction, *columns: Tensor) -> Tensor:
-        """`function(logits fp32 [r, V], *columns [r, ...])` of all rows: fp32 [R] or [R, K], with exact gradients.
+        """Evaluates `function(logits fp32 [r, V], *columns [r, ...])` on all rows: fp32 [R] or [R, K], with exact
+        gradients.
 
         No [R, V] tensor is kept: the function runs on a chunk of rows at a time, and once more in the backward pass.
         """
         head = self.head
-        if head.logits_RV is not None:
-            return function(head.logits_RV.float(), *columns)
-        assert head.hidden_RC is not None
-        assert head.weight_VC is not None
-        return chunked_rows(function, head.hidden_RC, head.weight_VC, columns, self.chunk_tokens, head.softcap)
+        if head.weight_VC is None:
+            return function(head.rows.float(), *columns)
+        return chunked_rows(function, head.rows, head.weight_VC, columns, softcap=head.softcap)
 
     def rows_with_teacher(self, function: RowFunction, *columns: Tensor) -> Tensor:
-        """As `rows`, of `function(logits, teacher's logits, *columns)`; vocabularies that differ by padding are cut to
-        the shorter.
+        """Evaluates `function(logits, teacher's logits, *columns)` as `rows` does; vocabularies that differ by padding
+        are cut to the shorter.
         """
         teacher = self.teacher
         assert teacher is not None
 
-        def of_both(logits: Tensor, teacher_rows: Tensor, *parts: Tensor) -> Tensor:
-            others = teacher.logits(teacher_rows)
-            num_ids = min(logits.shape[-1], others.shape[-1])
-            return function(logits[:, :num_ids], others[:, :num_ids], *parts)
+        def with_teacher(logits: Tensor, teacher_rows: Tensor, *parts: Tensor) -> Tensor:
+            theirs = teacher.logits(teacher_rows)
+            num_ids = min(logits.shape[-1], theirs.shape[-1])
+            return function(logits[:, :num_ids], theirs[:, :num_ids], *parts)
 
-        return self.rows(of_both, teacher.rows, *columns)
+        return self.rows(with_teacher, teacher.rows, *columns)
 
     def log_probs(self) -> Tensor:
-        """fp32 [R], of the labels."""
+        """Returns those of the labels, fp32 [R]."""
         return self.rows(lambda logits, labels: -F.cross_entropy(logits, labels, reduction="none"), self.labels_R)
-
-    @cached_property
-    def document_R(self) -> Tensor:
-        """int64 [R], the document of each row; the loss declares `needs_documents`."""
-        batch, exchange = self.batch, self._exchange
-        assert batch is not None
-        places = torch.arange(len(batch.labels) * (exchange.size if exchange else 1), device=batch.labels.device)
-        own = exchange.own(places) if exchange else places
-        ends = batch.cu_seqlens_padded[1:].long()
-        return torch.bucketize(own.index_select(0, batch.label_rows), ends, right=True)
 
     @property
     def _exchange(self) -> MixerExchange | None:
@@ -157,15 +136,20 @@ class LossInputs:
         return self.batch.mixers.exchange if self.batch is not None and self.batch.mixers is not None else None
 
     def per_document(self, values_R: Tensor) -> Tensor:
-        """Sums over documents, [N] or [N, K], over all ranks that share them; the gradient is that of own rows."""
+        """Sums over documents, [N] or [N, K], over all ranks that share them; the gradient is that of own rows.
+
+        The loss declares `needs_documents`.
+        """
         assert self.batch is not None
+        document_R = document_of_tokens(self.batch)[0].index_select(0, self.batch.label_rows)
         shape = len(self.batch.cu_seqlens) - 1, *values_R.shape[1:]
-        own_N = values_R.new_zeros(shape).index_add(0, self.document_R, values_R)
+        own_N = values_R.new_zeros(shape).index_add(0, document_R, values_R)
         exchange = self._exchange
+        # The sum over ranks as a value, own rows as the gradient: each rank adds what its own rows contribute.
         return own_N + (exchange.summed(own_N) - own_N.detach()) if exchange else own_N
 
     def share(self, value: Tensor) -> Tensor:
-        """A value that all ranks of a context-parallel group know, counted once over them; its gradient stays whole."""
+        """Counts a value once that all ranks of a context-parallel group know; its gradient stays whole."""
         exchange = self._exchange
         return value - value.detach() * (1 - 1 / exchange.size) if exchange else value
 
@@ -175,8 +159,8 @@ class Loss(ABC):
 
     columns          per-token columns of the data that it uses: others are refused, as they would be ignored
     required         those of them that it cannot do without
-    needs_logits     takes `inputs.head.logits_RV` of the model's own head, [R, V] at once
-    needs_documents  asks for `inputs.document_R`
+    needs_logits     `inputs.head.rows` are logits of the model's own head, [R, V] at once
+    needs_documents  calls `inputs.per_document`
     needs_teacher    asks for `inputs.teacher`
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program computes
     """
@@ -190,19 +174,23 @@ class Loss(ABC):
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """The sum over this rank's rows."""
+        """Returns the sum over this rank's rows."""
 
     def num_items(self, batch: ThdBatch) -> float:
-        """What the sum of a step is divided by: counted on the host, of a whole stream that is not sharded yet."""
+        """Counts on the host what the sum of a step is divided by, in a whole stream that is not sharded yet."""
         return batch.num_label_tokens
 
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
-        """Its columns [T, ...] for a made-up batch: of compilations and dry runs."""
-        return {}
+        """Makes the required columns [T, ...] of a batch that brings none: padding, compilations and dry runs."""
+        kinds = {name: COLUMNS[name] for name in sorted(self.required)}
+        return {
+            name: torch.full_like(batch.labels, kind.padding, dtype=getattr(torch, kind.batched))
+            for name, kind in kinds.items()
+        }
 
     def logits_bytes(self, shape: LossShape) -> float:
-        """Bytes of logits and of what is made from them, at the worst moment: of all rows in the compute dtype, in
-        fp32 and their gradient in fp32; or of a chunk, four times in fp32, beside the head's gradient.
+        """Estimates the bytes of logits and of what is made from them, at the worst moment: of all rows in the compute
+        dtype, in fp32 and their gradient in fp32; or of a chunk, four times in fp32, beside the head's gradient.
         """
         if self.needs_logits:
             return shape.num_tokens * shape.vocab_size * (shape.compute_bytes + 8)
@@ -224,8 +212,7 @@ class CrossEntropy(PlainLoss):
     needs_logits = True
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        assert inputs.head.logits_RV is not None
-        logits_RV, weights_R = inputs.head.logits_RV.float(), inputs.columns.get("loss_weights")
+        logits_RV, weights_R = inputs.head.rows.float(), inputs.columns.get("loss_weights")
         if weights_R is None:
             return LossOutput(F.cross_entropy(logits_RV, inputs.labels_R, reduction="sum"), {})
         losses_R = F.cross_entropy(logits_RV, inputs.labels_R, reduction="none")
@@ -244,16 +231,14 @@ class FusedLinearCrossEntropy(PlainLoss):
     backend: str | None = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        hidden_RC, weight_VC, softcap = inputs.head.hidden_RC, inputs.head.weight_VC, inputs.head.softcap
-        assert hidden_RC is not None
-        assert weight_VC is not None
-        rows, weights_R = chunk_rows(self.chunk_tokens, *weight_VC.shape[::-1]), inputs.columns.get("loss_weights")
-        total = linear_cross_entropy(hidden_RC, weight_VC, inputs.labels_R, rows, softcap, self.backend, weights_R)
-        return LossOutput(total, {})
+        head, weights_R = inputs.head, inputs.columns.get("loss_weights")
+        assert head.weight_VC is not None
+        rows, how = chunk_rows(self.chunk_tokens, *head.weight_VC.shape[::-1]), (head.softcap, self.backend, weights_R)
+        return LossOutput(linear_cross_entropy(head.rows, head.weight_VC, inputs.labels_R, rows, *how), {})
 
     def logits_bytes(self, shape: LossShape) -> float:
-        """Of a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to which each chunk adds
-        its own in the compute dtype when the fp32 logits are gone.
+        """Counts a chunk of rows, in fp32 and in the compute dtype, beside the head's gradient, to which each chunk
+        adds its own in the compute dtype when the fp32 logits are gone.
         """
         chunk = chunk_rows(self.chunk_tokens, shape.hidden_size, shape.vocab_size)
         logits = min(shape.num_tokens, chunk) * shape.vocab_size
@@ -264,14 +249,13 @@ class FusedLinearCrossEntropy(PlainLoss):
 
 
 def checked_loss(loss: Any) -> Loss:
-    """The loss; raises ConfigError with what to write for one of another signature."""
+    """Returns the loss; raises ConfigError with what to write for one of another signature."""
     if isinstance(loss, Loss):
         return loss
     raise ConfigError(
         f"loss={type(loss).__name__} must be a subclass of automodel_lite.models.loss.Loss with __call__(self, inputs: "
-        "LossInputs) -> LossOutput: `inputs.rows(function, inputs.labels_R)` gives the values of function(logits, "
-        "labels) row by row, and LossOutput(values.sum(), {}) is the loss. One of (logits, labels) sets needs_logits = "
-        "True and reads inputs.head.logits_RV and inputs.labels_R."
+        "LossInputs) -> LossOutput, as docs/extending.md shows; one of (logits, labels) sets needs_logits = True and "
+        "reads inputs.head.rows and inputs.labels_R."
     )
 
 
@@ -292,10 +276,6 @@ _CURES = {
     "answers": "train on preference pairs, dataset.format=preference, or take a loss for single answers",
     "teacher_ids": "python recipes/score.py --config-name ... writes a teacher's",
 }
-
-
-HeadResult = Callable[[Tensor, Tensor], Tensor]
-"""(hidden states, the head's whole weight [V, C]) -> what the head's forward returns."""
 
 
 class LossModel(nn.Module):
@@ -322,10 +302,19 @@ class LossModel(nn.Module):
         # Both are looked for among all modules, once and not in every forward; in a tuple they are not registered as
         # submodules a second time.
         self._found = text_decoder(self.lm), output_head(self.lm)
-        self._found[1].forward = _computing_inside(self._found[1])
+        head, softcap = self._found[1], self.softcap
+        product = head.forward
+
+        def forward(hidden: Tensor, compute: Callable[[Head], Tensor] | None = None) -> Tensor:
+            if compute is None:
+                return product(hidden)
+            weight: Any = head.weight
+            return compute(Head(hidden, weight.full_tensor() if isinstance(weight, DTensor) else weight, softcap))
+
+        head.forward = forward
 
     def learn_from(self, teacher: LossModel) -> None:
-        """A frozen second model, whose head's rows the loss gets."""
+        """Gives the loss the rows of a frozen second model's head."""
         self._teacher = (teacher,)
 
     @property
@@ -335,15 +324,19 @@ class LossModel(nn.Module):
         return mixes or self.balance is not None or self.loss.needs_documents
 
     def forward(self, batch: ThdBatch) -> Tensor:
-        """The load-balancing loss of a mixture has gradients in training, but is not part of the value."""
+        """Returns the loss. That of a mixture's balance has gradients in training, but is not part of the value."""
         if self.balance is None or not self.training:
-            return self._sum(batch, batch.model_inputs())
-        with recorded_routers(self.lm) as router_logits:
-            loss = self._sum(batch, batch.model_inputs() | {"output_router_logits": True})
+            return self._sum(batch)
+        router_logits: list[Tensor] = []  # layer by layer
+        hook = self._found[0].register_forward_hook(lambda *call: router_logits.extend(call[2].router_logits))
+        try:
+            loss = self._sum(batch, output_router_logits=True)
+        finally:
+            hook.remove()
         balance = self.balance(router_logits, batch)
         return loss + (balance - balance.detach())
 
-    def _sum(self, batch: ThdBatch, inputs: dict[str, Any]) -> Tensor:
+    def _sum(self, batch: ThdBatch, **options: Any) -> Tensor:
         rows = batch.label_rows
         # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no columns.
         brought = batch.columns if len(rows) else self.loss.example_columns(batch) | batch.columns
@@ -351,63 +344,63 @@ class LossModel(nn.Module):
         labels_R = batch.labels.index_select(0, rows)
         columns = {name: column.index_select(0, rows) for name, column in brought.items()}
 
-        def of_head(head: Head, teacher: Head | None = None) -> Tensor:
-            of_loss = LossInputs(head, labels_R, columns, batch, teacher)
-            total, parts = self.loss(of_loss)
+        def at_head(head: Head, teacher: Head | None = None) -> Tensor:
+            inputs = LossInputs(head, labels_R, columns, batch, teacher)
+            total, parts = self.loss(inputs)
             if not self.training and (not isinstance(self.loss, PlainLoss) or "loss_weights" in columns):
-                parts = {**parts, "cross_entropy": -of_loss.log_probs().sum()}
+                parts = {**parts, "cross_entropy": -inputs.log_probs().sum()}
             self.parts = {name: part.detach() for name, part in parts.items()}
             return total
 
         if not self._teacher:
-            return self.at_head(inputs, rows, of_head)
+            return self._in_head(self._rows(batch, **options), at_head)
         (teacher,) = self._teacher
         with torch.no_grad():
             teacher_rows = teacher.before_head(batch)
         # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
-        return teacher.behind(teacher_rows, lambda frozen: self.at_head(inputs, rows, lambda own: of_head(own, frozen)))
-
-    def at_head(self, inputs: dict[str, Any], rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
-        """`compute` of what the head gets, or gives, at `rows`."""
-        return self.behind(self._rows(inputs, rows), compute)
+        return teacher._in_head(
+            teacher_rows,
+            lambda frozen: self._in_head(self._rows(batch, **options), lambda own: at_head(own, frozen)),
+        )
 
     def before_head(self, batch: ThdBatch) -> Tensor:
-        """[R, C] of the labeled rows; [R, V] where the head is more than a product."""
-        return self._rows(batch.model_inputs(), batch.label_rows)
+        """Returns the labeled rows before the head [R, C]; [R, V] behind a head that is more than a product."""
+        return self._rows(batch)
 
-    def _rows(self, inputs: dict[str, Any], rows: Tensor) -> Tensor:
-        if self.loss.needs_logits or not self.head_is_product:
-            logits_RV: Tensor = self.lm(**inputs, logits_to_keep=rows).logits.squeeze(0)
+    def _rows(self, batch: ThdBatch, **options: Any) -> Tensor:
+        inputs = {**batch.model_inputs(), **options}
+        if self._takes_logits:
+            logits_RV: Tensor = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
             return logits_RV
         hidden_TC: Tensor = self._found[0](**inputs).last_hidden_state.squeeze(0)
-        return hidden_TC.index_select(0, rows)
+        return hidden_TC.index_select(0, batch.label_rows)
 
-    def behind(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
-        """`compute` of the head whose `_rows` these are."""
-        if self.loss.needs_logits or not self.head_is_product:
-            return compute(Head(logits_RV=rows))
-        return self.in_head(rows, lambda hidden, weight: compute(Head(hidden, weight, self.softcap)))
+    @property
+    def _takes_logits(self) -> bool:
+        return self.loss.needs_logits or not self.head_is_product
+
+    def _in_head(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
+        """Evaluates `compute` at the head whose `_rows` these are: inside its forward, unless they are logits."""
+        if self._takes_logits:
+            return compute(Head(rows))
+        result: Tensor = self._found[1](rows, compute=compute)
+        return result
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
-        """[num_last, V] of the stream's last tokens; 0 = of all."""
+        """Returns those of the stream's last tokens, [num_last, V]; 0 = of all."""
         logits_TV: Tensor = self.lm(**batch.model_inputs(), logits_to_keep=num_last).logits.squeeze(0)
         return logits_TV
 
     @torch.no_grad()
     def plain_logits(self, ids_T: Tensor) -> Tensor:
-        """[T, V] of one document by a model with an attention of transformers' own."""
+        """Returns those of one document [T, V], by a model with an attention of transformers' own."""
         logits_TV: Tensor = self.lm(input_ids=ids_T[None], use_cache=False).logits[0]
         return logits_TV
 
-    def in_head(self, hidden_RC: Tensor, compute: HeadResult) -> Tensor:
-        """`compute(hidden, weight)` inside the forward of the output head."""
-        result: Tensor = self._found[1](hidden_RC, compute=compute)
-        return result
-
     @torch.no_grad()
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
-        """Logits [T, V], and are they `softcap(hidden @ weight.T)`? Granite, Cohere, MiniCPM and heads with a bias or
-        an adapter are not.
+        """Returns logits [T, V], and whether they are `softcap(hidden @ weight.T)`: those of Granite, Cohere, MiniCPM
+        and of heads with a bias or an adapter are not.
         """
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -421,26 +414,11 @@ class LossModel(nn.Module):
             hook.remove()
         names = [name for name, _ in head.named_parameters()]  # a fresh adapter adds no value yet, but its name
         is_plain = names == ["weight"] and torch.equal(inputs[0], outputs[0])  # MiniCPM scales in between
-        return logits_TV, is_plain and self._is_product(inputs[0][0], logits_TV.float())
-
-    def _is_product(self, hidden_TC: Tensor, want_TV: Tensor) -> bool:
-        got_TV = self.in_head(hidden_TC, lambda hidden, weight: F.linear(hidden.to(weight.dtype), weight)).float()
-        if self.softcap is not None:
-            got_TV = self.softcap * torch.tanh(got_TV / self.softcap)
+        if not is_plain:
+            return logits_TV, False
+        got_TV: Tensor = head(inputs[0][0], compute=lambda own: own.logits(own.rows))
         # autocast rounds the product of fp32 states to bf16, and two products may round apart
-        is_fp32 = hidden_TC.dtype == torch.float32 and not torch.is_autocast_enabled(hidden_TC.device.type)
+        is_fp32 = inputs[0].dtype == torch.float32 and not torch.is_autocast_enabled(got_TV.device.type)
         tolerance = 1e-4 if is_fp32 else 5e-2
-        return bool((got_TV - want_TV).abs().max() <= tolerance * want_TV.abs().max().clamp(min=1))
-
-
-def _computing_inside(head: nn.Module) -> Callable[..., Tensor]:
-    """The head's forward, which takes `compute`, a function of its input and weight, in place of its own product."""
-    product = head.forward
-
-    def forward(hidden: Tensor, compute: HeadResult | None = None) -> Tensor:
-        if compute is None:
-            return product(hidden)
-        weight: Any = head.weight
-        return compute(hidden, weight.full_tensor() if isinstance(weight, DTensor) else weight)  # sharded over tp
-
-    return forward
+        error = (got_TV - logits_TV.float()).abs().max()
+        return logits_TV, bool(error <= tolerance * logits_TV.abs().max().clamp(min=1))

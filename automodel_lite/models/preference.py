@@ -28,38 +28,30 @@ from automodel_lite.thd import CHOSEN, REJECTED, ThdBatch
 Share = Annotated[float, Range(0, 1_000_000)]
 
 
-class Pairs(NamedTuple):
-    """Sums over the answers of each pair, [P]: log-probabilities, those of the reference (0 without), label tokens."""
+class Answers(NamedTuple):
+    """Sums over one answer of each pair, [P]: log-probabilities, those of the reference (0 without), label tokens."""
 
-    chosen: Tensor
-    rejected: Tensor
-    reference_chosen: Tensor
-    reference_rejected: Tensor
-    num_chosen: Tensor
-    num_rejected: Tensor
+    log_prob: Tensor
+    reference: Tensor
+    num_tokens: Tensor
 
-    @property
-    def exists(self) -> Tensor:
-        """bool [P]."""
-        return (self.num_chosen > 0) & (self.num_rejected > 0)
-
-    def means(self) -> Pairs:
-        """The same with log-probabilities per token."""
-        chosen, rejected = self.num_chosen.clamp(min=1), self.num_rejected.clamp(min=1)
-        of_reference = self.reference_chosen / chosen, self.reference_rejected / rejected
-        return Pairs(self.chosen / chosen, self.rejected / rejected, *of_reference, self.num_chosen, self.num_rejected)
+    def mean(self) -> Answers:
+        """Returns the log-probabilities per token."""
+        num_tokens = self.num_tokens.clamp(min=1)
+        return Answers(self.log_prob / num_tokens, self.reference / num_tokens, num_tokens)
 
 
-def sum_pairs(inputs: LossInputs) -> Pairs:
-    """The sums of this micro-batch; their gradients are those of this rank's rows."""
+def sum_pairs(inputs: LossInputs) -> tuple[Answers, Answers]:
+    """Sums the chosen and the rejected answers of this micro-batch; gradients are those of this rank's rows."""
     log_probs_R, answers_R = inputs.log_probs(), inputs.columns["answers"]
     reference_R = inputs.columns.get("reference_log_probs", torch.zeros_like(log_probs_R))
-    is_answer = [(answers_R == which).to(log_probs_R.dtype) for which in (CHOSEN, REJECTED)]
-    values_R6 = [value * own for value in (log_probs_R, reference_R, torch.ones_like(reference_R)) for own in is_answer]
-    sums_N6 = inputs.per_document(torch.stack(values_R6, 1))
+    values_R3 = torch.stack([log_probs_R, reference_R, torch.ones_like(reference_R)], 1)
+    is_answer = [(answers_R == which).to(values_R3.dtype)[:, None] for which in (CHOSEN, REJECTED)]
+    sums_N6 = inputs.per_document(torch.cat([values_R3 * own for own in is_answer], 1))
     # A document with a chosen answer begins a pair; the rejected one is in it, or in the next document.
-    pair_N = ((sums_N6[:, 4] > 0).cumsum(0) - 1).clamp(min=0)
-    return Pairs(*torch.zeros_like(sums_N6).index_add(0, pair_N, sums_N6).unbind(1))
+    pair_N = ((sums_N6[:, 2] > 0).cumsum(0) - 1).clamp(min=0)
+    sums_P6 = torch.zeros_like(sums_N6).index_add(0, pair_N, sums_N6).unbind(1)
+    return Answers(*sums_P6[:3]), Answers(*sums_P6[3:])
 
 
 class PreferenceLoss(Loss):
@@ -71,46 +63,35 @@ class PreferenceLoss(Loss):
     cross_entropy: Share
 
     @abstractmethod
-    def of_pairs(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Loss and reward margin of each pair, [P] each."""
+    def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
+        """Returns loss and reward margin of each pair, [P] each."""
 
     def num_items(self, batch: ThdBatch) -> float:
-        """Pairs of the stream."""
+        """Counts the pairs of the stream."""
         if "answers" not in batch.columns:  # a pack of padding alone
             return 0
         document_T = torch.repeat_interleave(batch.cu_seqlens_padded.diff())
         return len(document_T[batch.columns["answers"] == CHOSEN].unique())
 
-    def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
-        """Documents that are chosen and rejected in turns."""
-        which = torch.arange(len(batch.cu_seqlens_padded) - 1) % 2 + 1
-        answers = which.repeat_interleave(batch.cu_seqlens_padded.diff().cpu())
-        return {
-            "answers": answers.to(batch.labels.device),
-            "reference_log_probs": torch.zeros_like(batch.labels).float(),
-        }
-
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        pairs = sum_pairs(inputs)
-        exists_P = pairs.exists
-        losses_P, margins_P = self.of_pairs(pairs)
+        chosen, rejected = sum_pairs(inputs)
+        losses_P, margins_P = self.pair_losses(chosen, rejected)
         if self.cross_entropy:
-            losses_P = losses_P - self.cross_entropy * pairs.means().chosen
+            losses_P = losses_P - self.cross_entropy * chosen.mean().log_prob
+        exists_P = (chosen.num_tokens > 0) & (rejected.num_tokens > 0)
 
         def total(values_P: Tensor) -> Tensor:
             return inputs.share(torch.where(exists_P, values_P, 0.0).sum())
 
-        moved_P = (pairs.chosen - pairs.reference_chosen + pairs.rejected - pairs.reference_rejected) / 2
         parts = {
             "reward_margin": margins_P,
             "accuracy": (margins_P > 0).float(),
-            "chosen_log_prob": pairs.chosen,
-            "rejected_log_prob": pairs.rejected,
+            "chosen_log_prob": chosen.log_prob,
+            "rejected_log_prob": rejected.log_prob,
         }
         if "reference_log_probs" in inputs.columns:
-            parts["kl"] = (
-                moved_P  # log-ratio to the reference of both answers: an estimate on data that are not its own
-            )
+            # log-ratio to the reference of both answers: an estimate on data that are not the model's own
+            parts["kl"] = (chosen.log_prob - chosen.reference + rejected.log_prob - rejected.reference) / 2
         return LossOutput(total(losses_P), {name: total(part.detach()) for name, part in parts.items()})
 
 
@@ -129,9 +110,10 @@ class Dpo(PreferenceLoss):
     kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     cross_entropy: Share = 0.0  # share of plain cross-entropy on the chosen answer
 
-    def of_pairs(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        means = pairs.means() if self.kind == "ipo" else pairs
-        difference_P = (means.chosen - means.reference_chosen) - (means.rejected - means.reference_rejected)
+    def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
+        if self.kind == "ipo":
+            chosen, rejected = chosen.mean(), rejected.mean()
+        difference_P = (chosen.log_prob - chosen.reference) - (rejected.log_prob - rejected.reference)
         margin_P = self.beta * difference_P
         if self.kind == "ipo":
             return (difference_P - 1 / (2 * self.beta)).square(), margin_P
@@ -149,9 +131,8 @@ class SimPo(PreferenceLoss):
     gamma: Annotated[float, Range(0, 1e6)] = 1.0  # the margin of rewards that is aimed at
     cross_entropy: Share = 0.0  # share of plain cross-entropy on the chosen answer
 
-    def of_pairs(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        means = pairs.means()
-        margin_P = self.beta * (means.chosen - means.rejected)
+    def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
+        margin_P = self.beta * (chosen.mean().log_prob - rejected.mean().log_prob)
         return -F.logsigmoid(margin_P - self.gamma), margin_P
 
 
@@ -162,11 +143,11 @@ class OrPo(PreferenceLoss):
     beta: Annotated[float, Range(1e-6, 1e6)] = 0.1  # weight of the odds
     cross_entropy: Share = 1.0  # share of plain cross-entropy on the chosen answer
 
-    def of_pairs(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        means = pairs.means()
-        # log(1 - p) of mean log-probabilities; those of a pair that is not there are 0, and must not be infinite
-        chosen_P, rejected_P = (
-            log_p - torch.log1p(-torch.exp(log_p.clamp(max=-1e-6))) for log_p in (means.chosen, means.rejected)
-        )
-        log_odds_P = chosen_P - rejected_P
+    def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
+        def log_odds(answers: Answers) -> Tensor:
+            log_p = answers.mean().log_prob
+            # those of a pair that is not there are 0: they must not be infinite
+            return log_p - torch.log1p(-torch.exp(log_p.clamp(max=-1e-6)))
+
+        log_odds_P = log_odds(chosen) - log_odds(rejected)
         return -self.beta * F.logsigmoid(log_odds_P), self.beta * log_odds_P

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,10 +97,8 @@ def sample_answers(
     return answers
 
 
-class Metric(Protocol):
-    """A node of `evaluation.metrics`, one's own included: an object that scores one answer."""
-
-    def __call__(self, given: str, expected: str) -> float: ...
+Metric = Callable[[str, str], float]
+"""A node of `evaluation.metrics`, one's own included: scores a given answer by the expected one."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +106,11 @@ class F1:
     """Words that the answer shares with the expected one, as in SQuAD: case, punctuation and articles do not count."""
 
     def __call__(self, given: str, expected: str) -> float:
-        found, wanted = (Counter(_words(text)) for text in (given, expected))
+        spaces = str.maketrans(string.punctuation, " " * len(string.punctuation))
+        words = [text.lower().translate(spaces).split() for text in (given, expected)]
+        found, wanted = (Counter(word for word in each if word not in ("a", "an", "the")) for each in words)
         num_shared = (found & wanted).total()
         return 2 * num_shared / max(found.total() + wanted.total(), 1) if wanted else float(not found)
-
-
-def _words(text: str) -> list[str]:
-    kept = "".join(" " if character in string.punctuation else character for character in text.lower())
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def test_no_labeled_row_gives_zero_loss_and_zero_gradients() -> None:
     loss.backward()
     assert loss.item() == 0.0
     assert weight.grad.abs().sum() == 0
-    no_rows = LossInputs(Head(logits_RV=torch.zeros(0, 9, requires_grad=True)), torch.zeros(0, dtype=torch.long))
+    no_rows = LossInputs(Head(torch.zeros(0, 9, requires_grad=True)), torch.zeros(0, dtype=torch.long))
     assert CrossEntropy()(no_rows).sum.item() == 0.0
 
 

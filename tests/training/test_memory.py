@@ -1,9 +1,5 @@
-import sys
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -32,7 +28,6 @@ from recipes.train_ft import main
 from tests.runs import config_of
 
 TOKENS = 64
-LIGER_MODULE = "liger_kernel.transformers.fused_linear_cross_entropy"
 FUSED = {"_target_": "automodel_lite.models.loss.FusedLinearCrossEntropy", "chunk_tokens": 16}
 LLAMA = LlamaConfig(
     vocab_size=64,
@@ -159,22 +154,6 @@ def test_the_estimate_draws_no_random_numbers():
     before = torch.get_rng_state()
     optimizer_bytes(build_parts(config_with()).optimizer)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_liger_holds_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch):
-    """Llama-3.1-8B, 8,192 tokens: 8192 / ceil(128256 / 4096) = 256 rows, a power of 2 already."""
-    if find_spec("liger_kernel") is None:  # its formula is ours, and needs nothing of the package but its name
-        for name in ("liger_kernel", "liger_kernel.transformers", LIGER_MODULE):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setattr(sys.modules[LIGER_MODULE], "LigerFusedLinearCrossEntropyLoss", None, raising=False)
-    rows_at_once = import_module("automodel_lite.models.liger").rows_at_once
-    assert rows_at_once(8192, 128_256, 4096) == 256
-    assert rows_at_once(100, 64, 64) == 100
-    config = config_with()
-    config.loss = {"_target_": "automodel_lite.models.liger.LigerLinearCrossEntropy"}
-    plan = plan_of(config)
-    assert estimate_memory(plan, None).logits == TOKENS * 64 * 2 + 2 * 4 * 64 * 64
-    assert "loss=" not in " ".join(remedies(plan.parts))
 
 
 def test_remedies_come_in_order_and_fit_the_settings():
