@@ -50,7 +50,7 @@ def main(config: Config) -> int:
     print_losses(parts, data, mesh, console)
     if config.evaluation and rank() == 0:
         generator = load_generator(str(parts.model.pretrained), parts.model.source["trust_remote_code"])
-        console.say("answers", build(config.evaluation).ask(generator, questions_of(data.documents)).text())
+        console.say("answers", build(config.evaluation).ask(generator, questions_of(data.documents))[0])
     mesh.barrier()
     mesh.close()
     return 0

@@ -78,6 +78,6 @@ def _answer_questions(
     """With the exported folder, as a user would load it; on the CPU, as the GPU is full."""
     if run.config.evaluation:
         generator = load_generator(str(exported), is_remote_code(type(built.model.loss_model.lm)), on_cpu=True)
-        answers = build(run.config.evaluation).ask(generator, questions_of(data.documents))
-        say(answers.text())
-        metrics.log({"step": run.state.num_steps, **answers.as_row()})
+        text, scores = build(run.config.evaluation).ask(generator, questions_of(data.documents))
+        say(text)
+        metrics.log({"step": run.state.num_steps, **scores})

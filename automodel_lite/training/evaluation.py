@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import fmean as mean
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,9 +43,8 @@ def validation_losses(
     shard: Callable[[ThdBatch], ThdBatch],
     must_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """`loss` and its parts, means over what the loss counts in all packs, and, where they differ, the plain
-    `cross_entropy`, a mean over all label tokens: by it, runs of different losses compare. Every rank calls it; ranks
-    that run short of packs get empty ones.
+    """Returns `loss` and its parts, means over what the loss counts in all packs, and, where they differ, the plain
+    `cross_entropy`, a mean over all label tokens: by it, runs of different losses compare. Every rank calls it.
 
     `shard` takes this rank's part of a stream. `must_stop` is called after every batch, on all ranks; None when it is
     true.
@@ -79,7 +80,7 @@ def validation_losses(
 def sample_answers(
     config: SamplesConfig, model: ParallelModel, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[str, str]]:
-    """(prompt, answer) of each configured prompt. Every rank calls it."""
+    """Returns (prompt, answer) of each configured prompt. Every rank calls it."""
     model.module.eval()
     answers = []
     for prompt in config.prompts:
@@ -97,8 +98,10 @@ def sample_answers(
     return answers
 
 
-Metric = Callable[[str, str], float]
-"""A node of `evaluation.metrics`, one's own included: scores a given answer by the expected one."""
+class Metric(Protocol):
+    """A node of `evaluation.metrics`, one's own included: scores one answer."""
+
+    def __call__(self, given: str, expected: str) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -114,17 +117,6 @@ class F1:
 
 
 @dataclass(frozen=True)
-class Answer:
-    question: str
-    expected: str
-    given: str
-
-    @property
-    def is_right(self) -> bool:
-        return self.given.strip() == self.expected.strip()
-
-
-@dataclass(frozen=True)
 class ExactMatch:
     """The config node `evaluation`: asks held-out questions at the end of the run, and scores the answers.
 
@@ -137,19 +129,22 @@ class ExactMatch:
     batch_size: Positive = 8  # questions answered at a time
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
-    def ask(self, generator: Generator, held_out: Iterable[Question]) -> Answers:
-        """Greedy answers to the first of the questions."""
+    def ask(self, generator: Generator, held_out: Iterable[Question]) -> tuple[str, dict[str, float]]:
+        """Answers the first of the questions greedily; returns lines to print, and scores for metrics.jsonl."""
         questions = list(islice(held_out, self.num_questions))
-        given = answers_to(questions, generator, self.batch_size, max_new_tokens=self.max_new_tokens)
-        answers = [
-            Answer(question.messages[-1]["content"], str(question.answer), text.strip())
-            for question, text in zip(questions, given)
-        ]
-        scores = {
-            name: sum(metric(answer.given, answer.expected) for answer in answers) / max(len(answers), 1)
-            for name, metric in self.metrics.items()
-        }
-        return Answers(answers, self.num_shown, scores)
+        if not questions:
+            return "held-out questions: the data has none", {"answers_right": 0, "answers": 0}
+        texts = answers_to(questions, generator, self.batch_size, self.max_new_tokens)
+        given, expected = [text.strip() for text in texts], [str(question.answer) for question in questions]
+        is_right = [one == other.strip() for one, other in zip(given, expected)]
+        scores = {name: mean(map(metric, given, expected)) for name, metric in self.metrics.items()}
+        shown = "".join(f", {name} {score:.3f}" for name, score in scores.items())
+        lines = [f"held-out questions: {sum(is_right)} of {len(questions)} exactly right{shown}"]
+        for number, question in enumerate(questions[: self.num_shown]):
+            mark = "right" if is_right[number] else f"wrong, expected {expected[number]!r}"
+            lines.append(f"  Q: {question.messages[-1]['content']}\n  A: {given[number]}   ({mark})")
+        row = {"answers_right": sum(is_right), "answers": len(questions)}
+        return "\n".join(lines), row | {f"score/{name}": score for name, score in scores.items()}
 
 
 def answers_to(
@@ -160,7 +155,7 @@ def answers_to(
     temperature: float = 0.0,
     progress: Progress | None = None,
 ) -> list[str]:
-    """The model's answers, in the order of the questions; those of like length share a batch.
+    """Returns the model's answers, in the order of the questions; those of like length share a batch.
 
     progress   of all questions, when these are a part of them
     """
@@ -185,7 +180,7 @@ def answers_to(
 
 
 def questions_of(documents: Documents) -> Iterator[Question]:
-    """The dataset's own; where it has none, what its validation documents ask; without any, its documents."""
+    """Yields the dataset's own; where it has none, what its validation documents ask; without any, its documents."""
     if documents.questions:
         yield from documents.questions
         return
@@ -197,35 +192,3 @@ def questions_of(documents: Documents) -> Iterator[Question]:
                 continue
             if question and question.answer is not None:
                 yield question
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers to all questions asked, and the mean scores by metric."""
-
-    answers: list[Answer]
-    num_shown: int
-    scores: dict[str, float]
-
-    def __len__(self) -> int:
-        return len(self.answers)
-
-    @property
-    def num_right(self) -> int:
-        return sum(answer.is_right for answer in self.answers)
-
-    def as_row(self) -> dict[str, float]:
-        """For metrics.jsonl and callbacks."""
-        scores = {f"score/{name}": score for name, score in self.scores.items()}
-        return {"answers_right": self.num_right, "answers": len(self), **scores}
-
-    def text(self) -> str:
-        """`held-out questions: 24 of 24 exactly right, f1 1.000`, and the first answers."""
-        if not self.answers:
-            return "held-out questions: the data has none"
-        scores = "".join(f", {name} {score:.3f}" for name, score in self.scores.items())
-        lines = [f"held-out questions: {self.num_right} of {len(self)} exactly right{scores}"]
-        for answer in self.answers[: self.num_shown]:
-            mark = "right" if answer.is_right else f"wrong, expected {answer.expected!r}"
-            lines.append(f"  Q: {answer.question}\n  A: {answer.given}   ({mark})")
-        return "\n".join(lines)

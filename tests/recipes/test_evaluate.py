@@ -112,9 +112,10 @@ def test_scores_of_an_answer():
 
 def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(run: Path, generator: Generator):
     score = ExactMatch(num_questions=2, max_new_tokens=4, metrics={"long": lambda given, expected: len(expected) / 2})
-    answers = score.ask(generator, [Question(chat, "four") for chat in CHATS])
-    assert len(answers) == 2
-    assert answers.as_row() == {"answers_right": 0, "answers": 2, "score/long": 2.0}
+    text, row = score.ask(generator, [Question(chat, "four") for chat in CHATS])
+    assert text.startswith("held-out questions: 0 of 2 exactly right, long 2.000\n  Q: Hi\n  A: ")
+    assert row == {"answers_right": 0, "answers": 2, "score/long": 2.0}
+    assert score.ask(generator, []) == ("held-out questions: the data has none", {"answers_right": 0, "answers": 0})
 
 
 # ------------------------------------------------------------------------------------------------ samples of a training
