@@ -30,7 +30,7 @@ to dynamo), which one rank compiles while the others wait.
 
 
 def chunk_rows(chunk_tokens: int | None, hidden_size: int, vocab_size: int) -> int:
-    """Rows of logits that exist at one time."""
+    """Returns the number of rows of logits that exist at one time."""
     most = max(ROW_MULTIPLE, MAX_CHUNK_LOGITS // vocab_size // ROW_MULTIPLE * ROW_MULTIPLE)
     return min(chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_size), most)
 
@@ -44,7 +44,7 @@ def linear_cross_entropy(
     backend: str | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """Sum over rows of cross-entropy(softcap(hidden @ weight.T), label), fp32 scalar; each times its weight in fp32,
+    """Sums cross-entropy(softcap(hidden @ weight.T), label) over rows, fp32 scalar; each times its weight in fp32,
     where there are weights.
 
     Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does (arXiv:2410.10989), so that the
@@ -52,7 +52,11 @@ def linear_cross_entropy(
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
     if backend is not None:
-        hidden_RC, labels_R, weights_R, chunk_tokens = _padded(hidden_RC, labels_R, weights_R, chunk_tokens)
+        # Rows of weight 0 fill the last chunk up to a multiple of ROW_MULTIPLE, and chunks are rounded up to one.
+        added = -len(labels_R) % ROW_MULTIPLE
+        weights_R = torch.ones_like(labels_R, dtype=torch.float32) if weights_R is None else weights_R
+        labels_R, weights_R = F.pad(labels_R, (0, added)), F.pad(weights_R, (0, added))
+        hidden_RC, chunk_tokens = F.pad(hidden_RC, (0, 0, 0, added)), -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
     with torch.autocast(hidden_RC.device.type, enabled=False):
         total: Tensor = _LinearCrossEntropy.apply(
             hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend
@@ -60,19 +64,8 @@ def linear_cross_entropy(
     return total
 
 
-def _padded(
-    hidden_RC: Tensor, labels_R: Tensor, weights_R: Tensor | None, chunk_tokens: int
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Appends rows of weight 0 and rounds chunks up, so that each has a multiple of ROW_MULTIPLE rows."""
-    added = -len(labels_R) % ROW_MULTIPLE
-    weights_R = torch.ones_like(labels_R, dtype=torch.float32) if weights_R is None else weights_R
-    labels_R, weights_R = F.pad(labels_R, (0, added)), F.pad(weights_R, (0, added))
-    chunk_tokens = -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
-    return F.pad(hidden_RC, (0, 0, 0, added)), labels_R, weights_R, chunk_tokens
-
-
 def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in autocast's dtype, or in that of the hidden states without it.
+    """Casts both to autocast's dtype, or to that of the hidden states without it.
 
     Under autocast the last norm gives fp32, and the weight is an fp32 master: a linear layer casts both.
     """
@@ -122,15 +115,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors  # nobody else holds them, so they are scaled in place
-        of_hidden = None if grad_hidden is None else grad_hidden.mul_(grad)
-        of_weight = None if grad_weight is None else grad_weight.mul_(grad)
-        return of_hidden, of_weight, *[None] * 5
+        # nobody else holds them, so they are scaled in place
+        grads = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
+        return *grads, *[None] * 5
 
 
 @functools.cache
 def _chunk_loss_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`_chunk_loss`, compiled when a backend is named. The number of rows is symbolic from its second value on."""
+    """Compiles `_chunk_loss` when a backend is named. The number of rows is symbolic from its second value on."""
     if backend is None:
         return _chunk_loss
     strict_graphs()
@@ -141,7 +133,7 @@ def _chunk_loss_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
 def _chunk_loss(
     logits: Tensor, labels: Tensor, weights: Tensor | None, softcap: float | None, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Loss sum of a chunk and d loss / d (uncapped logits) in the logits' dtype; the fp32 logits are used up.
+    """Returns the loss sum of a chunk and d loss / d (uncapped logits) in the logits' dtype; uses up the fp32 logits.
 
     log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3 times faster than
     logsumexp, subtract, exp (V = 128,000, CPU).
@@ -173,7 +165,7 @@ def _chunk_loss(
 
 
 def _accumulate(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) -> Tensor:
-    """The sum so far plus this chunk's gradient of the head, in fp32; the first chunk needs no zeros to add to."""
+    """Adds this chunk's gradient of the head to the sum so far, in fp32; the first chunk needs no zeros."""
     if total_VC is None:
         return (grad_RV.t() @ hidden_RC).float()
     if grad_RV.dtype == torch.float32:
@@ -193,7 +185,7 @@ def chunked_rows(
     chunk_tokens: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The values of `function` of all rows, fp32 [R] or [R, K]; gradients of hidden states and weight are exact.
+    """Evaluates `function` on all rows, fp32 [R] or [R, K]; gradients of hidden states and weight are exact.
 
     columns  tensors [R, ...] that `function` gets a chunk of, without gradients
     """

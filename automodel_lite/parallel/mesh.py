@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from automodel_lite.config.sizes import MeshShape, mesh_shape
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.launched import launched, rank, world_size
 
+T = TypeVar("T")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # ranks in this order, those of tp next to each other
 
 
@@ -69,6 +70,13 @@ class Mesh:
         if self.root:
             dist.all_reduce(total)
         return total
+
+    def gather(self, own: T) -> list[T]:
+        """Returns the objects of all ranks, in their order."""
+        gathered = [own] * self.shape.world_size
+        if self.root:
+            dist.all_gather_object(gathered, own)
+        return gathered
 
     def barrier(self) -> None:
         if self.root:

@@ -19,11 +19,9 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from automodel_lite.data.cache import cache_root, entry_folder
@@ -107,7 +105,7 @@ class Values:
         Tokens that no pack holds (over-long documents that are dropped) have values of 0.
         """
         folder, packer = self.folder(name, rows), copy(self.packer)
-        if not all(_gather(folder.is_dir(), mesh)):
+        if not all(mesh.gather(folder.is_dir())):
             packer.max_packs = None  # all packs, whatever sample of them an epoch takes
             placed = rows.with_columns({"row_place": np.arange(len(rows.flat.input_ids))})
             _compute(self, packer.packs(placed, packer.plan(rows.lengths)), built, mesh, folder)
@@ -154,7 +152,7 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
         if arrays and done:
             progress_file.write_text(json.dumps({"packs": done}))
 
-    done = min(_gather(done, mesh))  # nodes with caches of their own may have come to different places
+    done = min(mesh.gather(done))  # nodes with caches of their own may have come to different places
     ends, saved = np.cumsum([width for _, width in values.columns.values()]), time.monotonic()
     with Progress(f"computing {values.name}", len(packs), "packs") as progress:
         for num_packs, places, found in _values(values.function, packs, built, mesh, done):
@@ -175,13 +173,6 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
     mesh.barrier()
 
 
-def _gather(own: Any, mesh: Mesh) -> list[Any]:
-    gathered = [own] * mesh.shape.world_size
-    if mesh.root is not None:
-        dist.all_gather_object(gathered, own)
-    return gathered
-
-
 @torch.no_grad()
 def _values(
     function: RowFunction, packs: PackedDataset, built: BuiltModel, mesh: Mesh, done: int
@@ -195,7 +186,7 @@ def _values(
         batch = packed_sequence_thd_collater(packs.__getitems__(of_ranks[mesh.dp_rank].tolist()))
         model(cp_shard(to_thd(batch, loss_model.takes_mixers), mesh.cp, exchange).to(mesh.device))
         own = tuple(loss_model.parts[name].cpu().numpy() for name in ("places", "values"))
-        places, values = (np.concatenate(parts) for parts in zip(*_gather(own, mesh)))
+        places, values = (np.concatenate(parts) for parts in zip(*mesh.gather(own)))
         yield int((of_ranks != EMPTY_PACK).sum()), places, values
     loss_model.loss = loss
     model.free_gathered()

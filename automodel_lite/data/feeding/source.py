@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
@@ -43,9 +42,7 @@ class Cursor:
         if self.shards is None or mesh.root is None:
             return self
         own = {k: v for k, v in self.shards.items() if int(k) % mesh.shape.dp == mesh.dp_rank}
-        parts: list[dict[str, Any]] = [{}] * mesh.shape.world_size
-        dist.all_gather_object(parts, own)
-        return replace(self, shards={shard: state for part in parts for shard, state in part.items()})
+        return replace(self, shards={shard: state for part in mesh.gather(own) for shard, state in part.items()})
 
 
 @dataclass(frozen=True)
