@@ -250,7 +250,7 @@ def page(ceilings: Ceilings) -> str:
         "- *eager*: every operation reads and writes memory. *fused*: only products and attention do, an upper bound for compilers.",
         "- Traffic overlaps with compute except for one layer's share. The rate inside a node is also used for 64 GPUs, which is optimistic.",
         "- AdamW with fp32 masters moves 28 bytes a weight, in bf16 14; casting masters for two gathers, and gradients back, moves 18 on one",
-        "  GPU. Weights in bf16 do neither, and learn like fp32 only by stochastic or Kahan rounding (`optimizer=adamw_bf16`).",
+        "  GPU. Weights in bf16 do neither, and learn like fp32 only by stochastic rounding (`optimizer=adamw_bf16`).",
         "- Useful FLOPs are 6 per weight and token (4 under a frozen weight), 12 per visible pair and channel; recomputation does not count.",
         "- Published jobs used other documents and other frameworks; mixtures of experts and fp8 are not included.",
         "",

@@ -112,35 +112,29 @@ def orthogonal(matrices: list[nn.Parameter], updates: list[Tensor]) -> list[Tens
     """
     group = _row_group(matrices[0])
     if group is None:
-        return [_orthogonal_alone(matrix, part) for matrix, part in zip(matrices, updates)]
+        (matrix,), (part,) = matrices, updates
+        if not isinstance(matrix, DTensor):
+            return [newton_schulz(part)]
+        # cut along two axes, as by tensor parallelism: every rank works on the whole matrix
+        layout = (matrix.device_mesh, matrix.placements)
+        cut = DTensor.from_local(part, *layout, run_check=False, shape=matrix.shape, stride=matrix.stride())
+        keep_part(cut, newton_schulz(cut.full_tensor()))
+        return [cut.to_local()]
     size, me = dist.get_world_size(group), dist.get_rank(group)
-    rows = [[_rows(len(matrix), size, rank) for rank in range(size)] for matrix in matrices]
+    # of each matrix on each rank, as FSDP cuts: the first ranks have ceil(rows / ranks), the last what is left
+    chunks = [-(-len(matrix) // size) for matrix in matrices]
+    rows = [[max(0, min(c, len(m) - rank * c)) for rank in range(size)] for m, c in zip(matrices, chunks)]
     columns = [matrix.shape[1] for matrix in matrices]
     mine = [rows[owner][me] * columns[owner] for owner in range(len(matrices))] + [0] * (size - len(matrices))
     whole = [count * columns[me] for count in rows[me]] if me < len(matrices) else [0] * size
-    gathered = torch.cat([part.reshape(-1) for part in updates]).new_empty(sum(whole))
-    dist.all_to_all_single(gathered, torch.cat([part.reshape(-1) for part in updates]), whole, mine, group)
+    sent = torch.cat([part.reshape(-1) for part in updates])
+    gathered = sent.new_empty(sum(whole))
+    dist.all_to_all_single(gathered, sent, whole, mine, group)
     if me < len(matrices):
         gathered = newton_schulz(gathered.view(-1, columns[me])).reshape(-1)
     parts = gathered.new_empty(sum(mine))
     dist.all_to_all_single(parts, gathered.contiguous(), mine, whole, group)
     return [part.view(-1, width) for part, width in zip(parts.split(mine), columns)]
-
-
-def _rows(num_rows: int, num_ranks: int, rank: int) -> int:
-    """Of this rank, as FSDP cuts: the first ranks have ceil(rows / ranks), the last what is left."""
-    chunk = -(-num_rows // num_ranks)
-    return max(0, min(chunk, num_rows - rank * chunk))
-
-
-def _orthogonal_alone(matrix: nn.Parameter, part: Tensor) -> Tensor:
-    if not isinstance(matrix, DTensor):
-        return newton_schulz(part)
-    layout = (matrix.device_mesh, matrix.placements)
-    cut = DTensor.from_local(part, *layout, run_check=False, shape=matrix.shape, stride=matrix.stride())
-    whole = newton_schulz(cut.full_tensor())
-    keep_part(cut, whole)
-    return cut.to_local()
 
 
 def newton_schulz(update: Tensor) -> Tensor:

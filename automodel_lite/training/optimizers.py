@@ -26,15 +26,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from automodel_lite.config.rules import Length, OneOf, Positive, Range
+from automodel_lite.config.rules import Length, Range
 from automodel_lite.graphs import strict_graphs
 from automodel_lite.models.layers import local
 
 Rate = Annotated[float, Range(0)]
 Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], Length(2)]
 Eps = Annotated[float, Range(0)]
-Rounding = Annotated[str, OneOf(("stochastic", "kahan"))]
 
+BLOCK = 256  # values of an 8-bit moment that share one scale
 LEAST_BLOCK = 32
 LEAST_VALUES = 4096  # of a parameter; smaller ones keep fp32 moments, as in torchao and bitsandbytes
 
@@ -45,10 +45,9 @@ def adamw(
     betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
     eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
-    fused: bool = True,  # one kernel for all parameters
 ) -> LocalAdamW:
     """AdamW (Loshchilov & Hutter, 2019) over `param_groups`."""
-    return LocalAdamW(param_groups(model, weight_decay), fused=fused, **defaults(lr, betas, eps))
+    return LocalAdamW(param_groups(model, weight_decay), fused=True, **defaults(lr, betas, eps))
 
 
 def adamw_bf16(
@@ -57,10 +56,9 @@ def adamw_bf16(
     betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
     eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
-    rounding: Rounding = "stochastic",  # of bf16 weights; kahan stores the rounding error, 2 bytes more
 ) -> SmallAdamW:
     """AdamW with moments in bf16."""
-    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.bfloat16, 0, rounding)
+    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.bfloat16)
 
 
 def adamw_8bit(
@@ -69,13 +67,9 @@ def adamw_8bit(
     betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
     eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
-    block_size: Positive = 256,  # values that share one scale
-    rounding: Rounding = "stochastic",  # of bf16 weights; kahan stores the rounding error, 2 bytes more
 ) -> SmallAdamW:
-    """AdamW with moments in 8 bits. Blocks are smaller where a row is not a multiple of `block_size`; vectors and
-    tensors below 4096 values stay in fp32.
-    """
-    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.uint8, block_size, rounding)
+    """AdamW with moments in 8 bits; vectors and tensors below 4096 values stay in fp32."""
+    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.uint8)
 
 
 def defaults(lr: float, betas: Betas, eps: float) -> dict[str, Any]:
@@ -117,22 +111,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     for gradient in (p.grad for p in parameters if p.grad is not None):
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         shards.setdefault(layout, []).append(local(gradient))
-    norms = [_over_ranks(_norm(tensors), layout) for layout, tensors in shards.items()]
+    norms = []
+    for layout, tensors in shards.items():
+        # in fp32, of gradients in bf16 too, whose own norm has 3 digits
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+        if layout is not None:
+            # the squares of ranks that hold other shards are summed; replicas hold the same
+            mesh, placements = layout
+            summed = [placement if placement.is_replicate() else Partial() for placement in placements]
+            norm = DTensor.from_local(norm.square(), mesh, summed, run_check=False).full_tensor().sqrt()
+        norms.append(norm)
     return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """In fp32, of gradients in bf16 too, whose own norm has 3 digits."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
-
-
-def _over_ranks(norm: Tensor, layout: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> Tensor:
-    """The squares of the ranks that hold other shards are summed; replicas hold the same."""
-    if layout is None:
-        return norm
-    mesh, placements = layout
-    summed = [placement if placement.is_replicate() else Partial() for placement in placements]
-    return DTensor.from_local(norm.square(), mesh, summed, run_check=False).full_tensor().sqrt()
 
 
 @torch.no_grad()
@@ -175,15 +164,10 @@ class SmallAdamW(Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        defaults: dict[str, Any],
-        moments: torch.dtype = torch.float32,
-        block_size: int = 0,
-        rounding: str = "stochastic",
+        self, groups: list[dict[str, Any]], defaults: dict[str, Any], moments: torch.dtype = torch.float32
     ) -> None:
         super().__init__(groups, defaults)
-        self.moments, self.block_size, self.rounding = moments, block_size, rounding
+        self.moments = moments
         self._step_supports_amp_scaling = True
         parameters = (p for group in self.param_groups for p in group["params"])
         self._places = {p: place_of(p, number) for number, p in enumerate(parameters)}
@@ -196,64 +180,59 @@ class SmallAdamW(Optimizer):
             self.step_group(group, [p for p in group["params"] if p.grad is not None])
 
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Steps parameters that share their settings."""
         for parameter in parameters:
             self._step_one(parameter, group)
 
     def scale_and_skip(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What gradients are divided by, and whether nothing may change."""
+        """Returns what gradients are divided by, and whether nothing may change."""
         scale = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
         skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
         return scale, skipped > 0
 
     def _step_one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        block = block_of(tuple(parameter.shape), self.block_size)
         if not state:
-            state.update(self._new_state(parameter, block))
+            state.update(self._new_state(parameter))
         scale, skipped = self.scale_and_skip(parameter.device)
-        mine = {name: local(value) for name, value in state.items() if name in _OURS}
+        # beside the average of the weights, which is not the optimizer's
+        mine = {name: local(value) for name, value in state.items() if name.startswith(("step", "exp_avg"))}
         if not local(parameter).numel():  # its count of steps may be the one that is saved
             mine["step"] += ~skipped
             return
-        rate = torch.full((), group["lr"], device=parameter.device)
-        gradient = local(parameter.grad)  # type: ignore[arg-type]
+        beta1, beta2 = group["betas"]
         step = _compiled_update() if parameter.device.type == "cuda" else update
         step(
             local(parameter),
-            gradient,
+            local(parameter.grad),  # type: ignore[arg-type]
             mine,
             place=self._places[parameter],
             books=self._books[parameter.device],
-            rate=rate,
+            rate=torch.full((), group["lr"], device=parameter.device),
             scale=scale,
             skipped=skipped,
-            block=block,
-            **_settings(group),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
         )
 
-    def _new_state(self, parameter: Tensor, block: int) -> dict[str, Tensor]:
-        is_small = is_kept_whole(tuple(parameter.shape))
-        kept = torch.float32 if is_small or (self.block_size and not block) else self.moments
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        dtype, block = moments_of(tuple(parameter.shape), self.moments)
         state = {"step": torch.zeros((), device=parameter.device)}
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(parameter, dtype=kept)
+            state[name] = torch.zeros_like(parameter, dtype=dtype)
             if block:
                 state[f"{name}_scale"] = _scales_like(parameter, block)
-        if parameter.dtype == torch.bfloat16 and self.rounding == "kahan":
-            state["rest"] = torch.zeros_like(parameter)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts states to their parameter's dtype: codes and bf16 values come back exactly from fp32."""
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
-            block = block_of(tuple(parameter.shape), self.block_size)
-            for name, made in self._new_state(parameter, block).items():
+            for name, made in self._new_state(parameter).items():
                 if name in state:  # Muon's matrices have no moments
                     state[name] = state[name].to(made.dtype)
-
-
-_OURS = frozenset({"step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "rest"})
 
 
 @dataclass(frozen=True)
@@ -262,11 +241,11 @@ class LocalPlace:
 
     number: int  # of the parameter in its optimizer
     offsets: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # of the whole tensor, contiguous
 
 
 def place_of(parameter: Tensor, number: int) -> LocalPlace:
-    """Strides are those of the whole tensor, contiguous."""
+    """Returns the place of this rank's shard."""
     shape = tuple(parameter.shape)
     offsets = (0,) * len(shape)
     if isinstance(parameter, DTensor):
@@ -274,19 +253,18 @@ def place_of(parameter: Tensor, number: int) -> LocalPlace:
     return LocalPlace(number, tuple(offsets), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
 
 
-def is_kept_whole(shape: tuple[int, ...]) -> bool:
-    """Vectors and small tensors, whose moments stay in fp32."""
-    return len(shape) < 2 or math.prod(shape) < LEAST_VALUES
+def moments_of(shape: tuple[int, ...], wanted: torch.dtype) -> tuple[torch.dtype, int]:
+    """Returns the dtype of a parameter's moments, and how many values share a scale (0: none do).
 
-
-def block_of(shape: tuple[int, ...], block_size: int) -> int:
-    """Values that share a scale: the largest common divisor with a row, so that no block is cut by sharding; 0 for
-    what has none. By the whole parameter's shape, so that all ranks and all numbers of ranks agree.
+    By the whole parameter's shape, so that all ranks and all numbers of ranks agree.
     """
-    if not block_size or is_kept_whole(shape):
-        return 0
-    block = math.gcd(math.prod(shape[1:]), block_size)
-    return block if block >= LEAST_BLOCK else 0
+    if len(shape) < 2 or math.prod(shape) < LEAST_VALUES:
+        return torch.float32, 0
+    if wanted != torch.uint8:
+        return wanted, 0
+    # a common divisor with a row: no block is cut by sharding
+    block = math.gcd(math.prod(shape[1:]), BLOCK)
+    return (torch.uint8, block) if block >= LEAST_BLOCK else (torch.float32, 0)
 
 
 def _scales_like(parameter: Tensor, block: int) -> Tensor:
@@ -298,11 +276,6 @@ def _scales_like(parameter: Tensor, block: int) -> Tensor:
     layout = (parameter.device_mesh, parameter.placements)
     whole = DTensor.from_local(here, *layout, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
     return whole.to(parameter.device)  # from_local moves shards of mesh.cpu_offload to the mesh's device
-
-
-def _settings(group: dict[str, Any]) -> dict[str, float]:
-    beta1, beta2 = group["betas"]
-    return {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"]}
 
 
 @functools.cache
@@ -323,7 +296,6 @@ def update(
     rate: Tensor,
     scale: Tensor,
     skipped: Tensor,
-    block: int,
     beta1: float,
     beta2: float,
     eps: float,
@@ -336,17 +308,15 @@ def update(
     second = _moment(state, "exp_avg_sq", books[1]).lerp(gradient.square(), 1 - beta2)
     now = state["step"] + 1
     size = (first / (1 - beta1**now)) / (second.sqrt() / (1 - beta2**now).sqrt() + eps)
-    weight = parameter.float() + state["rest"].float() if "rest" in state else parameter.float()
-    updated = weight * (1 - rate * weight_decay) - rate * size
-    after = {"step": now, **_stored(state, "exp_avg", first, books[0], draw)}
-    after |= _stored(state, "exp_avg_sq", second, books[1], draw)
-    if "rest" in state:
-        nearest = cut(updated, 0x8000)  # not .to(bf16).float(), which inductor takes for nothing: the rest would be 0
-        stored = nearest.to(parameter.dtype)
-        after["rest"] = rounded(updated - nearest, parameter.dtype, draw, 3)
-    else:
-        stored = rounded(updated, parameter.dtype, draw, 0)
-    parameter.copy_(torch.where(skipped, parameter, stored))
+    updated = parameter.float() * (1 - rate * weight_decay) - rate * size
+    # each tensor that is rounded draws from a stream of its own
+    after = {"step": now}
+    for stream, (name, value, book) in enumerate((("exp_avg", first, books[0]), ("exp_avg_sq", second, books[1])), 1):
+        if state[name].dtype == torch.uint8:
+            after[name], after[f"{name}_scale"] = encoded(value, state[f"{name}_scale"].shape, book)
+        else:
+            after[name] = rounded(value, state[name].dtype, draw, stream)
+    parameter.copy_(torch.where(skipped, parameter, rounded(updated, parameter.dtype, draw, 0)))
     for name, value in after.items():
         state[name].copy_(torch.where(skipped, state[name], value))
 
@@ -357,29 +327,12 @@ def _moment(state: dict[str, Tensor], name: str, book: Tensor) -> Tensor:
     return decoded(kept, state[f"{name}_scale"], book) if kept.dtype == torch.uint8 else kept.float()
 
 
-def _stored(
-    state: dict[str, Tensor], name: str, value: Tensor, book: Tensor, draw: Callable[[int], Tensor]
-) -> dict[str, Tensor]:
-    """As it is kept."""
-    kept = state[name]
-    if kept.dtype != torch.uint8:
-        return {name: rounded(value, kept.dtype, draw, 1 if name == "exp_avg" else 2)}
-    codes, scales = encoded(value, state[f"{name}_scale"].shape, book)
-    return {name: codes, f"{name}_scale": scales}
-
-
 def rounded(value: Tensor, dtype: torch.dtype, draw: Callable[[int], Tensor], stream: int) -> Tensor:
-    """fp32 as it is; bf16 up with the chance that makes the value its mean: random bits below its last one are added
-    before they are cut off.
-    """
+    """Returns fp32 as it is, and bf16 rounded up with the chance that makes the value its mean."""
     if dtype != torch.bfloat16:
         return value.to(dtype)
-    return cut(value, draw(stream)).to(dtype)
-
-
-def cut(value: Tensor, bits: Tensor | int) -> Tensor:
-    """fp32 with the precision of bf16, after `bits` were added to those that are cut off."""
-    return ((value.contiguous().view(torch.int32) + bits) & -65536).view(torch.float32)
+    # random bits below the last one that bf16 keeps are added before they are cut off
+    return ((value.contiguous().view(torch.int32) + draw(stream)) & -65536).view(torch.float32).to(dtype)
 
 
 def chances(place: LocalPlace, shape: tuple[int, ...], step: Tensor, stream: int) -> Tensor:
