@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     from automodel_lite.run.checkpoint_folder import survey
     from automodel_lite.run.folder import RunFolder
     from automodel_lite.telemetry.console import quiet_libraries  # --help needs no torch
-    from automodel_lite.tools.trained import find_checkpoint, load_trained, write_card
+    from automodel_lite.tools.hub import write_card
+    from automodel_lite.tools.load_run import find_checkpoint, load_trained
 
     quiet_libraries()
     target = args.to or args.run / "averaged"

@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     with activity("loading the checkpoint"):
         from automodel_lite.parallel.mesh import rank
         from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
-        from automodel_lite.tools.trained import load_trained, push, write_card
+        from automodel_lite.tools.hub import push, write_card
+        from automodel_lite.tools.load_run import load_trained
 
         quiet_libraries()
         trained = load_trained(

@@ -125,7 +125,7 @@ def test_an_allowed_generator_does_not_lead_elsewhere(tmp_path: Path, monkeypatc
 
 def test_the_generator_of_a_strangers_run_is_not_run(tmp_path: Path) -> None:
     from automodel_lite.run.folder import RunFolder
-    from automodel_lite.tools.trained import load_run_config
+    from automodel_lite.tools.load_run import load_run_config
 
     raw = OmegaConf.to_yaml(compose_config("smoke", ["dataset=streaming", "~dataset.num_chats", "name=x"]))
     (tmp_path / "config.yaml").write_text(raw.replace("dataset:\n", "dataset:\n  generator: os:abort\n"))

@@ -15,8 +15,8 @@ from automodel_lite.run.export import check_exportable as check_model_exportable
 from automodel_lite.run.export import export
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
+from automodel_lite.tools.hub import publish
 from automodel_lite.tools.report import LiveReport
-from automodel_lite.tools.trained import publish
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.evaluation import questions_of
 from automodel_lite.training.guards import Guards

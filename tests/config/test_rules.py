@@ -171,7 +171,10 @@ LAUNCHED = [
     ("LOCAL_RANK=99", "the environment has LOCAL_RANK=99 of WORLD_SIZE=1 processes, which count from 0"),
     ("RANK=3 WORLD_SIZE=2", "the environment has RANK=3 of WORLD_SIZE=2 processes"),
     ("WORLD_SIZE=2", "the environment has WORLD_SIZE=2 and no RANK and no MASTER_ADDR and no MASTER_PORT: start with"),
-    ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=abc", "the environment has MASTER_PORT=abc, which must be a whole number"),
+    (
+        "RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=abc",
+        "the environment has MASTER_PORT=abc, which must be a whole number",
+    ),
     ("LOCAL_WORLD_SIZE=0", "the environment has LOCAL_WORLD_SIZE=0, which must be a whole number over 0"),
 ]
 

@@ -32,7 +32,9 @@ def test_small_sets_get_three_epochs_and_small_steps(tmp_path: Path) -> None:
 
 def test_too_few_steps_are_an_error_with_the_cure(tmp_path: Path) -> None:
     whole = ["packed_sequence.packed_sequence_size=4096"]
-    with pytest.raises(ConfigError, match=r"1 packs are 3 steps of 1 in 3 epochs \(.*under 10,000 documents\), too few"):
+    with pytest.raises(
+        ConfigError, match=r"1 packs are 3 steps of 1 in 3 epochs \(.*under 10,000 documents\), too few"
+    ):
         plan_of(tmp_path, *whole)
     with pytest.raises(ConfigError, match=r"training.global_batch_size=1 or training.num_epochs=10 or training.allow"):
         plan_of(tmp_path, *whole, "training.global_batch_size=8", "training.num_epochs=1")

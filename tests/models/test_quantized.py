@@ -133,7 +133,9 @@ def test_scales_that_do_not_fit_the_blocks_name_their_weight(tmp_path: Path) -> 
     quantize(tmp_path / "model")
     change_config(tmp_path / "model", quant_method="fp8", activation_scheme="dynamic", weight_block_size=[8, 8])
     source = CausalLM(str(tmp_path / "model"))
-    with pytest.raises(ConfigError, match=r"the weight model.layers.0.*_proj.weight cannot be converted: a weight of \[.* in blocks"):
+    with pytest.raises(
+        ConfigError, match=r"the weight model.layers.0.*_proj.weight cannot be converted: a weight of \[.* in blocks"
+    ):
         source.build(AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 

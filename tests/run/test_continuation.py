@@ -9,7 +9,7 @@ import pytest
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.run.folder import RunFolder
-from automodel_lite.tools.trained import load_run_config
+from automodel_lite.tools.load_run import load_run_config
 from tests.runs import DROPOUT, losses_by_step, quick_config, train_on, train_quick
 
 OVER_AN_EPOCH = [*DROPOUT, "dataset.num_chats=100", "training.max_steps=12"]

@@ -19,7 +19,7 @@ from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.run import export, weight_files
 from automodel_lite.run.checkpoint_folder import exported_folder
-from automodel_lite.tools.trained import load_trained
+from automodel_lite.tools.load_run import load_trained
 from automodel_lite.training.build import assemble
 from automodel_lite.training.plan import build_parts
 from recipes import average, export_hf

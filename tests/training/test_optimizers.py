@@ -243,7 +243,7 @@ def one_step(maker: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_numbers(
     maker: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU steps by the compiled function; a break in its graph is an error. """
+    """A GPU steps by the compiled function; a break in its graph is an error."""
     plain = one_step(maker, dtype)
     torch._dynamo.reset()
     monkeypatch.setattr(optimizers, "update", torch.compile(optimizers.update, fullgraph=True))

@@ -1,0 +1,97 @@
+"""The model card of an exported folder (README.md), and its upload to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import disable_progress_bars
+from omegaconf import OmegaConf
+
+from automodel_lite.config.rules import looks_local
+from automodel_lite.config.schema import HubConfig
+from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.redact import scrub
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.tools.report import facts_of, packing_of, read_run
+from automodel_lite.version import __version__
+
+_TEMPLATE = Path(__file__).with_name("card.md.j2")
+_MARK = "<!-- Written by automodel_lite"
+
+
+def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
+    """README.md of an exported folder, from the run's data, settings, results and command. A user's own stays."""
+    path = folder / "README.md"
+    if not RunFolder(run).metrics.is_file():
+        return
+    if path.is_file() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        return
+    record = read_run(run)
+    config, is_adapter = record.config, (folder / "adapter_config.json").is_file()
+    pretrained, dataset = (
+        config.get(part, {}).get(key) for part, key in (("model", "pretrained"), ("dataset", "path"))
+    )
+    lines = {topic: text for topic, text in reversed(record.facts.get("lines", []))}
+    of_this_machine = ("output_dir", "cache_dir")
+    settings = {k: v for k, v in config.items() if v not in ({}, None, []) and k not in of_this_machine}
+    card = ModelCard.from_template(
+        ModelCardData(
+            base_model=pretrained if _is_hub_name(pretrained) else None,
+            library_name="peft" if is_adapter else "transformers",
+            pipeline_tag="text-generation",
+            datasets=[dataset] if _is_hub_name(dataset) else None,
+            tags=["automodel_lite", "sft"],
+        ),
+        template_path=str(_TEMPLATE),
+        record=record,
+        version=__version__,
+        pretrained=pretrained,
+        is_adapter=is_adapter,
+        used_as=repo or folder,
+        data=lines.get("data", "").splitlines(),
+        packing=packing_of(record),
+        results=[("method", str(config.get("loss", {}).get("_target_", "")).rpartition(".")[2]), *facts_of(record)],
+        settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
+    )
+    path.write_text(scrub(str(card)), encoding="utf-8")
+
+
+def _is_hub_name(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not looks_local(name)
+
+
+def publish(run: Path, folder: Path, hub: HubConfig, say: Callable[[str, str], None]) -> None:
+    """Writes the model card, and uploads the export if that is configured; an upload that fails is a warning."""
+    write_card(run, folder, hub.push)
+    if hub.push:
+        try:
+            say("uploaded", push(run, folder, hub.push, hub.private))
+        except ConfigError as error:
+            say("uploaded", f"WARNING: {error}")
+
+
+def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:
+    """Uploads an exported folder, the repository made if there is none; returns its address.
+
+    What the hub holds already is not sent again. Raises ConfigError, with the cure, when it refuses or is not reached.
+    """
+    if not sys.stderr.isatty():  # the hub's bars are for a terminal; a log gets a line every 30 seconds
+        disable_progress_bars()
+        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
+    cure = f"python recipes/export_hf.py {run} --push {repo}"
+    try:
+        api = HfApi()
+        address = api.create_repo(repo, private=is_private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Trained by automodel_lite: {run.name}")
+        return str(address)
+    except Exception as error:  # the hub's refusals, the network's errors, no token
+        reason = scrub(one_line(error))
+        raise ConfigError(
+            f"hub.push={repo}: {folder} is not uploaded ({reason}): log in with `hf auth login` or HF_TOKEN, see "
+            f"that the network reaches the hub, then {cure}."
+        ) from error

@@ -1,0 +1,160 @@
+"""A run's trained model: built from its checkpoint, sharded over the ranks, an adapter merged into its base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+from transformers import PreTrainedTokenizerBase
+
+from automodel_lite.attention.interface import Logits
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import build, build_with
+from automodel_lite.config.schema import Config, MeshConfig
+from automodel_lite.data.tokens.tokenizer import load_tokenizer
+from automodel_lite.errors import ConfigError
+from automodel_lite.models.layers import local
+from automodel_lite.models.loss import CrossEntropy, LossModel
+from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, world_size
+from automodel_lite.progress import activity
+from automodel_lite.run.checkpoint import load_weights
+from automodel_lite.run.checkpoint_folder import broken_files, step_of, survey
+from automodel_lite.run.export import export_hf, probe_logits
+from automodel_lite.run.folder import RunFolder, saved_config
+from automodel_lite.training.build import assemble
+from automodel_lite.training.plan import build_parts
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in the dtype it came in, with its tokenizer."""
+
+    model: LossModel
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    checkpoint: Path  # the newest of those that were averaged
+    was_merged: bool
+    logits: Logits  # of the model before it was merged
+    mesh: Mesh | None  # over which it is sharded, when torchrun started several ranks
+
+    def export(self, to: Path, is_text_only: bool = False) -> None:
+        """Writes it as a Hugging Face folder; every rank calls it. Raises ConfigError when `to` cannot be written."""
+        step = step_of(self.checkpoint) or 0
+        try:
+            with activity("exporting"):
+                export_hf(
+                    to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh, is_text_only=is_text_only
+                )
+        except OSError as error:
+            raise ConfigError(f"{to} cannot be written ({error.strerror or error}).") from error
+
+
+def load_trained(
+    run: Path,
+    checkpoint_name: str | None = None,
+    *,
+    averaged_with: Sequence[Path] = (),
+    allow_targets: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Trained:
+    """Builds the model of a run's config.yaml and loads a checkpoint into it, the newest by default.
+
+    A run's folder may come from a stranger: code outside the project is run only when the caller allows it again.
+
+    averaged_with   more checkpoints of the run: the weights are the mean over all of them
+
+    Raises ConfigError when the folder is not a run's, has no such checkpoint, or asks for code that is not allowed.
+    """
+    folder = RunFolder(run)
+    config = load_run_config(folder, allow_targets, trust_remote_code)
+    checkpoint = find_checkpoint(folder, checkpoint_name)
+    check_unharmed(checkpoint)
+    # the exported tokenizer, or the one that the configuration makes
+    exported = [str(path) for path in (folder.path / "adapter", folder.hf) if path.is_dir()]
+    made = {"documents": build(config.dataset), "cache_dir": config.cache_dir} if not exported else {}
+    tokenizer = load_tokenizer(exported[0]) if exported else build_with(config.tokenizer, **made)
+    parts = build_parts(replace(config, attention={}))
+    alone = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
+    mesh = init_mesh(MeshConfig()) if world_size() > 1 else alone  # of torchrun's ranks, whatever mesh the run had
+    plain = replace(parts, loss=CrossEntropy(), training=replace(parts.training, fp8="none"), mesh=MeshConfig())
+    model, adapter = assemble(plain, tokenizer, mesh, "fsdp" if mesh.root else "none", torch.float32)
+    load_weights(checkpoint, model.loss_model)
+    if averaged_with and adapter:
+        raise ConfigError(
+            "the mean of an adapter's two factors is not the mean of the models: average runs that train all weights, "
+            "or keep an average while training, training.ema_decay=0.999."
+        )
+    # each checkpoint is loaded over the weights, and goes into the mean; on each rank its part
+    weights = [local(parameter.detach()) for parameter in model.loss_model.parameters()] if averaged_with else []
+    means = [weight.clone() for weight in weights]
+    for number, other in enumerate(averaged_with, start=1):
+        check_unharmed(other)
+        load_weights(other, model.loss_model)
+        get_swa_multi_avg_fn()(means, weights, torch.tensor(number))
+    for weight, mean in zip(weights, means):
+        weight.copy_(mean)
+    logits: Logits = lambda batch: model.loss_model.plain_logits(batch.input_ids)  # noqa: E731 - of one document
+    if adapter:
+        adapted_TV = probe_logits(model.loss_model, logits, mesh.device)  # to be those of the merged one
+        logits = lambda _: adapted_TV  # noqa: E731
+        model.free_gathered()
+        adapter.merge()
+    was_merged = adapter is not None
+    return Trained(model.loss_model, tokenizer, parts.model.dtype, checkpoint, was_merged, logits, model.sharded_over)
+
+
+def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_remote_code: bool = False) -> Config:
+    """A run's config.yaml, checked; it allows itself nothing."""
+    if not folder.config.is_file():
+        raise ConfigError(f"{folder.path} is not the folder of a run: it has no config.yaml.")
+    raw = OmegaConf.create(saved_config(folder.config))
+    wanted = OmegaConf.select(raw, "security.allow_targets") or []
+    if foreign := [package for package in wanted if package not in allow_targets]:
+        raise ConfigError(
+            f"{folder.config} needs code of {', '.join(foreign)}: if you trust this run, allow it with "
+            f"--allow-targets {' '.join(foreign)}."
+        )
+    if OmegaConf.select(raw, "model.trust_remote_code") and not trust_remote_code:
+        raise ConfigError(
+            f"{folder.config} runs code of its model's repository: if you trust this run, allow it with "
+            "--trust-remote-code."
+        )
+    try:
+        return check_config(raw, extra=dict)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder.config} does not match this version: use the version that the run was started with, or fix the "
+            f"file:\n{error}"
+        ) from None
+
+
+def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
+    """A complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on."""
+    found, skipped = survey(folder.checkpoints)
+    if not found:
+        raise ConfigError("\n".join([f"{folder.path} has no complete checkpoint.", *skipped]))
+    by_name = {path.name: path for path in found}
+    if name is None and (newer := [text for text in skipped if text > found[0].name]):
+        raise ConfigError("\n".join([*newer, f"To use the one before it, choose --checkpoint {found[0].name}."]))
+    if name and name not in by_name:
+        raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
+    return by_name[name] if name else found[0]
+
+
+def check_unharmed(checkpoint: Path) -> None:
+    """Raises ConfigError when a file of the checkpoint has other bytes than were written."""
+    try:
+        broken = broken_files(checkpoint, 0, 1)
+    except OSError as error:
+        broken = [f"{error.filename} ({error.strerror})"]
+    if not broken:
+        return
+    others = [path.name for path in survey(checkpoint.parent)[0] if path != checkpoint]
+    cure = f"choose --checkpoint {others[0]}" if others else "restore it from a backup"
+    raise ConfigError(
+        f"{checkpoint}: {broken[0]} does not match its checksum, so its weights are not the trained ones: {cure}."
+    )
