@@ -45,6 +45,7 @@ from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import sample_answers, validation_losses
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.label_values import with_values
+from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
 from automodel_lite.training.state import TrainState
@@ -107,12 +108,12 @@ class TrainFinetuneRecipe:
         batches = check_sizes(config, world_size())  # all sizes at once, before any part asks for one of them
         parts = build_parts(config)
         start.try_settings(config, parts)
-        self.guards.estimate_memory(parts)
+        self.guards.memory_text = out_of_memory_text(parts)
         self.data = prepare_data(config, batches)
         show(start.data_lines(self.data))
         self.plan = self.data.plan(config.training)
         self.guards.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
-        self.guards.compare_sources(resume.sources_of(parts, self.data))
+        resume.compare_sources(self.guards, parts, self.data)
         model_config = parts.model.config(self.data.tokenizer)
         check_positions(self.data, model_config)
         report = self.data.report(cost_model(model_config))
@@ -128,7 +129,7 @@ class TrainFinetuneRecipe:
         self.model = self.built.model
         show([*start.model_lines(config, self.built, self.mesh), *recomputed])
         check_exportable(config, self.built, self.data)
-        self.guards.estimate_memory(parts, self.built.memory)
+        self.guards.memory_text = out_of_memory_text(parts, self.built.memory)
         self.meter = Meter(self.mesh, self.built.flops, self.model.compute_dtype)
         self.meter.profile(config.training.profile_steps, self.guards.folder.path, self.console.say)
         self.optimizer = parts.optimizer(self.model.loss_model)
@@ -149,8 +150,8 @@ class TrainFinetuneRecipe:
         if state.pending_validation:
             self.validate()
         self.open_feed()
-        while self.num_steps < self.plan.max_steps and not (guards.stop_reason or self.metrics.end_reason):
-            guards.enter(f"in step {self.num_steps + 1}")
+        while self.num_steps < self.plan.max_steps and not (guards.boundary.stop_reason or self.metrics.end_reason):
+            guards.watchdog.enter(f"in step {self.num_steps + 1}")
             self.meter.start(self.num_steps + 1)
             ready = next(self.feed)
             self.meter.lap("data")
@@ -161,7 +162,7 @@ class TrainFinetuneRecipe:
             validates = self.is_due(config.training.val_every_steps)
             saves = guards.checkpointer.is_due(self.num_steps, self.is_due(config.checkpoint.every_steps))
             if logs or validates or saves:
-                guards.settle()
+                guards.nonfinite.settle()
             self.meter.stop(self.num_steps, result.counts, ready.batches.wait_s)
             self.bar.add(1)
             if logs:
@@ -241,11 +242,13 @@ class TrainFinetuneRecipe:
         interrupts it; the resumed run validates first.
         """
         self.state.pending_validation = True
-        self.guards.enter(f"validating after step {self.num_steps}")
+        self.guards.watchdog.enter(f"validating after step {self.num_steps}")
         losses: dict[str, float] = {}
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
-                found = validation_losses(self.model, packs, self.data, self.mesh, self.shard, self.guards.must_stop)
+                found = validation_losses(
+                    self.model, packs, self.data, self.mesh, self.shard, self.guards.boundary.must_stop
+                )
                 if found is None:
                     return
                 losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}
@@ -263,7 +266,7 @@ class TrainFinetuneRecipe:
         """Saves everything that the next step depends on; never after a nonfinite step."""
         if not self.guards.are_savable(self.model.parameters()):
             return
-        self.guards.enter(f"saving step {self.num_steps}")
+        self.guards.watchdog.enter(f"saving step {self.num_steps}")
         self.average.settle()
         state = self.state.to_json(self.data, self.mesh, self.metrics.state())
         wait |= self.num_steps == self.plan.max_steps
@@ -274,10 +277,10 @@ class TrainFinetuneRecipe:
     def end(self) -> int:
         """Finishes the run after its last step; saves it where it stops before. Returns the exit code."""
         self.meter.close()
-        self.guards.settle()
+        self.guards.nonfinite.settle()
         self.bar.close()
         code = 0
-        if self.guards.stop_reason:
+        if self.guards.boundary.stop_reason:
             self.save(wait=True)
             code = self.guards.record_stop()
         else:

@@ -35,7 +35,7 @@ def finish(
 
     Raises RunStoppedError when what was trained is not finite, or is not on the disk at the end.
     """
-    run.enter("exporting")
+    run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
     if run.config.checkpoint.export_hf:
         exported = _exported(run, built, data)

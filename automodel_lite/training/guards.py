@@ -30,8 +30,6 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.nonfinite import NonfiniteSteps, StepNumbers, are_finite
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.run.watchdog import Watchdog
-from automodel_lite.training.memory import MemoryEstimate, out_of_memory_text
-from automodel_lite.training.plan import Parts
 from automodel_lite.training.state import TrainState
 
 _VISIBLE_WITHIN_S = 10.0
@@ -44,7 +42,7 @@ class Guards:
         guards.lock.check()      before anything is built: nobody else works in the folder
         guards.open()            once the process groups exist: takes the folder
         guards.watch_steps()     before the first step: from now on a stop signal is a request
-        guards.enter("in step 1")
+        guards.watchdog.enter("in step 1")
         guards.after_step(...)
         guards.close()
     """
@@ -76,22 +74,13 @@ class Guards:
                 if not self.lock.is_taken():
                     at_end()
 
-    def estimate_memory(self, parts: Parts, estimate: MemoryEstimate | None = None) -> None:
-        """What to tell a user whose memory is full, from here on."""
-        self.memory_text = out_of_memory_text(parts, estimate)
-
     def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
         """Raises RanksDifferError on every rank when these facts are not the same on all of them."""
         self.peers.compare(topic, flat(facts))
 
-    def compare_sources(self, sources: dict[str, str]) -> None:
-        """Compares the files of the model and the validation sets, which no setting tells; a checkpoint keeps them."""
-        self.compare("model files and validation data", sources)
-        self.state.sources = sources
-
     def open(self) -> None:
         """Opens the control groups and takes the folder; every rank calls it. Raises ConfigError when another job has
-        taken it meanwhile.
+        taken it meanwhile, or the ranks do not share it.
         """
         config = self.config
         self.ranks, self.slow_ranks = open_control(config.mesh), open_control(config.mesh, is_slow=True)
@@ -102,12 +91,8 @@ class Guards:
         self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
         self.nonfinite = NonfiniteSteps(self.folder.bad_steps, config.training.max_nonfinite_steps, rank(), self.say)
         self.lock.token = self.ranks.on_first(self.lock.acquire)
-        self._check_shared_folder()
-
-    def _check_shared_folder(self) -> None:
-        """Raises ConfigError unless every rank sees the lock that rank 0 has just written: on a disk of its own a node
-        would save checkpoints that are never whole. Network file systems may show it a few seconds later.
-        """
+        # Every rank must see the lock that rank 0 has just written: on a disk of its own a node would save checkpoints
+        # that are never whole. Network file systems may show it a few seconds later.
         end = time.monotonic() + _VISIBLE_WITHIN_S
         while not (is_seen := self.lock.is_held()) and time.monotonic() < end:
             time.sleep(0.2)
@@ -118,38 +103,16 @@ class Guards:
                 "what rank 0 has written there: use a file system that all nodes share."
             )
 
-    def watch_progress(self) -> None:
-        """From now on the stacks of a rank that makes no progress are written to its log."""
-        assert self.lock.token
-        self.watchdog.start(self.lock.token)
-
     def watch_steps(self, max_steps: int) -> None:
         """Before the first step, a signal ends the process; from now on it is a request to save and exit."""
         self.max_steps = max_steps
         SIGNALS.defer()
         SIGNALS.watch(self.watchdog, self.peers, self.boundary, self._record_end)
 
-    def enter(self, doing: str) -> None:
-        """This rank begins something new: `in step 4`."""
-        self.watchdog.enter(doing)
-
     def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> None:
         """Looks at the numbers of the step before, which the device has finished, and agrees on a stop."""
         self.nonfinite.watch(self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
         self.boundary.agree()
-
-    def settle(self) -> None:
-        """Waits for the numbers of the last step; raises RunStoppedError after too many that are not finite."""
-        self.nonfinite.settle()
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the ranks have agreed to stop before the last step: `SIGTERM`; None to go on."""
-        return self.boundary.stop_reason
-
-    def must_stop(self) -> bool:
-        """Agrees on a stop between steps; every rank calls it."""
-        return self.boundary.must_stop()
 
     def are_savable(self, parameters: Iterable[Tensor]) -> bool:
         """Is every weight finite, and was the last step? A checkpoint of anything else could not be continued from."""
@@ -188,7 +151,7 @@ class Guards:
 
     def record_stop(self) -> int:
         """Records that the run stopped early, says how to go on, and returns the exit code."""
-        newest, reason = self.checkpointer.newest_name, self.stop_reason or ""
+        newest, reason = self.checkpointer.newest_name, self.boundary.stop_reason or ""
         state, code = ending_of(reason)
         if self.ranks.is_first:
             self.folder.write_status(state, self.state.num_steps, reason, newest)

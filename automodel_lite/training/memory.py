@@ -225,7 +225,7 @@ def remedies(parts: Parts) -> list[str]:
     return found[:3]
 
 
-def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None) -> str:
+def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None = None) -> str:
     """What a rank holds, and three things to change."""
     held = [f"The run is estimated to need {estimate}."] if estimate else []
     numbered = [f"  {number}. {text}" for number, text in enumerate(remedies(parts), start=1)]

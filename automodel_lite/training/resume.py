@@ -47,8 +47,10 @@ def joined(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
         yield config, peers, message
 
 
-def sources_of(parts: Parts, data: PackSource) -> dict[str, str]:
-    """Digests of what no setting tells: the model's files, and rows of each validation set."""
+def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
+    """Compares between the ranks, and keeps for the checkpoints, digests of what no setting tells: the model's files,
+    and rows of each validation set.
+    """
     files = model_files(parts.model.pretrained, str(parts.model.source["revision"]))
     found = {f"model {name}": digest for name, digest in files.items()}
     for name, packs in data.val_packs.items():
@@ -56,7 +58,8 @@ def sources_of(parts: Parts, data: PackSource) -> dict[str, str]:
         for row in np.linspace(0, len(packs.rows) - 1, min(len(packs.rows), _NUM_ROWS), dtype=int):
             digest.update(np.ascontiguousarray(packs.rows[int(row)]["input_ids"]).tobytes())
         found[f"validation set {name}"] = digest.hexdigest()[:16]
-    return found
+    guards.compare("model files and validation data", found)
+    guards.state.sources = found
 
 
 def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR, guards: Guards) -> TrainState:
@@ -100,7 +103,8 @@ def open_folder(
                 folder.lengths.write_text(json.dumps(data.lengths()))
             folder.rewind_metrics(step)
     guards.ranks.barrier()
-    guards.watch_progress()
+    assert guards.lock.token
+    guards.watchdog.start(guards.lock.token)  # from now on the stacks of a rank without progress are written to its log
 
 
 def open_log(guards: Guards, saved: dict[str, Any] | None, counts: Mapping[str, int]) -> MetricsLog:
