@@ -11,8 +11,8 @@ from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.flops import ModelSize, model_size, step_flops
 from automodel_lite.parallel.exchange import sent_bytes
 from automodel_lite.parallel.mesh import mesh_shape
-from automodel_lite.parallel.sharding import choose_strategy
-from automodel_lite.training.memory import estimate_memory, expert_copies
+from automodel_lite.parallel.sharding import choose_strategy, copies_of_experts
+from automodel_lite.training.memory import estimate_memory
 from automodel_lite.training.plan import ModelPlan, Parts
 
 _BF16, _FP32 = 2, 4  # bytes
@@ -83,7 +83,7 @@ def estimate(
     replicas = (
         2 * _FP32 * size.parameters / (shards * shape.tp) * (shape.dp_replicate - 1) / shape.dp_replicate
     )  # HSDP's all-reduce
-    copies = expert_copies(shape, size)
+    copies = copies_of_experts(size.num_experts, shards) if shape.tp == shape.ep == 1 else 1
     replicas += 2 * _FP32 * size.all_experts * (copies - 1) / shards
     in_layers = _exchange_bytes(parts.mesh.cp_exchange, model, tokens / shape.tp, shape.cp, recomputed > 1)
     in_layers += micro_steps * _tensor_parallel_bytes(

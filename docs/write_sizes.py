@@ -14,8 +14,9 @@ import huggingface_hub
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.simulation import Simulation, simulate_gpus
+from automodel_lite.training.simulation import Simulation, simulate
 
 PAGE = Path(__file__).resolve().parent / "planning.md"
 BEGIN, END = "<!-- written by docs/write_sizes.py -->\n", "<!-- end -->\n"
@@ -47,7 +48,11 @@ def rows(presets: list[str]) -> Iterator[str]:
 def simulated(preset: str, gpus: int) -> Simulation:
     config = check_config(compose_config(preset, ["dataset.path=any"]))
     parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
-    return simulate_gpus(parts, parts.model.described({}), gpus)
+    shape, training = mesh_shape(replace(parts.mesh, dp_shard=-1), gpus), parts.training
+    asked = training.global_batch_size
+    if isinstance(asked, int) and asked % (training.micro_batch_size * shape.dp):  # more ranks bring a pack each
+        training = replace(training, global_batch_size=None)
+    return simulate(replace(parts, training=training), parts.model.described({}), shape)
 
 
 def row(preset: str, gpus: int, found: Simulation) -> str:

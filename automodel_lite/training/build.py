@@ -49,7 +49,13 @@ from automodel_lite.parallel.sharding import (
     parallelize,
 )
 from automodel_lite.thd import ThdBatch, stream_of
-from automodel_lite.training.memory import MemoryEstimate, check_weights_fit, gpu_bytes, plan_memory
+from automodel_lite.training.memory import (
+    MemoryEstimate,
+    check_weights_fit,
+    decide_reduction,
+    estimate_memory,
+    gpu_bytes,
+)
 from automodel_lite.training.plan import ModelPlan, Parts
 
 if TYPE_CHECKING:
@@ -112,8 +118,9 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
         model.loss_model.learn_from(teacher.model.loss_model)
     compiled = speed_up(plan.parts, model, mesh) if trains else "off"
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
-    memory, reduction = plan_memory(plan, trained, gpu_bytes(mesh.device))
+    plan, reduction = decide_reduction(plan, trained, gpu_bytes(mesh.device))
     model = replace(model, reduces_every=bool(reduction))
+    memory = estimate_memory(plan, trained)
     flops = step_flops(plan.config, plan.size, trained)
     flops = flops.without_frozen(lm) if parts.model.freeze else flops
     return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,11 +27,9 @@ from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launched
-from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.layers import choose_tile
 from automodel_lite.models.loss import LossShape
 from automodel_lite.models.source import experts_per_token
-from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.sharding import copies_of_experts
 from automodel_lite.training.plan import ModelPlan, Parts
 
@@ -62,19 +60,21 @@ class MemoryEstimate:
         return f"about {gib(self.total)} per rank: {parts}"
 
 
-def estimate_memory(plan: ModelPlan, adapter: int | None, reduces_every: bool = False) -> MemoryEstimate:
-    """adapter: trained weights beside a frozen model, None without; reduces_every: gradients, every micro-batch."""
+def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
+    """Adds up the table. adapter: trained weights beside a frozen model, None without."""
     parts, shape, size, is_fsdp = plan.parts, plan.shape, plan.size, plan.strategy == "fsdp"
     compute, master = plan.dtype.itemsize, 2 if parts.training.master_weights == "bf16" else _FP32
     shards = shape.world_size // shape.dp_replicate if is_fsdp else 1
-    copied = (expert_copies(shape, size) - 1) * size.all_experts if is_fsdp else 0
+    # more ranks than experts hold copies of them, unless tp or ep split the model
+    is_copied = is_fsdp and shape.tp == shape.ep == 1
+    copied = (copies_of_experts(size.num_experts, shape.dp_shard * shape.cp) - 1) * size.all_experts * is_copied
     trained = size.parameters - size.towers + copied if adapter is None else adapter
     frozen = size.towers if adapter is None else size.parameters + copied
     on_gpu = 0.0 if parts.mesh.cpu_offload else 1.0
     gradients = master * trained / shards * on_gpu
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
     accumulates = batch_shape(parts.training, shape.dp).micro_steps > 1
-    if is_fsdp and accumulates and not reduces_every and shape.tp == 1:
+    if is_fsdp and accumulates and parts.mesh.reduce_every_micro_batch is not True and shape.tp == 1:
         gradients = _FP32 * (trained - copied)
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif plan.strategy == "ddp":
@@ -86,13 +86,16 @@ def estimate_memory(plan: ModelPlan, adapter: int | None, reduces_every: bool = 
     else:  # autocast's casts live until the backward pass of their layer
         plain = size.num_layers if parts.training.activation_checkpointing == "none" else 1
         working_copy = (compute if compute < master else 0) * (plain * layer + size.head_weights)
+    text = plan.config.get_text_config()
+    head_gradient = _FP32 * size.head_weights if adapter is None else 0
+    loss = LossShape(plan.tokens / shape.cp, text.vocab_size, text.hidden_size, compute, head_gradient)
     return MemoryEstimate(
         weights=(master * trained + compute * frozen) / shards * on_gpu,
         gradients=gradients,
         optimizer=optimizer_bytes(parts.optimizer, master) * trained / shards * on_gpu,
         working_copy=working_copy,
         activations=_activations(plan, compute if is_fsdp else max(compute, master)),
-        logits=_logits(plan, is_frozen=adapter is not None),
+        logits=parts.loss.logits_bytes(loss),
     )
 
 
@@ -124,28 +127,27 @@ def _activations(plan: ModelPlan, stream: int) -> float:
     return (size.num_layers - num_recomputed) * layer + num_recomputed * local * kept + layer * bool(num_recomputed)
 
 
-def expert_copies(shape: MeshShape, size: ModelSize) -> int:
-    is_split = shape.tp > 1 or shape.ep > 1
-    return 1 if is_split else copies_of_experts(size.num_experts, shape.dp_shard * shape.cp)
-
-
-def plan_memory(plan: ModelPlan, adapter: int | None, available: int | None) -> tuple[MemoryEstimate, str]:
-    """What a rank holds, and why gradients are reduced after every micro-batch (empty: they are not).
+def decide_reduction(plan: ModelPlan, adapter: int | None, available: int | None) -> tuple[ModelPlan, str]:
+    """Returns the plan with `mesh.reduce_every_micro_batch=auto` decided, and why it is on (empty: it is off).
 
     available   bytes of the GPU; None = not known, as on a CPU
     """
-    summed, reduced = (estimate_memory(plan, adapter, reduces_every) for reduces_every in (False, True))
     wish = plan.parts.mesh.reduce_every_micro_batch
-    if plan.strategy != "fsdp" or summed.total <= reduced.total or wish is False:
-        return summed, ""
+    off, on = (
+        replace(plan, parts=replace(plan.parts, mesh=replace(plan.parts.mesh, reduce_every_micro_batch=is_on)))
+        for is_on in (False, True)
+    )
+    summed, reduced = estimate_memory(off, adapter).total, estimate_memory(on, adapter).total
+    if plan.strategy != "fsdp" or summed <= reduced or wish is False:
+        return off, ""
     if wish is True:
-        return reduced, "gradients are reduced after every micro-batch, as set"
-    if available is None or summed.total <= USABLE_FRAC * available:
-        return summed, ""
+        return on, "gradients are reduced after every micro-batch, as set"
+    if available is None or summed <= USABLE_FRAC * available:
+        return off, ""
     whole = _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
-    return reduced, (
+    return on, (
         f"gradients are reduced after every micro-batch: with their unsharded sum of {gib(whole)} the run would need "
-        f"{gib(summed.total)} of {gib(available)} (mesh.reduce_every_micro_batch=auto)"
+        f"{gib(summed)} of {gib(available)} (mesh.reduce_every_micro_batch=auto)"
     )
 
 
@@ -179,14 +181,6 @@ def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
         )
 
 
-def _logits(plan: ModelPlan, is_frozen: bool) -> float:
-    text, loss = plan.config.get_text_config(), plan.parts.loss
-    head_gradient = 0 if is_frozen else _FP32 * plan.size.head_weights
-    local = plan.tokens / plan.shape.cp
-    shape = LossShape(local, text.vocab_size, text.hidden_size, plan.dtype.itemsize, head_gradient)
-    return loss.logits_bytes(shape)
-
-
 def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _FP32) -> float:
     """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped once."""
     dtype = torch.float32 if master == _FP32 else torch.bfloat16
@@ -200,36 +194,36 @@ def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _
 
 
 def remedies(parts: Parts) -> list[str]:
-    """What to change when memory ran out: the first three that these parts have left, the cheapest first."""
-    training, size = parts.training, parts.packed_sequence_size
-    found = []
-    if training.micro_batch_size > 1:
-        found.append(f"training.micro_batch_size={training.micro_batch_size // 2} (same numbers, more forward passes)")
-    if parts.loss.needs_logits:
-        found.append("loss=fused_linear_cross_entropy (never holds the logits of the whole stream)")
-    if training.activation_checkpointing == "none":
-        found.append("training.activation_checkpointing=full (about a third slower)")
-    if parts.mesh.strategy == "ddp":
-        found.append("mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)")
-    if not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32:
-        found.append("optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)")
-    accumulates = global_batch_size_of(training, 1) > training.micro_batch_size
-    if accumulates and parts.mesh.strategy == "fsdp" and parts.mesh.reduce_every_micro_batch is not True:
-        found.append("mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)")
-    if training.activation_checkpointing == "full":
-        found.append("training.activation_checkpointing=offload (layer inputs are kept in host memory)")
-    found.append(f"mesh.cp={2 * parts.mesh.cp} on more processes (each holds half of a pack's tokens)")
-    if not parts.peft and parts.model.pretrained:
-        found.append("peft=lora (no gradients and optimizer states of the model itself)")
-    found.append(f"packed_sequence.packed_sequence_size={size // 2} (longer documents are dropped or cut)")
-    return found[:3]
+    """Returns what to change when memory ran out: the first three that these parts have left, the cheapest first."""
+    training, mesh, size = parts.training, parts.mesh, parts.packed_sequence_size
+    how, micro = training.activation_checkpointing, training.micro_batch_size
+    sums = (
+        global_batch_size_of(training, 1) > micro
+        and mesh.strategy == "fsdp"
+        and mesh.reduce_every_micro_batch is not True
+    )
+    found = {
+        f"training.micro_batch_size={micro // 2} (same numbers, more forward passes)": micro > 1,
+        "loss=fused_linear_cross_entropy (never holds the logits of the whole stream)": parts.loss.needs_logits,
+        "training.activation_checkpointing=full (about a third slower)": how == "none",
+        "mesh.strategy=fsdp (weights, gradients and optimizer states over all ranks)": mesh.strategy == "ddp",
+        "optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)": (
+            not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32
+        ),
+        "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)": sums,
+        "training.activation_checkpointing=offload (layer inputs are kept in host memory)": how == "full",
+        f"mesh.cp={2 * mesh.cp} on more processes (each holds half of a pack's tokens)": True,
+        "peft=lora (no gradients and optimizer states of the model itself)": not parts.peft and parts.model.pretrained,
+        f"packed_sequence.packed_sequence_size={size // 2} (longer documents are dropped or cut)": True,
+    }
+    return [text for text, is_left in found.items() if is_left][:3]
 
 
 def out_of_memory_text(parts: Parts, estimate: MemoryEstimate | None = None) -> str:
-    """What a rank holds, and three things to change."""
-    held = [f"The run is estimated to need {estimate}."] if estimate else []
+    """Says what a rank holds, and three things to change."""
+    held = f"The run is estimated to need {estimate}.\n" if estimate else ""
     numbered = [f"  {number}. {text}" for number, text in enumerate(remedies(parts), start=1)]
-    return "\n".join([*held, "Try, in this order:", *numbered])
+    return held + "\n".join(["Try, in this order:", *numbered])
 
 
 def gib(num_bytes: float) -> str:

@@ -11,10 +11,11 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,16 +33,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec, layer_shapes
 from automodel_lite.attention.varlen import VarlenAttention
-from automodel_lite.config.sizes import global_batch_size_of, mesh_shape
-from automodel_lite.models.balance import balance_of
-from automodel_lite.models.layers import (
-    cast_trained,
-    choose_tile,
-    decoder_layers,
-    freeze_towers,
-    recompute_layers,
-    tile_layers,
-)
+from automodel_lite.config.sizes import global_batch_size_of
+from automodel_lite.models.layers import choose_tile, decoder_layers, freeze_towers, recompute_layers, tile_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.sharded import Spread, describe_shards
 from automodel_lite.models.source import CausalLM, describe, experts_per_token, model_class
@@ -56,7 +49,7 @@ from automodel_lite.training.build import as_teacher, assemble, full_batch, plan
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import ModelPlan, Parts
-from automodel_lite.training.tracker import GPU, MemoryTracker, Operation, Work, gpu_tensors
+from automodel_lite.training.tracker import GPU, MemoryTracker, Message, Operation, Work, gpu_tensors
 
 if TYPE_CHECKING:
     from automodel_lite.models.lora import Lora, LoraAdapter
@@ -76,7 +69,6 @@ class Simulation:
     optimizer: int
     peaks: dict[str, int]  # phase -> most that is held at one time: load, forward, backward, optimizer, save, export
     at_peak: dict[str, int]  # kind of tensor -> held when most is held, the largest first
-    sent: dict[str, int]  # mesh axes -> leaves this rank in an optimizer step of at most two micro-batches
     work: dict[str, Work] = field(default_factory=dict)  # of a micro-batch, of the last one, of the update
 
     @property
@@ -87,6 +79,15 @@ class Simulation:
     def smallest_gpu_gb(self) -> int | None:
         """The smallest of GPUS_GB that the run fits; None when it fits none."""
         return next((size for size in GPUS_GB if self.peak + SLACK <= size * 10**9), None)
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Mesh axes -> bytes that leave this rank in an optimizer step of at most two micro-batches."""
+        found: Counter[str] = Counter()
+        for one, times in (item for work in self.work.values() for item in work.items()):
+            if isinstance(one, Message):
+                found[one.axes] += round(times * one.bytes)
+        return dict(found)
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{phase} {gib(value)}" for phase, value in self.peaks.items())
@@ -100,28 +101,17 @@ class Simulation:
         )
 
 
-def simulate_gpus(parts: Parts, model_config: PretrainedConfig, gpus: int) -> Simulation:
-    """Of so many GPUs; data-parallel ranks beyond those of the global batch bring a micro-batch each of their own."""
-    shape = mesh_shape(replace(parts.mesh, dp_shard=-1), gpus)
-    training = parts.training
-    asked = training.global_batch_size
-    if isinstance(asked, int) and asked % (training.micro_batch_size * shape.dp):
-        training = replace(training, global_batch_size=None)
-    return simulate(replace(parts, training=training), model_config, shape)
-
-
-def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool = False) -> Simulation:
+def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape) -> Simulation:
     """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, on GPUs.
 
-    reduces_every   gradients, after every micro-batch
-    Raises what the run would raise, NotImplementedError for adapters without FSDP. No process group may exist: one is
-    made, and destroyed.
+    Raises what the run would raise, NotImplementedError without FSDP. No process group may exist: one is made, and
+    destroyed.
     """
-    return _joined(_simulated(parts, model_config, shape, reduces_every, is_whole=True))
+    return _joined(_simulated(parts, model_config, shape, is_whole=True))
 
 
 def simulate_by_layers(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, pattern: LayerPattern, reduces_every: bool = False
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, pattern: LayerPattern
 ) -> Simulation:
     """`simulate` of a step alone, in about a second: models of few layers are run, and what one more pattern of them
     adds is added as often as the whole model has it.
@@ -135,10 +125,8 @@ def simulate_by_layers(
     few = pattern.first + period * math.ceil(3 / period)
     more = few + period * math.ceil(2 / period)
     if pattern.num_layers <= more:
-        return simulate(parts, model_config, shape, reduces_every)
-    one, two = (
-        _simulated(parts, with_layers(model_config, n), shape, reduces_every, is_whole=False) for n in (few, more)
-    )
+        return simulate(parts, model_config, shape)
+    one, two = (_simulated(parts, with_layers(model_config, n), shape, is_whole=False) for n in (few, more))
     return _joined(_stretched(one, two, (pattern.num_layers - few) / (more - few)))
 
 
@@ -199,91 +187,95 @@ def _joined(found: Simulation) -> Simulation:
     return replace(found, peaks=peaks)
 
 
-def _simulated(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, reduces_every: bool, is_whole: bool
-) -> Simulation:
+def _simulated(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, is_whole: bool) -> Simulation:
     """is_whole: with a checkpoint and the export."""
     plan = plan_model(replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda"))
-    if parts.peft and plan.strategy != "fsdp":
-        raise NotImplementedError("adapters without FSDP")
-    parts, dtype = plan.parts, plan.dtype
+    if plan.strategy != "fsdp":
+        raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
+    parts = plan.parts
     batch = full_batch(parts, num_ids=1)  # the most that a step can hold; boundaries do not change it
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    held = MemoryTracker(shape, _routed_tokens(batch, model_config, shape), model_config.get_text_config().vocab_size)
-    with _fake_world(shape) as mesh, _watching_resizes(held), _as_on_a_gpu(held):
-        of_rank = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
-        drawn = _UnloadedSource(parts.model, model_config, fake, held)
-        teacher: ParallelModel | None = None
+    text = model_config.get_text_config()
+    # how many times a token goes from one rank to another's experts in a layer, if all experts are asked equally often
+    routed = len(batch.labels) * (experts_per_token(text) or 1) // (shape.cp * shape.tp * shape.ep)
+    held = MemoryTracker(shape, routed if shape.ep > 1 else 0, text.vocab_size)
+    with _fake_world(shape) as mesh, _as_on_a_gpu(held):
+        sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
+        model = _sharded(replace(parts, peft=_Adapters(parts.peft) if parts.peft else None), plan, mesh, fake, held)  # type: ignore[arg-type]
+        model = replace(model, reduces_every=parts.mesh.reduce_every_micro_batch is True)
         if parts.teacher:
-            frozen = as_teacher(parts)
-            of_teacher = _UnloadedSource(frozen.model, frozen.model.described({}), fake, held)
-            teacher, _ = assemble(
-                replace(frozen, model=of_teacher), _NO_TOKENIZER, mesh, plan.strategy, dtype, trains=False
-            )
-        if plan.strategy == "fsdp":
-            adapters: Any = _Adapters(parts.peft) if parts.peft else None
-            model, _ = assemble(replace(parts, model=drawn, peft=adapters), _NO_TOKENIZER, mesh, "fsdp", dtype)
-            model = replace(model, reduces_every=reduces_every or parts.mesh.reduce_every_micro_batch is True)
-        else:
-            with fake, held:
-                model = _whole(plan, drawn, held)
-        if teacher is not None:
+            teacher = _sharded(as_teacher(parts), plan, mesh, fake, held, trains=False)
             install(teacher.loss_model.lm, _CountedAttention())
             model.loss_model.learn_from(teacher.loss_model)
         optimizer = parts.optimizer(model.loss_model)  # looks up where its shards lie
         with fake, held:
-            inputs = of_rank.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
-            found = _run(parts, model, optimizer, inputs, held, shape)
+            inputs = sharded.map_tensors(lambda tensor: fake.from_tensor(tensor).to(GPU))
+            gradients = _step(parts, model, optimizer, inputs, held, shape)
             if is_whole:
                 _save_and_export(parts, model.loss_model, optimizer, held, shape)
-                found = replace(found, peaks=dict(held.peaks), at_peak=held.at_peak())
-            return found
+            states = (value for state in optimizer.state.values() for value in state.values())
+            return Simulation(
+                weights=_local_bytes(model.parameters()),
+                gradients=gradients,
+                optimizer=_local_bytes(states),
+                peaks=dict(held.peaks),
+                at_peak=held.at_peak(),
+                work=held.work,
+            )
 
 
-def _run(
+def _sharded(
+    parts: Parts, plan: ModelPlan, mesh: Mesh, fake: FakeTensorMode, held: MemoryTracker, trains: bool = True
+) -> ParallelModel:
+    """Returns the model on its mesh, its weights fake."""
+    config = plan.config if trains else parts.model.described({})
+    drawn = replace(parts, model=_UnloadedSource(parts.model, config, fake, held))
+    no_tokenizer: Any = None  # a drawn model's source needs no vocabulary
+    return assemble(drawn, no_tokenizer, mesh, "fsdp", plan.dtype, trains)[0]
+
+
+def _step(
     parts: Parts, model: ParallelModel, optimizer: Optimizer, inputs: ThdBatch, held: MemoryTracker, shape: MeshShape
-) -> Simulation:
-    lm = model.loss_model.lm
+) -> int:
+    """An optimizer step of at most two micro-batches, with states that exist; returns the bytes of its gradients."""
+    lm, training = model.loss_model.lm, parts.training
     install(lm, _CountedAttention())
-    tile_layers(decoder_layers(lm), choose_tile(parts.training, len(inputs.labels)))
-    recompute_layers(decoder_layers(lm), parts.training.activation_checkpointing, parts.training.recompute_every_layers)
+    layers = decoder_layers(lm)
+    tile_layers(layers, choose_tile(training, len(inputs.labels)))
+    recompute_layers(layers, training.activation_checkpointing, training.recompute_every_layers)
+    # A first update makes the optimizer's states. It is no part of a step, and not counted.
     held.enter("optimizer")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()  # makes its states
+    optimizer.step()
     optimizer.zero_grad()
     held.forget("optimizer")
-    num_micro_batches = min(
-        2, global_batch_size_of(parts.training, shape.dp) // (parts.training.micro_batch_size * shape.dp)
-    )
-    loss_sum = torch.zeros((), device=GPU)
     held.parallel_groups = _groups_of_fsdp(model.module)
-    _mark_end(decoder_layers(lm)[0], held)
-    for number in range(1, num_micro_batches + 1):
-        held.part = "last" if number == num_micro_batches else "micro"
-        if isinstance(model.module, _Buckets):
-            model.module.is_last = number == num_micro_batches
-        with model.accumulate(is_last=number == num_micro_batches):
+
+    # the backward pass of the first layer, the last to run, is told apart from that of the others
+    def mark_end(layer: nn.Module, args: Any, output: Any) -> None:
+        for hidden in gpu_tensors(output):
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: held.enter(END_OF_BACKWARD))
+
+    layers[0].register_forward_hook(mark_end)
+    # micro-batches before the last are alike: two stand for any number
+    asked = global_batch_size_of(training, shape.dp) // (training.micro_batch_size * shape.dp)
+    loss_sum = torch.zeros((), device=GPU)
+    for is_last in (False, True)[-min(2, asked) :]:
+        held.part = "last" if is_last else "micro"
+        with model.accumulate(is_last):
             held.enter("forward")
             loss = model(inputs)
             held.enter("backward")
             (loss * model.mean_ranks).backward()
         loss_sum += loss.detach()
-    gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
+    gradients = _local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     held.enter("optimizer")
     held.part = "update"
-    apply_gradients(optimizer, model.parameters(), loss_sum, parts.training.max_grad_norm)
+    apply_gradients(optimizer, model.parameters(), loss_sum, training.max_grad_norm)
     optimizer.zero_grad()
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    return Simulation(
-        weights=sum(map(_local_bytes, model.parameters())),
-        gradients=gradients,
-        optimizer=sum(map(_local_bytes, states)),
-        peaks=dict(held.peaks),
-        at_peak=held.at_peak(),
-        sent=dict(held.sent),
-        work=held.work,
-    )
+    return gradients
 
 
 def _save_and_export(
@@ -297,20 +289,6 @@ def _save_and_export(
         files = plan_files(groups_of(model.lm, dtypes), shape.world_size)
         for _, weight in gathered_weights(model.lm, files, dtypes, rank=0):
             del weight
-
-
-def _mark_end(first: nn.Module, held: MemoryTracker) -> None:
-    """Tells the backward pass of the first layer, the last to run, apart from that of the others."""
-
-    def enter(*_: Any) -> None:
-        held.enter(END_OF_BACKWARD)
-
-    def watch(layer: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(enter)
-
-    first.register_forward_hook(watch)
 
 
 def _groups_of_fsdp(model: nn.Module) -> frozenset[str]:
@@ -362,59 +340,6 @@ class _UnloadedSource(CausalLM):
             torch.empty(max(p.numel() for p in model.parameters()), device=device)  # the one that is read
         return model.train()
 
-    def build_whole(self, masters: torch.dtype) -> transformers.PreTrainedModel:
-        """Not sharded. What is tied stays tied."""
-        with torch.device("meta"):
-            lm = self._make()
-        freeze_towers(lm, self.dtype)
-        cast_trained(lm, masters)
-        made: dict[Tensor, Tensor] = {}
-        for module in lm.modules():
-            for values in (module._parameters, module._buffers):
-                for name, value in values.items():
-                    if value is not None and value not in made:
-                        empty = torch.empty(value.shape, dtype=value.dtype, device=GPU)
-                        is_trained = isinstance(value, nn.Parameter)
-                        made[value] = nn.Parameter(empty, value.requires_grad) if is_trained else empty
-                    values[name] = None if value is None else made[value]  # type: ignore[assignment]
-        return lm.train()
-
-
-def _whole(plan: ModelPlan, drawn: _UnloadedSource, held: MemoryTracker) -> ParallelModel:
-    """As `parallelize` gives it to each rank without FSDP."""
-    parts = plan.parts
-    lm = drawn.build_whole(torch.bfloat16 if parts.training.master_weights == "bf16" else torch.float32)
-    model = LossModel(lm, parts.loss, balance_of(lm, parts.model.router_aux_loss))
-    held.enter("backward")  # what the buckets belong to
-    module = _Buckets(model) if plan.strategy == "ddp" else model
-    return ParallelModel(module, model, plan.shape.world_size, plan.dtype, autocasts=plan.dtype != torch.float32)
-
-
-class _Buckets(nn.Module):
-    """Stands for DistributedDataParallel, whose reducer does not take fake tensors: gradients are views of buckets that
-    stay; before the last micro-batch they are tensors of their own beside them.
-    """
-
-    def __init__(self, model: LossModel) -> None:
-        super().__init__()
-        self.model, self.is_last = model, True
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                bucket = torch.empty_like(parameter)
-                parameter.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
-
-    def forward(self, batch: ThdBatch) -> Tensor:
-        loss: Tensor = self.model(batch)
-        return loss
-
-    def _reduce(self, bucket: Tensor, parameter: Tensor) -> None:
-        if self.is_last and parameter.grad is not None:
-            parameter.grad = bucket.copy_(parameter.grad).detach()
-            dist.all_reduce(bucket)
-
-
-_NO_TOKENIZER: Any = None  # a drawn model's source needs no vocabulary
-
 
 class _CountedAttention(VarlenAttention):
     """FlashAttention's memory, whatever the layer needs."""
@@ -426,15 +351,6 @@ class _CountedAttention(VarlenAttention):
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
         return super().__call__(q_THD, k_THD, v_THD, segments, replace(options, softcap=None, sinks=None))
-
-
-def _routed_tokens(batch: ThdBatch, model_config: PretrainedConfig, shape: MeshShape) -> int:
-    """How many times a token goes from one rank to another's experts in a layer, if experts are asked equally often."""
-    if shape.ep == 1:
-        return 0
-    return (
-        len(batch.labels) * (experts_per_token(model_config.get_text_config()) or 1) // (shape.cp * shape.tp * shape.ep)
-    )
 
 
 @contextlib.contextmanager
@@ -450,7 +366,10 @@ def _fake_world(shape: MeshShape) -> Iterator[Mesh]:
 
 
 @contextlib.contextmanager
-def _watching_resizes(held: MemoryTracker) -> Iterator[None]:
+def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
+    """FSDP's device is the GPU, what it frees by resizing is seen, and an update in place is one kernel, which
+    allocates nothing.
+    """
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -458,29 +377,18 @@ def _watching_resizes(held: MemoryTracker) -> Iterator[None]:
         held.resized(storage._cdata, size)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
-    """FSDP's device is the GPU; an update in place is one kernel there, which allocates nothing."""
-    of_mesh, update = fsdp._get_device_from_mesh, optimizers.update
-
-    def counted(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], **_: Any) -> None:
+    def update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], **_: Any) -> None:
         moved = gradient.nbytes + 2 * sum(x.nbytes for x in (parameter, *state.values()))
         held.work[held.part][Operation("update", 0.0, moved)] += 1
 
-    fsdp._get_device_from_mesh, optimizers.update = lambda mesh: GPU, counted
-    try:
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resize),
+        patch.object(fsdp, "_get_device_from_mesh", lambda mesh: GPU),
+        patch.object(optimizers, "update", update),
+    ):
         yield
-    finally:
-        fsdp._get_device_from_mesh, optimizers.update = of_mesh, update
 
 
-def _local_bytes(value: Tensor) -> int:
-    """On the GPU."""
-    return sum(part.nbytes for part in gpu_tensors(value))
+def _local_bytes(values: Iterable[Any]) -> int:
+    """Counts those on the GPU."""
+    return sum(part.nbytes for part in gpu_tensors(list(values)))

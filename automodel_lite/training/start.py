@@ -38,7 +38,7 @@ from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel, plan_model
 from automodel_lite.training.guards import Guards
-from automodel_lite.training.memory import PLANNED_GPU, gpu_bytes, out_of_memory_text, plan_memory
+from automodel_lite.training.memory import PLANNED_GPU, decide_reduction, estimate_memory, gpu_bytes, out_of_memory_text
 from automodel_lite.training.optimizers import SmallAdamW
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
 from automodel_lite.training.schedules import num_warmup
@@ -59,7 +59,7 @@ def dry_run(config: Config) -> int:
     parts, recomputed = choose_recomputation(parts, model_config, report, shape, gpu_bytes(device) or PLANNED_GPU)
     made = plan_model(parts, model_config, shape, device)
     adapter = _adapter_weights(made, device)
-    memory, reduction = plan_memory(made, adapter, gpu_bytes(device))
+    made, reduction = decide_reduction(made, adapter, gpu_bytes(device))
     name = str(made.dtype).removeprefix("torch.")
     trained = "all trained" if adapter is None else f"frozen, {count(adapter)} of the adapter trained"
     lines = [
@@ -72,8 +72,7 @@ def dry_run(config: Config) -> int:
     ]
     for topic, text in lines:
         console.say(topic, text)
-    by_arithmetic = f"{memory}\n{reduction}".strip()
-    console.say("memory", _memory(made, by_arithmetic, bool(reduction)))
+    console.say("memory", _memory(made, f"{estimate_memory(made, adapter)}\n{reduction}".strip()))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0
 
@@ -105,7 +104,7 @@ def choose_recomputation(
     return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 
 
-def _memory(plan: ModelPlan, by_arithmetic: str, reduces_every: bool) -> str:
+def _memory(plan: ModelPlan, by_arithmetic: str) -> str:
     """What rank 0 of the requested world would hold and send on GPUs, counted by running it under fake tensors, which
     GPU it fits, and what to change when it fits none.
     """
@@ -116,11 +115,11 @@ def _memory(plan: ModelPlan, by_arithmetic: str, reduces_every: bool) -> str:
     num_ranks = plan.shape.world_size
     try:
         with activity(f"simulating a step of {num_ranks} ranks"):
-            found = simulate(plan.parts, plan.config, plan.shape, reduces_every)
+            found = simulate(plan.parts, plan.config, plan.shape)
     except RuntimeError as error:  # NotImplementedError too
         return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)} ({type(error).__name__})"
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
-    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(plan.parts, None)}"
+    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(plan.parts)}"
     return f"rank 0 of {num_ranks}, simulated: {found}{cure}"
 
 

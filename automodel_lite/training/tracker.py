@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from automodel_lite.parallel.mesh import AXES, MeshShape
@@ -72,7 +71,6 @@ class MemoryTracker(TorchDispatchMode):
         self._routed_tokens, self._vocab_size = routed_tokens, vocab_size
         self.phase, self.now = "load", 0
         self.peaks: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
         self._shape = shape
         self._axes: dict[str, tuple[str, int, int]] = {}  # name of a process group -> mesh axes, ranks, extent
         self._sizes: dict[int, int] = {}  # storage -> bytes
@@ -87,7 +85,10 @@ class MemoryTracker(TorchDispatchMode):
         for value in gpu_tensors(result):
             self.watch(value, func)
         if func.overloadpacket is torch.ops._c10d_functional.wait_tensor:
-            self._waited(args[0], result)
+            # what was waited for is the same memory; that of a fake collective is another
+            pending = args[0].untyped_storage()._cdata
+            if pending != result.untyped_storage()._cdata:
+                self.resized(pending, 0)
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._count_sent(func, args, kwargs or {}, result)
         elif self.phase in _COUNTED and (operation := _operation(func, args, kwargs or {}, result)):
@@ -111,12 +112,6 @@ class MemoryTracker(TorchDispatchMode):
             self._change(self._kinds[key], num_bytes - self._sizes[key])
             self._sizes[key] = num_bytes
 
-    def _waited(self, pending: Tensor, result: Tensor) -> None:
-        """What was waited for is the same memory; that of a fake collective is another."""
-        first, second = pending.untyped_storage()._cdata, result.untyped_storage()._cdata
-        if first != second:
-            self.resized(first, 0)
-
     def enter(self, phase: str) -> None:
         self.phase = phase
         self.peaks[phase] = max(self.peaks[phase], self.now)
@@ -124,7 +119,6 @@ class MemoryTracker(TorchDispatchMode):
     def forget(self, phase: str) -> None:
         """Drops this phase: the work before the first step does not belong to a step."""
         del self.peaks[phase]
-        self.sent.clear()
         for work in self.work.values():
             work.clear()
         self._peak = 0
@@ -165,7 +159,6 @@ class MemoryTracker(TorchDispatchMode):
         largest = max((t.numel() * t.element_size() for t in gpu_tensors([*given, result])), default=0)
         times = 2 if "allreduce" in name or "all_reduce" in name else 1  # a reduce-scatter and an all-gather
         sent = times * largest * (ranks - 1) // ranks
-        self.sent[axes] += sent
         if self.phase in _COUNTED and sent:
             self.work[self.part][Message(axes, extent, group_name in self.parallel_groups, sent)] += 1
 
@@ -213,10 +206,10 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
     name = func.overloadpacket.__name__
     if name in _FREE or func.namespace in ("prim", "profiler"):
         return None
-    args, kwargs, result = (_local_parts(value) for value in (args, kwargs, result))
+    args, kwargs, result = (tree_map(_own_part, value) for value in (args, kwargs, result))
     # a look-up reads the rows that it gives, not the table; a gather the places that it takes
     read = {"embedding": result, "index_select": result, "gather": args[1:]}.get(name, args)
-    touched = [x for x in tree_leaves((read, kwargs, result)) if isinstance(x, FakeTensor) and x.device == GPU]
+    touched = gpu_tensors((read, kwargs, result))
     moved = sum(x.numel() * x.element_size() for x in touched)
     if not moved:
         return None
@@ -235,23 +228,10 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
     return Operation("other", 0.0, moved)
 
 
-def _local_parts(value: Any) -> Any:
-    """The same with each distributed tensor's own part in its place."""
-    if isinstance(value, DTensor):
-        return value.to_local()
-    if isinstance(value, (list, tuple)):
-        return [_local_parts(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _local_parts(item) for key, item in value.items()}
-    return value
+def gpu_tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors on the fake GPU; of distributed ones this rank's parts."""
+    return [x for x in map(_own_part, tree_leaves(value)) if isinstance(x, FakeTensor) and x.device == GPU]
 
 
-def gpu_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the local tensors on the fake GPU."""
-    if isinstance(value, DTensor):
-        yield from gpu_tensors(value.to_local())
-    elif isinstance(value, FakeTensor) and value.device == GPU:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from gpu_tensors(item)
+def _own_part(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value

@@ -16,10 +16,10 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.watchdog import Watchdog
 from automodel_lite.training.memory import (
     check_weights_fit,
+    decide_reduction,
     estimate_memory,
     optimizer_bytes,
     out_of_memory_text,
-    plan_memory,
     remedies,
 )
 from automodel_lite.training.plan import ModelPlan, build_parts
@@ -91,24 +91,29 @@ def test_a_text_config_that_does_not_know_whether_its_head_is_tied(is_tied: bool
 
 def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     """LLAMA has 0.14 M weights: the sum that is not sharded takes 4 bytes of each."""
-    config = config_with(global_batch_size=4)
-    what = plan_of(config, 1, 2, 1), None
-    summed, reduced = (estimate_memory(*what, reduces_every=wish) for wish in (False, True))
-    assert summed.total - reduced.total == 4 * model_size(LLAMA).parameters / 2
-    fits, just_not = int(summed.total / 0.9) + 1, int(summed.total / 0.9) - 1
-    assert plan_memory(*what, None) == (summed, "")
-    assert plan_memory(*what, fits) == (summed, "")
-    chosen, why = plan_memory(*what, just_not)
-    assert chosen == reduced
+
+    def planned(wish: object, batch: int | None = 4) -> ModelPlan:
+        config = config_with(global_batch_size=batch)
+        config.mesh = MeshConfig(reduce_every_micro_batch=wish, strategy="fsdp")  # type: ignore[arg-type]
+        return plan_of(config, 1, 2, 1)
+
+    summed, reduced = (estimate_memory(planned(wish), None).total for wish in ("auto", True))
+    assert summed - reduced == 4 * model_size(LLAMA).parameters / 2
+    fits, just_not = int(summed / 0.9) + 1, int(summed / 0.9) - 1
+    assert is_reduced(planned("auto"), None) == is_reduced(planned("auto"), fits) == (False, "")
+    is_on, why = is_reduced(planned("auto"), just_not)
+    assert is_on
     assert why.startswith("gradients are reduced after every micro-batch: with their unsharded sum of 0.5 MiB")
-    config.mesh.reduce_every_micro_batch = False
-    assert plan_memory(*what, just_not) == (summed, "")
-    config.mesh.strategy = "fsdp"
-    assert remedies(what[0].parts)[2] == "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
-    config.mesh.reduce_every_micro_batch = True
-    assert plan_memory(*what, None) == (reduced, "gradients are reduced after every micro-batch, as set")
-    config.training.global_batch_size = None  # one micro-batch: there is no sum
-    assert plan_memory(*what, None)[1] == ""
+    assert is_reduced(planned(False), just_not) == (False, "")
+    remedy = "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
+    assert remedies(planned(False).parts)[2] == remedy
+    assert is_reduced(planned(True), None) == (True, "gradients are reduced after every micro-batch, as set")
+    assert is_reduced(planned(True, batch=None), None)[1] == ""  # one micro-batch: there is no sum
+
+
+def is_reduced(plan: ModelPlan, available: int | None) -> tuple[object, str]:
+    decided, why = decide_reduction(plan, None, available)
+    return decided.parts.mesh.reduce_every_micro_batch, why
 
 
 def test_what_waits_in_host_memory_is_not_counted():
@@ -171,7 +176,7 @@ def test_remedies_come_in_order_and_fit_the_settings():
 
 
 def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
-    text = out_of_memory_text(build_parts(config_with()), None)
+    text = out_of_memory_text(build_parts(config_with()))
     run = RunFolder(tmp_path)
     watchdog = Watchdog(run.path, 0, after_s=0)
     watchdog.enter("in step 3")
