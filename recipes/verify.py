@@ -155,8 +155,8 @@ class Verification:
         checks = []
         if shape.cp > 1:
             model = self.loss_model()
-            name = f"context parallel over {shape.cp} ranks, {self.exact_exchange}"
-            checks.append((name, self.cp_step(model, self.exact_exchange, torch.float32), EXACT))
+            name = f"context parallel over {shape.cp} ranks, {self.parts.mesh.cp_exchange}"
+            checks.append((name, self.cp_step(model, self.parts.mesh.cp_exchange, torch.float32), EXACT))
             if not self.trains_like_the_exact_checks():
                 install(model.lm, self.kernel)
                 exchange = self.parts.mesh.cp_exchange
@@ -166,11 +166,6 @@ class Verification:
         axes = f"dp {shape.dp_replicate} x {shape.dp_shard}, cp {shape.cp}{more}, {self.plan.strategy}"
         checks.append((f"the whole mesh: {axes}", self.mesh_step(), EXACT))
         return [self.check(*check) for check in checks] if self.mesh.rank == 0 else []
-
-    @property
-    def exact_exchange(self) -> str:
-        """Transformer Engine does not compute in fp32: its own exchange is checked with its kernel and precision."""
-        return "all_gather" if self.parts.mesh.cp_exchange == "te" else self.parts.mesh.cp_exchange
 
     def cp_step(self, model: LossModel, exchange: str, dtype: torch.dtype) -> Step:
         """The whole model on each rank, tokens shared by the context-parallel ranks; gradients summed over them."""
@@ -195,7 +190,7 @@ class Verification:
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(mine, start=1):
             with model.accumulate(is_last=number == len(mine)):
-                part = cp_shard(batch, self.mesh.cp, self.exact_exchange).to(self.mesh.device)
+                part = cp_shard(batch, self.mesh.cp, self.parts.mesh.cp_exchange).to(self.mesh.device)
                 loss = model(part) / self.num_label_tokens
                 (loss * model.mean_ranks).backward()
             total += loss.detach()
@@ -212,7 +207,7 @@ class Verification:
         seed_all(self.config.seed, "model")
         model, _ = assemble(self.parts, self.sample.tokenizer, mesh, strategy, torch.float32)
         install(model.loss_model.lm, ReferenceAttention())
-        check_model(self.exact_exchange, model, mesh)
+        check_model(self.parts.mesh.cp_exchange, model, mesh)
         model.loss_model.eval()
         return model
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,8 +43,7 @@ def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSp
     the reason, to be printed.
 
     Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks, wide heads), else the reference. Layers of
-    several kinds get the first kernel that supports each. Raises ConfigError for mesh.cp_exchange=te, which needs
-    attention=te.
+    several kinds get the first kernel that supports each. Raises ConfigError for what `kernel` does not support.
     """
     if kernel is not None:
         for spec in specs:
@@ -53,8 +51,6 @@ def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSp
         return kernel, f"{kernel.name.removeprefix('thd_')}: as configured"
     if not specs:
         return ReferenceAttention(), "none: the model has no attention layers"
-    if specs[0].own_exchange:
-        raise ConfigError("mesh.cp_exchange=te needs attention=te: set it, or use mesh.cp_exchange=all_gather.")
     if specs[0].device.type != "cuda":
         return ReferenceAttention(), f"reference: the only packed kernel that trains on {specs[0].device.type}"
     # imported here: flex_attention brings torch._dynamo, 1 CPU-s that a CPU has no use for
@@ -68,7 +64,8 @@ def choose_attention(kernel: AttentionKernel | None, specs: Sequence[AttentionSp
     reasons = [
         f"{spec.num_layers} layers with head dim {spec.head_dim} on {reason}" for spec, (_, reason) in zip(specs, found)
     ]
-    return KernelByKind(specs[0], kernels), "by kind of layer: " + " / ".join(reasons)
+    by_dims = {(spec.head_dim, spec.value_head_dim): kernel for spec, (kernel, _) in zip(specs, found)}
+    return KernelByKind(by_dims), "by kind of layer: " + " / ".join(reasons)
 
 
 def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple[AttentionKernel, str]:
@@ -86,17 +83,15 @@ def first_able(kernels: Sequence[AttentionKernel], spec: AttentionSpec) -> tuple
 
 
 class KernelByKind:
-    """One kernel for each kind of layer, distinguished by its inputs: head dims, window, softcap, sinks."""
+    """One kernel for each kind of layer, distinguished by the dims of its heads: of queries, and of values."""
 
     name = "thd_by_kind"
 
-    def __init__(self, spec: AttentionSpec, kernels: Sequence[AttentionKernel]) -> None:
-        self.spec = spec
-        self.kernels = kernels
-        self._chosen: dict[AttentionSpec, AttentionKernel] = {}
+    def __init__(self, by_dims: dict[tuple[int, int], AttentionKernel]) -> None:
+        self.by_dims = by_dims
 
     def check(self, spec: AttentionSpec) -> None:
-        """Does not raise: the last of the kernels supports everything."""
+        """Does not raise: each kind has a kernel that supports it."""
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
@@ -118,19 +113,7 @@ class KernelByKind:
         return over_tree(self._of(inputs), tree, is_cut=False)(*inputs)
 
     def _of(self, inputs: AttentionInputs) -> Any:
-        q_THD, _, v_THD, _, options = inputs
-        kind = replace(
-            self.spec,
-            dtype=q_THD.dtype,
-            head_dim=q_THD.shape[2],
-            value_head_dim=v_THD.shape[2],
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks is not None,
-        )
-        if kind not in self._chosen:
-            self._chosen[kind], _ = first_able(self.kernels, kind)
-        return self._chosen[kind]
+        return self.by_dims[inputs.q.shape[2], inputs.v.shape[2]]
 
 
 def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> None:
@@ -180,7 +163,11 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         if module not in kinds:
             kinds[module] = _window(module, sliding_window), layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
         window, chunk = kinds[module]
-        q, k, v = (_in_compute_dtype(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
+        # In autocast's dtype: rotations leave queries and keys in fp32, and values in bf16. Kernels need one dtype
+        # (FlashAttention not fp32), and context parallelism sends half the bytes.
+        device = query.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        q, k, v = (x.to(dtype or x.dtype).squeeze(0).transpose(0, 1) for x in (query, key, value))
         q = scale_queries(module, q, documents.position_ids)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
@@ -190,15 +177,6 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
         return out[None], None
 
     return forward
-
-
-def _in_compute_dtype(x: Tensor) -> Tensor:
-    """Casts to autocast's dtype: rotary embeddings leave queries and keys in fp32, and values in bf16.
-
-    Kernels need one dtype (FlashAttention not fp32), and context parallelism sends half the bytes.
-    """
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _refuse_what_packing_cannot(
@@ -221,18 +199,14 @@ def _refuse_what_packing_cannot(
 def _window(module: nn.Module, sliding_window: int | None) -> int | None:
     """The window of this layer: what its attention call passes, or what its mask would have had (PhiMoE)."""
     expected = layer_window(module.config, module.layer_idx)  # type: ignore[arg-type]
-    if expected == sliding_window or (sliding_window is None and _masks_the_window(module)):
+    builds_masks = "create_sliding_window_causal_mask" in vars(sys.modules[type(module).__module__])
+    if expected == sliding_window or (sliding_window is None and builds_masks):
         return expected
     raise ConfigError(
         f"{type(module).__name__}: the config gives layer {module.layer_idx} a sliding window of {expected}, its "
         f"attention call passes {sliding_window}, so the window would silently be lost: set "
         "model.config.sliding_window=null if no document is longer than it, or take another model."
     )
-
-
-def _masks_the_window(module: nn.Module) -> bool:
-    """Does this family build masks with a window?"""
-    return "create_sliding_window_causal_mask" in vars(sys.modules[type(module).__module__])
 
 
 DOCUMENT_TOKENS = 16

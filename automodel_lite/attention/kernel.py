@@ -38,10 +38,7 @@ class AttentionKernel(Protocol):
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
-        """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] -> [Tq, Hq, Dv].
-
-        A kernel that exchanges between context-parallel ranks by itself takes their group as `cp_group`.
-        """
+        """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] -> [Tq, Hq, Dv]."""
 
 
 @runtime_checkable
@@ -62,6 +59,22 @@ class BlockKernel(Protocol):
         """Gradients of q, k and v through these keys; `out_THD`, `lse_TH` and its gradient are those over all keys."""
 
 
+def backward_of_block(
+    kernel: BlockKernel, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what `BlockKernel.block_backward` does: the block once more, and back through its share
+    exp(lse_block - lse) of the output.
+    """
+    q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    with torch.enable_grad():
+        out, lse = kernel.block(inputs._replace(q=q, k=k, v=v), causal)
+    share = (lse.detach() - lse_TH).exp()[..., None]
+    change = (grad_THD * (out.detach() - out_THD)).float().sum(-1, keepdim=True)
+    grads = ((grad_THD * share).to(out.dtype), (share * change).squeeze(-1))
+    dq, dk, dv = torch.autograd.grad((out, lse), leaves, grads)
+    return dq, dk, dv
+
+
 def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
     """The error for a model that needs something that `kernel` does not support."""
     return ConfigError(f"attention={kernel.name.removeprefix('thd_')} does not support {asked}: {cure}.")
@@ -78,12 +91,6 @@ def require_half(kernel: AttentionKernel, spec: AttentionSpec) -> None:
     if spec.dtype not in (torch.float16, torch.bfloat16):
         cure = "set training.precision=bf16, or use attention=flex or attention=reference"
         raise refuse(kernel, f"dtype={spec.dtype}", cure)
-
-
-def refuse_own_exchange(kernel: AttentionKernel, spec: AttentionSpec) -> None:
-    """Raises ConfigError for mesh.cp_exchange=te on any other kernel."""
-    if spec.own_exchange:
-        raise refuse(kernel, "mesh.cp_exchange=te", "use attention=te, or mesh.cp_exchange=all_gather")
 
 
 def require_blocks(kernel: AttentionKernel) -> None:
@@ -109,8 +116,7 @@ class ReferenceAttention:
     name = "thd_reference"
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError for mesh.cp_exchange=te; has no other limit."""
-        refuse_own_exchange(self, spec)
+        """Does not raise: it supports everything."""
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
@@ -133,38 +139,22 @@ class ReferenceAttention:
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         q_THD, k_THD, v_THD, segments, options = inputs
-        out = q_THD.new_empty(*q_THD.shape[:2], v_THD.shape[2])
-        lse = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for rows, keys, mask in _blocks(segments, causal, q_THD.device):
-            with torch.autocast(q_THD.device.type, enabled=False):
-                q, k, v = _grouped(q_THD[rows], k_THD[keys], v_THD[keys])
-                logits, _ = _logits(q, k, mask, options)
-                of_rows = logits.logsumexp(-1, keepdim=True)
-                out[rows] = ((logits - of_rows).exp() @ v).flatten(0, 1).transpose(0, 1).to(out.dtype)
-                lse[rows] = of_rows.flatten(0, 1).squeeze(-1).t()
-        return out, lse
-
-    def block_backward(
-        self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockKernel`."""
-        q_THD, k_THD, v_THD, segments, options = inputs
-        grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q_THD, k_THD, v_THD)]
-        delta_TH = (grad_THD.float() * out_THD.float()).sum(-1)
-        for rows, keys, mask in _blocks(segments, causal, q_THD.device):
-            with torch.autocast(q_THD.device.type, enabled=False):
-                q, k, v = _grouped(q_THD[rows], k_THD[keys], v_THD[keys])
-                logits, bounded = _logits(q, k, mask, options)
-                slope = 1.0 if bounded is None else 1 - bounded**2  # of the softcap
-                grad, lse, delta = (
-                    _by_group(x, k.shape[0]) for x in (grad_THD[rows], lse_TH[rows, :, None], delta_TH[rows, :, None])
+        outs, lses = [], []
+        with torch.autocast(q_THD.device.type, enabled=False):
+            for rows, keys, mask in _blocks(segments, causal, q_THD.device):
+                q, k, v = (
+                    x.float().transpose(0, 1).unflatten(0, (k_THD.shape[1], -1))  # [Hkv, Hq / Hkv or 1, L, D]
+                    for x in (q_THD[rows], k_THD[keys], v_THD[keys])
                 )
-                weights = (logits - lse).exp()
-                grad_logits = weights * (grad @ v.transpose(-1, -2) - delta) * slope * options.scale
-                grads[0][rows] += (grad_logits @ k).flatten(0, 1).transpose(0, 1)
-                grads[1][keys] += (grad_logits.transpose(-1, -2) @ q).sum(1).transpose(0, 1)
-                grads[2][keys] += (weights.transpose(-1, -2) @ grad).sum(1).transpose(0, 1)
-        return grads[0], grads[1], grads[2]
+                logits = _logits(q, k, mask, options)
+                lse = logits.logsumexp(-1, keepdim=True)
+                outs.append(((logits - lse).exp() @ v).flatten(0, 1).transpose(0, 1))
+                lses.append(lse.flatten(0, 1).squeeze(-1).t())
+        return torch.cat(outs).to(q_THD.dtype), torch.cat(lses)
+
+    def block_backward(self, inputs: AttentionInputs, causal: bool, *of_block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel`."""
+        return backward_of_block(self, inputs, causal, *of_block)
 
 
 def _blocks(segments: Segments, causal: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -177,25 +167,12 @@ def _blocks(segments: Segments, causal: bool, device: torch.device) -> Iterator[
             yield slice(q_start + rows.start, q_start + rows.stop), seen, mask
 
 
-def _by_group(x_THD: Tensor, num_kv_heads: int) -> Tensor:
-    """[T, Hq, D] -> fp32 [Hkv, Hq / Hkv, T, D]."""
-    return x_THD.float().transpose(0, 1).unflatten(0, (num_kv_heads, -1))
-
-
-def _grouped(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32: q [Hkv, Hq / Hkv, Lq, D], k, v [Hkv, 1, Lk, D]."""
-    num_kv_heads = k_THD.shape[1]
-    return _by_group(q_THD, num_kv_heads), _by_group(k_THD, num_kv_heads), _by_group(v_THD, num_kv_heads)
-
-
-def _logits(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor | None]:
-    """Logits, -inf where `mask` hides a key, and the tanh of the softcap, None without one."""
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
+    """Returns the logits, -inf where `mask` hides a key."""
     logits = (q @ k.transpose(-1, -2)) * options.scale
-    bounded: Tensor | None = None
     if options.softcap is not None:
-        bounded = torch.tanh(logits / options.softcap)
-        logits = options.softcap * bounded
-    return logits if mask is None else logits.masked_fill(~mask, float("-inf")), bounded
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return logits if mask is None else logits.masked_fill(~mask, float("-inf"))
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -244,7 +221,7 @@ def _visible(rows: slice, keys: slice, shift: int, window: int | None, device: t
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Attention written out in fp32, for the two options that SDPA lacks (Gemma-2's softcap, GPT-OSS's sinks)."""
-    logits, _ = _logits(q.float(), k.float(), mask, options)
+    logits = _logits(q.float(), k.float(), mask, options)
     if options.sinks is None:
         weights = logits.softmax(-1)
     else:

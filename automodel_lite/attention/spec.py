@@ -30,7 +30,6 @@ class AttentionSpec:
     window         keys that a query of the narrowest sliding layer sees, its own included; None without such layers
     softcap        bound of the attention logits; None without
     sinks          True when each head has a learned extra logit
-    own_exchange   True when the kernel itself must exchange between context-parallel ranks (mesh.cp_exchange=te)
     num_layers     layers of this kind
     """
 
@@ -44,7 +43,6 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    own_exchange: bool = False
     num_layers: int = 0
 
 
@@ -165,12 +163,11 @@ def has_attention(config: PretrainedConfig) -> bool:
 
 
 def attention_specs(
-    model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype, own_exchange: bool = False
+    model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype
 ) -> list[AttentionSpec]:
     """What a model of this config needs from its attention kernel, for each kind of layer (Gemma 4: head dim 512 in one
     of six), the most common first; none for a model without attention.
 
-    own_exchange  True for mesh.cp_exchange=te with mesh.cp > 1
     Raises ConfigError for layers that cannot be packed, and for attention dropout, which no packed kernel has.
     """
     config = model_config.get_text_config()
@@ -200,7 +197,6 @@ def attention_specs(
             window=narrowest[kind],
             softcap=config_value(config, "attn_logit_softcapping"),
             sinks=passes_sinks(config),
-            own_exchange=own_exchange,
             num_layers=num_layers,
         )
         for kind, num_layers in counts.most_common()

@@ -1,8 +1,4 @@
-"""Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16); latent attention's head dims included.
-
-It may exchange between context-parallel ranks by itself (mesh.cp_exchange=te): its layout is the one that
-`parallel.context_parallel` cuts, and it needs the padded boundaries of the whole stream on every rank.
-"""
+"""Transformer Engine's `DotProductAttention` in THD format (CUDA, fp16 / bf16), for latent attention's heads too."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,11 +19,8 @@ from automodel_lite.thd import AttentionOptions, Segments
 if find_spec("transformer_engine") is None:
     raise ConfigError("attention=te needs Transformer Engine: pip install --no-build-isolation 'automodel-lite[te]'.")
 
-import transformer_engine
 from transformer_engine.pytorch.attention import DotProductAttention
 
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-SINCE = {"a2a": "2.10", "all_gather": "2.18"}  # the version from which an exchange takes THD
 DOCUMENTS_STEP = 32
 """cuDNN (9.24 and later) builds a graph for each number of documents: boundaries are filled up with empty ones."""
 
@@ -39,13 +30,7 @@ class TransformerEngineAttention:
 
     name = "thd_te"
 
-    def __init__(
-        self,
-        cp_comm_type: str = "p2p",  # with mesh.cp_exchange=te: p2p (ring) | all_gather | a2a
-    ) -> None:
-        if cp_comm_type not in CP_COMM_TYPES:
-            raise ConfigError(f"attention.cp_comm_type={cp_comm_type} must be one of {', '.join(CP_COMM_TYPES)}.")
-        self.cp_comm_type = cp_comm_type
+    def __init__(self) -> None:
         self.has_softcap = "softcap" in inspect.signature(DotProductAttention.__init__).parameters
         self._modules: dict[tuple[Any, ...], nn.Module] = {}
         self._filled: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -66,33 +51,19 @@ class TransformerEngineAttention:
                 raise refuse(self, f"the softcap of {spec.model_type} without flash-attn", flash)
             if torch.cuda.is_available() and torch.cuda.get_device_capability(spec.device) < (9, 0):
                 raise refuse(self, "packed documents on this GPU without flash-attn", flash)
-        since = SINCE.get(self.cp_comm_type)
-        if spec.own_exchange and since and Version(transformer_engine.__version__) < Version(since):
-            cure = f"Transformer Engine {since} can, this is {transformer_engine.__version__}"
-            raise refuse(self, f"cp_comm_type={self.cp_comm_type} with packed documents", cure)
-        if spec.own_exchange and spec.window is not None and self.cp_comm_type == "p2p":
-            cure = "set attention.cp_comm_type=all_gather or a2a, or use mesh.cp_exchange=all_gather"
-            raise refuse(self, f"the window of {spec.model_type} with its own p2p exchange", cure)
 
     def __call__(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        cp_group: dist.ProcessGroup | None = None,
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions
     ) -> Tensor:
-        """See `AttentionKernel`; with `cp_group`, q, k, v are this rank's and the boundaries the whole stream's."""
+        """See `AttentionKernel`."""
         if options.sinks is not None:
             raise refuse(self, "attention sinks", "use attention=flex")
         cu_q, cu_k, max_q, max_k = segments
         is_self = cu_q is cu_k
         mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"
-        if cp_group is None:
-            cu_q, cu_k = self._fill(cu_q), self._fill(cu_k)
+        cu_q, cu_k = self._fill(cu_q), self._fill(cu_k)
         heads = (q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], v_THD.shape[2])
-        attend = self._module(heads, options, mask_type, cp_group)
+        attend = self._module(heads, options, mask_type)
         out = attend(
             q_THD.contiguous(),
             k_THD.contiguous(),
@@ -115,18 +86,12 @@ class TransformerEngineAttention:
             self._filled[cu] = torch.cat([cu, cu[-1:].expand(-(len(cu) - 1) % DOCUMENTS_STEP)])
         return self._filled[cu]
 
-    def _module(
-        self,
-        heads: tuple[int, int, int, int],
-        options: AttentionOptions,
-        mask_type: str,
-        cp_group: dist.ProcessGroup | None,
-    ) -> nn.Module:
+    def _module(self, heads: tuple[int, int, int, int], options: AttentionOptions, mask_type: str) -> nn.Module:
         window, softcap = options.window, options.softcap
-        key = (heads, options.scale, window, softcap, mask_type, cp_group)
+        key = (heads, options.scale, window, softcap, mask_type)
         if key not in self._modules:
             num_heads, num_kv_heads, head_dim, value_head_dim = heads
-            module = DotProductAttention(
+            self._modules[key] = DotProductAttention(
                 num_heads,
                 (head_dim, value_head_dim),
                 num_gqa_groups=num_kv_heads,
@@ -137,8 +102,4 @@ class TransformerEngineAttention:
                 softmax_scale=options.scale,
                 **({} if softcap is None else {"softcap": softcap}),
             )
-            if cp_group is not None:
-                ranks = dist.get_process_group_ranks(cp_group)
-                module.set_context_parallel_group(cp_group, ranks, torch.cuda.Stream(), self.cp_comm_type)
-            self._modules[key] = module
         return self._modules[key]

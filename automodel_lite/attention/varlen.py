@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from automodel_lite.attention.kernel import refuse, refuse_own_exchange, require_cuda, require_half
+from automodel_lite.attention.kernel import refuse, require_cuda, require_half
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
@@ -48,7 +48,6 @@ class VarlenAttention:
         """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head dims."""
         require_cuda(self, spec)
         require_half(self, spec)
-        refuse_own_exchange(self, spec)
         if spec.softcap is not None:
             raise refuse(self, f"the softcap of {spec.model_type}", "use attention=flex")
         if spec.sinks:

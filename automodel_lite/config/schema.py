@@ -48,7 +48,7 @@ class MeshConfig:
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
     ep: Positive = 1  # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp, or none with one process
-    cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring", "te"))] = "auto"  # te = TE's
+    cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring"))] = "auto"
     reduce_every_micro_batch: BoolOrAuto = "auto"  # of gradients; auto = if their unsharded sum does not fit the GPU
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run

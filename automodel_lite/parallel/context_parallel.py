@@ -25,12 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.interface import Logits, logits_of, tolerance_std
-from automodel_lite.attention.spec import config_value, layer_chunk, layer_shapes
+from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.exchange import (
     AllGatherKV,
     OwnedDocumentMixers,
-    TransformerEngine,
     Ulysses,
     check_heads_divide,
 )
@@ -47,7 +46,7 @@ from automodel_lite.thd import (
     stream_of,
 )
 
-EXCHANGES = ("all_gather", "all_to_all", "ring", "te")
+EXCHANGES = ("all_gather", "all_to_all", "ring")
 
 
 def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_gather") -> ThdBatch:
@@ -80,13 +79,6 @@ def attention_plan(
 ) -> AttentionPlan:
     """What the kernel of rank `cp_rank` gets, for a batch that is not sharded yet."""
     cu, tree = batch.cu_seqlens_padded, batch.attention.tree
-    if exchange == "te":
-        if tree is not None:
-            raise ConfigError(
-                "mesh.cp_exchange=te knows documents that begin with their own tokens, not trees: set "
-                "packed_sequence.tree=off, or use mesh.cp_exchange=all_gather."
-            )
-        return replace(batch.attention, exchange=TransformerEngine(group))
     to_ranks = rank_order(cu, cp_size)
     to_stream = inverse_permutation(to_ranks)
     if exchange == "all_to_all":
@@ -264,10 +256,6 @@ def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: st
         for layer in layer_shapes(model_config):
             if layer.num_heads:
                 check_heads_divide(cp_size, layer.num_heads, layer.num_kv_heads)
-    text = model_config.get_text_config()
-    chunks = [layer_chunk(text, layer) for layer in range(config_value(text, "num_hidden_layers", 0))]
-    if exchange == "te" and any(chunks):
-        raise ConfigError("mesh.cp_exchange=te does not support chunked attention: use mesh.cp_exchange=all_gather.")
 
 
 def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:

@@ -5,7 +5,6 @@ AllGatherKV        every rank keeps its queries and gathers everybody's keys and
 Ulysses            all-to-all: every rank gets all tokens of Hq / cp heads, the kernel sees plain packing. Less volume
                    than the all-gather when cp > (Hq + Hkv) / Hkv.
 Ring               (ring.py) keys and values travel from rank to rank behind the attention: the least memory.
-TransformerEngine  the `te` kernel exchanges by itself (p2p ring, all-gather or all-to-all).
 MixerExchange      of a layer that mixes tokens in other ways, one of two: all-to-all of heads or channels, as Ulysses;
                    or every rank gets whole documents, shared by length. That is for mixers whose heads do not divide,
                    or whose inner functions are unknown. A document is never cut, so the longest one bounds what more
@@ -193,17 +192,6 @@ class Ulysses(Heads):
         if options.sinks is not None:
             options = replace(options, sinks=self.part(options.sinks, 0))
         return self.from_heads(kernel(q, k, v, inputs.segments, options))
-
-
-@dataclass(frozen=True)
-class TransformerEngine:
-    """Passes the group to the `te` kernel, which needs the padded boundaries of the whole stream on every rank."""
-
-    group: dist.ProcessGroup
-
-    def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
-        """See `Exchange`."""
-        return kernel(*inputs, cp_group=self.group)
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,7 @@ def plan_model(parts: Parts, config: PretrainedConfig, shape: MeshShape, device:
     dtype = choose_precision(parts.training.precision, device)
     check_axes(parts, strategy)
     check_offload(parts, strategy)
-    own_exchange = parts.mesh.cp > 1 and parts.mesh.cp_exchange == "te"
-    kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype, own_exchange))
+    kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe(config)
     if parts.model.router_aux_loss:

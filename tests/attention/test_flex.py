@@ -15,11 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from automodel_lite.attention.flex import (
     FlexAttention,
-    _segments,
-    _visible,
+    block_mask,
     compiled_flex,
     packed_block_mask,
-    tree_block_mask,
 )
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.trees import over_tree
@@ -101,6 +99,22 @@ def test_the_short_streams_of_start_up_are_not_compiled() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- block masks
+def _segments(cu: torch.Tensor) -> torch.Tensor:
+    return torch.repeat_interleave(cu.diff())
+
+
+def _visible(cu_q: torch.Tensor, cu_k: torch.Tensor, window: int | None) -> Any:
+    """Same segment, causal bottom right, inside the window."""
+    segment_q, segment_k = _segments(cu_q), _segments(cu_k)
+    highest = torch.arange(len(segment_q)) + (cu_k[1:] - cu_q[1:])[segment_q]
+
+    def mask_mod(b: Any, h: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        distance = highest[i] - j
+        return (segment_q[i] == segment_k[j]) & (distance >= 0) & (distance < (window or 10**6))
+
+    return mask_mod
+
+
 def _random_lengths(total: int, longest: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
@@ -122,8 +136,7 @@ def _full_blocks(mask: Any) -> torch.Tensor:
 def test_the_mask_from_the_boundaries_is_torchs_own(total: int, window: int | None) -> None:
     cu = boundaries(_random_lengths(total, 400, total))
     got = packed_block_mask(cu, cu, total, total, window)
-    segments = _segments(cu, total)
-    want = create_block_mask(_visible(segments, segments, torch.arange(total), window), None, None, total, total, "cpu")
+    want = create_block_mask(_visible(cu, cu, window), None, None, total, total, "cpu")
     assert torch.equal(got.to_dense(), want.to_dense())
     assert torch.equal(_full_blocks(got), _full_blocks(want))
 
@@ -137,10 +150,7 @@ def test_the_mask_of_prefixes_misses_nothing(seed: int, window: int | None) -> N
     cu_q, cu_k = boundaries(q_lens), boundaries(k_lens[: len(q_lens)])
     num_q, num_k = int(cu_q[-1]), int(cu_k[-1])
     got = packed_block_mask(cu_q, cu_k, num_q, num_k, window)
-    segment_q = _segments(cu_q, num_q)
-    highest = torch.arange(num_q) + (cu_k[1:] - cu_q[1:])[segment_q]
-    visible = _visible(segment_q, _segments(cu_k, num_k), highest, window)
-    want = create_block_mask(visible, None, None, num_q, num_k, "cpu")
+    want = create_block_mask(_visible(cu_q, cu_k, window), None, None, num_q, num_k, "cpu")
     assert (got.to_dense() >= want.to_dense()).all()
     assert (_full_blocks(got) <= _full_blocks(want)).all()
     assert got.to_dense().sum() - want.to_dense().sum() <= 14
@@ -191,7 +201,8 @@ def test_the_blocks_of_a_tree_hold_all_visible_pairs(window: int | None) -> None
     batch, _ = batch_of([random_rows(random.Random(seed), 50, most=12) for seed in range(6)])
     tree = batch.attention.tree
     assert tree is not None
-    mask, num = tree_block_mask(tree.until, tree.position, window), len(tree.until)
+    num = len(tree.until)
+    mask = block_mask(torch.arange(num), tree.until, tree.position, tree.position, window)
     i, j = torch.arange(num)[:, None], torch.arange(num)[None]
     visible = (j <= i) & (i < tree.until[None])
     if window is not None:

@@ -53,7 +53,6 @@ TE_FORWARD = words("""
     checkpoint_core_attention core_attention_bias_type core_attention_bias alibi_slopes fast_zero_fill
     inference_params pad_between_seqs fp8_output bf16_backward num_splits
 """)
-TE_SET_GROUP = ["self", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"]
 TE_MASKS = ("padding_causal", "padding_causal_bottom_right")
 
 CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 8, 14]))
@@ -141,13 +140,11 @@ def test_flash_without_the_package_names_the_pip_line(monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------- Transformer Engine
 @pytest.fixture
 def te_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    yield fake_te(monkeypatch, "2.20.2", TE_INIT, TE_FORWARD, TE_SET_GROUP)
+    yield fake_te(monkeypatch, TE_INIT, TE_FORWARD)
     sys.modules.pop("automodel_lite.attention.te", None)
 
 
-def fake_te(
-    monkeypatch: pytest.MonkeyPatch, version: str, init: list[str], forward: list[str], set_group: list[str]
-) -> list[tuple[str, dict[str, Any]]]:
+def fake_te(monkeypatch: pytest.MonkeyPatch, init: list[str], forward: list[str]) -> list[tuple[str, dict[str, Any]]]:
     """Transformer Engine with these signatures; (method, what it is given) of each call."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -163,14 +160,12 @@ def fake_te(
     members = {
         "__init__": method("init", init, lambda given: None),
         "__call__": method("forward", forward, lambda given: given["query_layer"].flatten(1)),
-        "set_context_parallel_group": method("group", set_group, lambda given: None),
     }
     fake_module(
         monkeypatch,
         "transformer_engine.pytorch.attention",
         DotProductAttention=type("DotProductAttention", (), members),
     )
-    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", version, raising=False)
     monkeypatch.delitem(sys.modules, "automodel_lite.attention.te", raising=False)
     return calls
 
@@ -195,29 +190,13 @@ def test_what_transformer_engine_is_given(te_calls: list[tuple[str, dict[str, An
     assert te_calls[-1][1]["attn_mask_type"] == TE_MASKS[0]
 
 
-def test_transformer_engine_exchanges_by_itself(
-    te_calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
-    kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention("a2a")
-    kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN, cp_group="group")
-    assert [name for name, _ in te_calls] == ["init", "group", "forward"]
-    told = {key: te_calls[1][1][key] for key in TE_SET_GROUP[1:]}
-    assert told == {"cp_group": "group", "cp_global_ranks": [4, 5], "cp_stream": "stream", "cp_comm_type": "a2a"}
-
-
 def test_what_transformer_engine_refuses(
     te_calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dataclasses import replace
 
     te = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention
-    windowed = replace(ON_GPU, own_exchange=True, window=512)
-    te("a2a").check(windowed)
-    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", "2.9.0+abc")
-    with pytest.raises(ConfigError, match=r"Transformer Engine 2\.10 can, this is 2\.9\.0"):
-        te("a2a").check(windowed)
+    te().check(replace(ON_GPU, window=512))
     if importlib.util.find_spec("flash_attn") is None:
         with pytest.raises(ConfigError, match="softcap of llama without flash-attn"):
             te().check(replace(ON_GPU, softcap=30.0))
@@ -226,11 +205,6 @@ def test_what_transformer_engine_refuses(
         with pytest.raises(ConfigError, match="packed documents on this GPU without flash-attn"):
             te().check(ON_GPU)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    te("p2p").check(replace(windowed, window=None))
-    with pytest.raises(ConfigError, match=r"set attention\.cp_comm_type=all_gather or a2a"):
-        te("p2p").check(windowed)
-    with pytest.raises(ConfigError, match=r"attention\.cp_comm_type=ring must be one of p2p, all_gather, a2a"):
-        te("ring")
     with pytest.raises(ConfigError, match="the attention sinks of llama"):
         te().check(replace(ON_GPU, sinks=True))
 
@@ -375,25 +349,19 @@ def test_transformer_engine_sources(version: str, monkeypatch: pytest.MonkeyPatc
     archive = downloaded(f"transformer-engine=={version}", f"transformer_engine-{version}-*.whl")
     source = read_member(archive, "dot_product_attention/dot_product_attention.py")
     assert "or torch.are_deterministic_algorithms_enabled()" in source
-    methods = ("__init__", "forward", "set_context_parallel_group")
-    real = [parameters_of(source, "DotProductAttention", method) for method in methods]
-    calls = fake_te(monkeypatch, version, *real)
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
+    real = [parameters_of(source, "DotProductAttention", method) for method in ("__init__", "forward")]
+    calls = fake_te(monkeypatch, *real)
     kernel = importlib.import_module("automodel_lite.attention.te").TransformerEngineAttention()
     kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, window=7))
-    kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN, cp_group="group")
-    assert [name for name, _ in calls] == ["init", "forward", "init", "group", "forward"]
+    kernel(Q_THD, Q_THD, Q_THD, Segments(CU_Q, CU_Q, 5, 5), PLAIN)
+    assert [name for name, _ in calls] == ["init", "forward", "init", "forward"]
     if version == "2.20.2":
-        for names, known in zip(real, (TE_INIT, TE_FORWARD, TE_SET_GROUP)):
+        for names, known in zip(real, (TE_INIT, TE_FORWARD)):
             assert set(known) <= set(names)
     sys.modules.pop("automodel_lite.attention.te", None)
     constants = read_member(archive, "transformer_engine/pytorch/constants.py")
     for mask in TE_MASKS:
         assert f'"{mask}"' in constants
-    exchange = read_member(archive, "dot_product_attention/context_parallel.py")
-    for comm_type in ("p2p", "all_gather", "a2a"):
-        assert f'"{comm_type}"' in exchange
 
 
 SDIST = ("--no-binary", ":all:", "--no-build-isolation")

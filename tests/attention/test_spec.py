@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
-from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.interface import KernelByKind, choose_attention, install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import AttentionSpec, attention_specs, passes_sinks
@@ -77,21 +76,13 @@ def test_attention_dropout_is_refused_under_the_familys_own_key(family: str, key
         ({"sinks": True}, "the attention sinks of llama: use attention=flex"),
         ({"head_dim": 192}, "head dims 192 / 128"),
         ({"head_dim": 20, "value_head_dim": 20}, "head dims 20 / 20"),
-        ({"own_exchange": True}, r"mesh\.cp_exchange=te: use attention=te"),
     ],
-    ids=["cpu", "fp32", "softcap", "sinks", "latent", "odd head dim", "own exchange"],
+    ids=["cpu", "fp32", "softcap", "sinks", "latent", "odd head dim"],
 )
 def test_what_varlen_refuses(changes: dict[str, Any], words: str) -> None:
     VarlenAttention().check(ON_GPU)
     with pytest.raises(ConfigError, match=words):
         VarlenAttention().check(replace(ON_GPU, **changes))
-
-
-@pytest.mark.parametrize("kernel", [ReferenceAttention(), FlexAttention()], ids=lambda kernel: kernel.name)
-def test_no_kernel_but_te_exchanges_by_itself(kernel: Any) -> None:
-    kernel.check(ON_GPU)
-    with pytest.raises(ConfigError, match=r"does not support mesh\.cp_exchange=te"):
-        kernel.check(replace(ON_GPU, own_exchange=True))
 
 
 @pytest.mark.parametrize(
@@ -110,11 +101,6 @@ def test_auto_takes_the_best_and_says_why(changes: dict[str, Any], name: str, re
     kernel, why = choose_attention(None, [replace(ON_GPU, **changes)])
     assert kernel.name == name
     assert reason in why
-
-
-def test_auto_does_not_guess_transformer_engine() -> None:
-    with pytest.raises(ConfigError, match="needs attention=te"):
-        choose_attention(None, [replace(ON_GPU, own_exchange=True)])
 
 
 def test_a_softcap_of_a_config_is_an_option_of_the_spec() -> None:
@@ -170,7 +156,7 @@ def test_a_model_runs_on_a_kernel_for_each_kind_of_layer() -> None:
     docs = documents([9, 20])
     want = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids, _ in docs])
     narrow = NarrowHeads()
-    install(model, KernelByKind(attention_specs(config, "cpu", torch.float32)[0], (narrow, ReferenceAttention())))
+    install(model, KernelByKind({(8, 8): narrow, (16, 16): ReferenceAttention()}))
     got = model(**stream(docs).model_inputs()).logits[0]
     assert narrow.calls == 2
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.context_parallel import attention_plan, cp_shard, shard_indices
-from automodel_lite.parallel.exchange import AllGatherKV, SelectRows, TransformerEngine, Ulysses
+from automodel_lite.parallel.exchange import AllGatherKV, SelectRows, Ulysses
 from automodel_lite.parallel.ring import Ring
-from automodel_lite.thd import AttentionInputs, AttentionOptions
+from automodel_lite.thd import AttentionOptions
 from tests.attention.families import documents, stream
 
 GROUP: Any = None
@@ -61,18 +61,6 @@ def test_a_ring_of_two_documents() -> None:
     assert (ring.max_half, ring.longest) == (2, 8)
 
 
-def test_transformer_engine_gets_the_whole_stream() -> None:
-    batch = stream(documents([7, 3]), 4)
-    plan = attention_plan(batch, GROUP, 2, 1, "te")
-    assert plan.segments.cu_q is plan.segments.cu_k is batch.cu_seqlens_padded
-    assert plan.segments.max_q == 8
-    assert isinstance(plan.exchange, TransformerEngine)
-    given: dict[str, Any] = {}
-    inputs = AttentionInputs(*[batch.labels] * 3, plan.segments, AttentionOptions(1.0))
-    plan.exchange.attend(lambda *tensors, **kwargs: given.update(kwargs), inputs)
-    assert given["cp_group"] is GROUP
-
-
 def test_one_rank_gets_the_batch_itself() -> None:
     batch = stream(documents([7, 3]))
     assert cp_shard(batch, None) is batch
@@ -80,7 +68,7 @@ def test_one_rank_gets_the_batch_itself() -> None:
 
 def test_an_unknown_exchange_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"mesh\.cp_exchange=star is unknown: use one of all_gather, all_to_all, ring, te"
+        ConfigError, match=r"mesh\.cp_exchange=star is unknown: use one of all_gather, all_to_all, ring"
     ):
         cp_shard(stream(documents([7, 3])), SimpleNamespace(size=lambda: 2), "star")  # type: ignore[arg-type]
 

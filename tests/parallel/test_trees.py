@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.context_parallel import cp_shard, owned_segments, tree_plan
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 from tests.attention.families import FAMILIES, VOCAB, build, gradients
@@ -63,17 +62,6 @@ def test_a_tree_over_ranks_equals_one_rank(cp: int, exchange: str) -> None:
         for family, (loss, gradient) in of_rank.items():
             assert loss < 1e-6, family
             assert gradient < 1e-5, family
-
-
-def refusal(rank: int, cp: int) -> str:
-    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
-    with pytest.raises(ConfigError) as error:
-        cp_shard(trees_of(cp)[0], mesh, "te")
-    return str(error.value)
-
-
-def test_transformer_engines_own_exchange_refuses_trees() -> None:
-    assert all("set packed_sequence.tree=off" in sentence for sentence in run_ranks(refusal, 2))
 
 
 def test_the_pieces_of_a_rank() -> None:
