@@ -154,7 +154,7 @@ class PlannedPacks(PackSource):
     @classmethod
     def prepared(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        packer = packer.padded_with(padding_id(job.tokenizer)).fitted_to(_text_or_other(documents))
+        packer = packer.fitted_to(_text_or_other(documents), padding_id(job.tokenizer))
         tokens = tokenize_documents(documents, job, config.cache_dir)
 
         @lru_cache(maxsize=2)

@@ -44,8 +44,8 @@ def pack_features_for_thd(
         raise ValueError("pack_features_for_thd requires at least one feature")
     record: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "seq_lens": []}
     for feature in features:
-        ids = packs.as_list(feature["input_ids"])
-        labels = packs.as_list(feature["labels"]) if feature.get("labels") is not None else [ignore_index] * len(ids)
+        ids = _as_list(feature["input_ids"])
+        labels = _as_list(feature["labels"]) if feature.get("labels") is not None else [ignore_index] * len(ids)
         if not ids:
             raise ValueError("pack_features_for_thd cannot pack an empty sequence")
         if len(labels) != len(ids):
@@ -55,6 +55,10 @@ def pack_features_for_thd(
         record["position_ids"] += range(len(ids))
         record["seq_lens"].append(len(ids))
     return record | {"seq_lens_padded": list(record["seq_lens"])}
+
+
+def _as_list(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
 
 
 def default_collater(batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: int | None = None) -> dict[str, Tensor]:

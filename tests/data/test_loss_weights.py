@@ -13,8 +13,9 @@ from torch import Tensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.data.packing.packs import PackedDataset, Packer, PackStream, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenRows, flatten
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents

@@ -37,15 +37,8 @@ from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
-from automodel_lite.data.packing.packs import (
-    STREAM_COUNTS,
-    PackedDataset,
-    Packer,
-    PackStream,
-    Row,
-    lay_out,
-    packed_sequence_thd_collater,
-)
+from automodel_lite.data.packing.packs import PackedDataset, Packer, lay_out, packed_sequence_thd_collater
+from automodel_lite.data.packing.stream import STREAM_COUNTS, PackStream, Row
 from automodel_lite.data.prepare import source_of
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
@@ -295,7 +288,7 @@ class StreamedPacks(PackSource):
     @classmethod
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        packer = packer.padded_with(padding_id(job.tokenizer)).fitted_to(documents.kind)
+        packer = packer.fitted_to(documents.kind, padding_id(job.tokenizer))
         val, notes = tokenize_validation(documents, job, config.cache_dir)
         notes = (*_look_at_head(documents, job, packer), *notes)
         val_packs = {

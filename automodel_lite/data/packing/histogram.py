@@ -34,43 +34,25 @@ LOOKAHEAD = 256
 
 
 class ExactFiller:
-    """Iterator of packs (lists of document ids) over a stream of lengths; ids count from `first_id`.
+    """Iterator of packs (lists of arrival numbers, from 0 on) over a stream of lengths.
 
-    lengths: any iterable of ints in [1, size]. `waiting` are (id, length) pairs that an earlier iterator had read and
-    not yet packed. `read_ahead` is how many lengths are pulled at once: 1 for streams, more where lengths are at hand.
-    The packs do not depend on it.
+    lengths: any iterable of ints in [1, size]. `read_ahead` is how many lengths are pulled at once: 1 for streams, more
+    where lengths are at hand; the packs do not depend on it. At most `lookahead` documents wait for a pack, with
+    `read_ahead=1`. To go on where another iterator stopped, give the documents that waited there first.
 
     `num_searched` counts the documents that the tails were searched in: up to 256 a pack where no fit exists.
-
-    To stop and go on: keep `cursor` (how many lengths were read) and `waiting` (at most `lookahead` pairs with
-    `read_ahead=1`), and build `ExactFiller(lengths[cursor:], size, first_id=cursor, waiting=waiting)`.
     """
 
-    def __init__(
-        self,
-        lengths: Iterable[int],
-        size: int,
-        *,
-        lookahead: int = LOOKAHEAD,
-        first_id: int = 0,
-        waiting: Iterable[tuple[int, int]] = (),
-        read_ahead: int = 1,
-    ):
+    def __init__(self, lengths: Iterable[int], size: int, *, lookahead: int = LOOKAHEAD, read_ahead: int = 1):
         self.size = size
         self.lookahead = lookahead
-        self.cursor = first_id
         self.num_searched = 0
         self._stream = iter(lengths)
         self._read_ahead = read_ahead
-        pairs = list(waiting)
-        self._ids = [i for i, _ in pairs]
-        self._lengths = [length for _, length in pairs]
-        self._head = 0  # documents before it are packed
-
-    @property
-    def waiting(self) -> list[tuple[int, int]]:
-        """(id, length) of the documents that were read and are in no pack yet, oldest first."""
-        return list(zip(self._ids[self._head :], self._lengths[self._head :]))
+        self._num_read = 0
+        self._ids: list[int] = []  # of the documents that were read; those before `_head` are packed
+        self._lengths: list[int] = []
+        self._head = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -88,9 +70,9 @@ class ExactFiller:
 
     def _pull(self) -> bool:
         new = list(islice(self._stream, self._read_ahead))
-        self._ids.extend(range(self.cursor, self.cursor + len(new)))
-        self._lengths.extend(new)
-        self.cursor += len(new)
+        self._ids += range(self._num_read, self._num_read + len(new))
+        self._lengths += new
+        self._num_read += len(new)
         return bool(new)
 
     def _take_in_order(self) -> tuple[list[int], int]:
@@ -169,9 +151,6 @@ class Placements(NamedTuple):
         np.subtract.at(steps, self.first + self.bins, amount)
         return np.cumsum(steps)[:-1]
 
-    def filled(self) -> np.ndarray:
-        return self.per_bin(self.length * self.copies)
-
 
 def histogram_of(slots: np.ndarray, size: int) -> np.ndarray:
     """int64 [size + 1], slots of each length; in blocks, as bincount makes int64 of what it counts."""
@@ -217,13 +196,10 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
     num_bins = 0
 
     def file(space: int, ranges: tuple[int, int, int]) -> None:
-        if not space:
-            return
-        if space in classes:
-            classes[space].append(ranges)
-        else:
-            classes[space] = [ranges]
+        if space and space not in classes:
             insort(spaces, space)
+        if space:
+            classes.setdefault(space, []).append(ranges)
 
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
@@ -234,6 +210,8 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
             if at < len(spaces):
                 space = spaces[at]
                 first, bins, slot = classes[space].pop()
+                if not classes[space]:
+                    del classes[space], spaces[at]
             else:
                 space, slot, first = size, 0, num_bins
                 bins = -(-left // (size // length))
@@ -250,12 +228,8 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
                 out.append((length, first + whole, 1, left, slot))
                 file(space - left * length, (first + whole, 1, slot + left))
                 left, whole = 0, whole + 1
-            # Bins that were not touched stay in their class, which goes when it is empty.
-            if whole < bins:
-                classes[space].append((first + whole, bins - whole, slot))
-            if at < len(spaces) and not classes.get(space, [()]):
-                del classes[space]
-                del spaces[bisect_left(spaces, space)]
+            if whole < bins:  # bins that were not touched stay as they are
+                file(space, (first + whole, bins - whole, slot))
     return placements_of(out, num_bins)
 
 
@@ -284,7 +258,10 @@ def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Pla
         for slot, i in enumerate(pack)
     ]
     repeated = placements_of(rows, rows[-1][1] + k if rows else 0)
-    return join(repeated, best_fit(histogram - part * k, size))
+    rest = best_fit(histogram - part * k, size)
+    behind = rest._replace(first=rest.first + repeated.num_bins)
+    length, first, bins, copies, slot = (np.concatenate(pair) for pair in zip(repeated[:5], behind[:5]))
+    return Placements(length, first, bins, copies, slot, repeated.num_bins + rest.num_bins)
 
 
 def assign(
@@ -294,59 +271,24 @@ def assign(
 
     Documents of equal length and the packs themselves stand in a seeded order.
     """
-    n = len(lengths)
     source = longest_first(lengths, size, seed, epoch)
-    by_length = np.argsort(-placements.length, kind="stable")
-    _, first, bins, copies, slot = (x[by_length] for x in placements[:5])
-    amount = bins * copies
-    taken = np.cumsum(amount)
+    length, first, bins, copies, slot = placements[:5]
+    by_length = np.argsort(-length, kind="stable")
+    first, bins, copies, slot = first[by_length], bins[by_length], copies[by_length], slot[by_length]
+    ends = np.cumsum(bins * copies)  # of each placement, in `source`
+    # Packs are shuffled bins: where in doc_ids each bin begins.
     shuffled = seeded_order(placements.num_bins, seed, epoch)
-    counts = placements.per_bin(placements.copies)
-    offsets = np.zeros(placements.num_bins + 1, np.int64)
-    np.cumsum(counts[shuffled], out=offsets[1:])
+    offsets = np.append(0, np.cumsum(placements.per_bin(placements.copies)[shuffled]))
     begin = np.empty(placements.num_bins, np.int64)
     begin[shuffled] = offsets[:-1]
-    doc_ids = np.empty(n, np.int32 if n < 2**31 else np.int64)
-    large = amount >= 4096
-    for j in np.flatnonzero(large).tolist():
-        stop = int(taken[j])
-        places = begin[first[j] : first[j] + bins[j]] + slot[j]
-        for copy in range(int(copies[j])):
-            doc_ids[places + copy] = source[stop - int(amount[j]) + copy : stop : int(copies[j])]
-    _assign_small(np.flatnonzero(~large), taken, amount, first, copies, slot, begin, source, doc_ids)
+    doc_ids = np.empty(len(lengths), np.int32 if len(lengths) < 2**31 else np.int64)
+    # A block of documents at a time: which placement each belongs to, and which of its copies in which bin it is.
+    for start in range(0, len(lengths), BLOCK):
+        nth = np.arange(start, min(start + BLOCK, len(lengths)))
+        placement = np.searchsorted(ends, nth, side="right")
+        bin_of, copy = np.divmod(nth - (ends - bins * copies)[placement], copies[placement])
+        doc_ids[begin[first[placement] + bin_of] + slot[placement] + copy] = source[nth]
     return doc_ids, offsets
-
-
-def _assign_small(
-    small: np.ndarray,
-    taken: np.ndarray,
-    amount: np.ndarray,
-    first: np.ndarray,
-    copies: np.ndarray,
-    slot: np.ndarray,
-    begin: np.ndarray,
-    source: np.ndarray,
-    doc_ids: np.ndarray,
-) -> None:
-    """Writes the documents of many small placements into doc_ids, about a million at a time."""
-    ends = np.cumsum(amount[small])
-    start = 0
-    while start < len(small):
-        before = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK, side="right")))
-        part = small[start:stop]
-        which = np.repeat(part, amount[part])
-        nth = np.arange(len(which)) - np.repeat(np.cumsum(amount[part]) - amount[part], amount[part])
-        bin_of, copy = np.divmod(nth, copies[which])
-        doc_ids[begin[first[which] + bin_of] + slot[which] + copy] = source[(taken - amount)[which] + nth]
-        start = stop
-
-
-def join(a: Placements, b: Placements) -> Placements:
-    """The bins of `a`, then those of `b`."""
-    behind = b._replace(first=b.first + a.num_bins)
-    length, first, bins, copies, slot = (np.concatenate(pair) for pair in zip(a[:5], behind[:5]))
-    return Placements(length, first, bins, copies, slot, a.num_bins + b.num_bins)
 
 
 def placements_of(rows: list[tuple[int, int, int, int, int]], num_bins: int) -> Placements:

@@ -6,12 +6,6 @@
     seq_lens         3         5                 0           a segment without tokens: the tail of the pack
     seq_lens_padded  4         8                 4
 
-The documents of a stream become packs in one pass: no lengths known ahead, a bounded number of documents in memory.
-
-    packs = PackStream(lambda start: islice(documents(), start, None), Packer(packed_sequence_size=4096))
-    for pack in packs:              as PackedDataset gives them
-        state = packs.state_dict()  {"cursor": 5310, "piece": 0, "waiting": [[5297, 0], [5301, 0], [5308, 0]], ...}
-
 Packing never shifts labels: labels[i] already is the target of position i. Neither packing nor the collater changes the
 rows it is given: datasets may cache them.
 
@@ -20,7 +14,7 @@ Legend: B rows, S row length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -30,27 +24,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_lite.config.rules import Count, Positive, Range, Seed
+from automodel_lite.config.rules import Count, OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
-from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
 from automodel_lite.data.packing.plan import (
+    OVERLONG,
     HasLabels,
     PackPlan,
     Strategy,
-    check_settings,
     padding_segments,
     plan_packs,
     strategy_of,
 )
-from automodel_lite.data.tokens.token_rows import Rows, Runs, TokenRows, flatten
+from automodel_lite.data.tokens.token_rows import Rows, Runs, TokenRows
 from automodel_lite.data.tokens.trees import MODES
 from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.thd import COLUMNS, IGNORE_INDEX, SEQ_LENS_PADDING
+from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
 
-BALANCES = ("none", "step", "window")
-
-
+Overlong = Annotated[str, OneOf(OVERLONG)]
+Balance = Annotated[str, OneOf(("none", "step", "window"))]
+TreeMode = Annotated[str, OneOf(MODES)]
 MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
+MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong: drop
 
 
 class Packer:
@@ -65,32 +59,20 @@ class Packer:
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
         strategy: str | Strategy = "exact_fill",
         max_packs: Positive | None = None,  # use a random sample of this many packs
-        overlong: str | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
-        drop_long_samples: bool | None = None,  # true = overlong: drop, false = overlong: error
-        balance: str = "step",  # none | step | window: distribute packs over ranks by cost
+        overlong: Overlong | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
+        balance: Balance = "step",  # none | step | window: distribute packs over ranks by cost
         slot_multiple: Positive | None = None,  # pad documents to a multiple of it; null = 2 * mesh.cp, or 1 without
         seed: Seed = 0,
         repack_each_epoch: bool = False,  # new packs in every epoch, from (seed, epoch)
         padding_idx: Count | None = None,  # token id of padding; null = the tokenizer's padding or end token
-        tree: str = "auto",  # auto | off | all: compute the shared beginning of rows of one document (all: any) once
+        tree: TreeMode = "auto",  # auto | off | all: rows of one document (all: any) share their beginning
         cp_size: int = 1,
     ):
-        if balance not in BALANCES:
-            raise ConfigError(f"packed_sequence.balance={balance!r} is unknown: use one of {', '.join(BALANCES)}.")
         self.packed_sequence_size = packed_sequence_size
         self.strategy = strategy_of(strategy)
         self.max_packs = max_packs
-        named = "error" if drop_long_samples is False else "drop"  # NeMo AutoModel's name for two of the four
-        self.overlong = overlong or named
-        self.is_overlong_given = overlong is not None or drop_long_samples is not None
-        check_settings(packed_sequence_size, self.overlong, max_packs)
-        if drop_long_samples is not None and self.overlong != named:
-            raise ConfigError(
-                f"packed_sequence.drop_long_samples={drop_long_samples} means overlong={named} and contradicts "
-                f"packed_sequence.overlong={overlong}: set only overlong."
-            )
-        if tree not in MODES:
-            raise ConfigError(f"packed_sequence.tree={tree!r} is unknown: use one of {', '.join(MODES)}.")
+        self.overlong = overlong or "drop"
+        self.is_overlong_given = overlong is not None
         if tree == "all" and (self.strategy.cuts_documents or self.strategy.is_ragged):
             raise ConfigError(
                 f"packed_sequence.tree=all: packed_sequence.strategy={self.strategy.name} "
@@ -131,11 +113,14 @@ class Packer:
         resized.packed_sequence_size, resized.overlong = packed_sequence_size, overlong
         return resized
 
-    def fitted_to(self, kind: str) -> Packer:
-        """Returns the same packing for documents of a kind: raw text is split where the settings say nothing."""
-        if kind != "text" or self.is_overlong_given:
-            return self
-        return self.resized(self.packed_sequence_size, "split")
+    def fitted_to(self, kind: str, padding_id: int = 0) -> Packer:
+        """Returns the same packing for documents of a kind: raw text is split, and packs are filled up with
+        `padding_id`, where the settings say nothing else.
+        """
+        is_split = kind == "text" and not self.is_overlong_given
+        fitted = self.resized(self.packed_sequence_size, "split" if is_split else self.overlong)
+        fitted.padding_idx = padding_id if self.padding_idx is None else self.padding_idx
+        return fitted
 
     def check_dropped(self, dropped_tokens: int, tokens: int, name: str, lengths: np.ndarray | None = None) -> None:
         """Raises DataError when more is dropped than anybody means by saying nothing; `lengths` of documents."""
@@ -149,17 +134,8 @@ class Packer:
             "packed_sequence.overlong=drop if that is meant."
         )
 
-    def padded_with(self, padding_id: int) -> Packer:
-        """The same packing, which fills packs up with `padding_id` unless the settings name another id."""
-        padded = copy(self)
-        padded.padding_idx = padding_id if self.padding_idx is None else self.padding_idx
-        return padded
-
     def packs(self, rows: Rows, plan: PackPlan) -> PackedDataset:
         return PackedDataset(rows, plan, self.padding_idx or 0)
-
-
-MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong: drop
 
 
 def size_that_keeps(lengths: np.ndarray, frac: float = 0.99) -> int:
@@ -394,26 +370,17 @@ def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     longest = max(len(row["input_ids"]) for row in batch)
     packs = []
     for row in batch:
-        ids = as_list(row["input_ids"])
+        pack: dict[str, Any] = {}
         padding = {name: column.padding for name, column in COLUMNS.items()}
         padding["input_ids"] = row.get(PAD_TOKEN_IDS_KEY, {}).get("input_ids", 0)
-        columns = {name: as_list(row[name]) for name in COLUMNS if name in row}
-        mask = row.get("attention_mask")
-        num_real = len(ids) if mask is None else int(sum(as_list(mask))) or len(ids)
-        packs.append(
-            {
-                **{name: _padded_list(values, longest, padding[name]) for name, values in columns.items()},
-                "position_ids": list(range(longest)),
-                "seq_lens": [num_real],
-                "seq_lens_padded": [longest],
-            }
-        )
+        for name in [name for name in COLUMNS if name in row]:
+            values = torch.as_tensor(row[name])
+            behind = values.new_full((longest - len(values), *values.shape[1:]), padding[name])
+            pack[name] = torch.cat([values, behind])
+        length = len(row["input_ids"])
+        num_real = int(torch.as_tensor(row.get("attention_mask", 0)).sum()) or length
+        packs.append(pack | {"position_ids": range(longest), "seq_lens": [num_real], "seq_lens_padded": [longest]})
     return packs
-
-
-def _padded_list(values: list[Any], length: int, padding: float) -> list[Any]:
-    filler = [padding] * len(values[0]) if values and isinstance(values[0], list) else padding
-    return values + [filler] * (length - len(values))
 
 
 def _stack_rows(name: str, rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> Tensor:
@@ -426,130 +393,4 @@ def _stack_rows(name: str, rows: Sequence[Mapping[str, Any]], dtype: torch.dtype
     return torch.stack([torch.full_like(like, COLUMNS[name].padding) if value is None else value for value in values])
 
 
-def as_list(values: Any) -> list[Any]:
-    return values.tolist() if isinstance(values, Tensor) else list(values)
-
-
 Batch = dict[str, Any]
-
-
-Row = dict[str, np.ndarray]
-Place = tuple[int, int]  # number of a document in the stream, and of a row of it
-
-
-STREAM_COUNTS = ("num_documents", "num_empty", "num_dropped", "num_tokens", "dropped_tokens")
-"""Of the documents that were read: all, those without a row or without a label after cutting, over-long rows that were
-dropped; and tokens of all rows, and of those.
-"""
-
-
-class PackStream(torch.utils.data.IterableDataset):
-    """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
-
-    read(start): the documents from number `start` on, the same ones at every call; each is a list of the rows
-    {"input_ids", "labels"} that were made of it (none, where nothing of it is trained on). At most `lookahead` rows
-    wait for a fitting pack. `state_dict` after a pack holds how many documents were read and the places of the rows
-    that wait; `load_state_dict` reads these again and goes on with the next pack. `counts` are STREAM_COUNTS.
-
-    Raises:
-        ConfigError: settings that cannot work.
-        DataError: a document that cannot.
-    """
-
-    def __init__(self, read: Callable[[int], Iterable[list[Row]]], packer: Packer, lookahead: int = LOOKAHEAD):
-        self._documents = read
-        self.packer = packer
-        self.lookahead = lookahead
-        self.counts = dict.fromkeys(STREAM_COUNTS, 0)
-        self.load_state_dict({"cursor": 0, "piece": 0, "waiting": []})
-
-    def read(self, start: int) -> Iterator[list[Row]]:
-        """Yields the rows of the documents from number `start` on, cut to the size of a pack where that is asked."""
-        size, overlong = self.packer.packed_sequence_size, self.packer.overlong
-        for rows in self._documents(start):
-            if overlong == "split" and any(len(row["input_ids"]) > size for row in rows):
-                places = [(row, at) for row in rows for at in range(0, len(row["input_ids"]), size)]
-                rows = [{name: values[at : at + size] for name, values in row.items()} for row, at in places]
-                rows = [row for row in rows if (np.asarray(row["labels"]) != IGNORE_INDEX).any()]
-            yield rows
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
-        starts, lengths = rows.offsets[:-1], np.diff(rows.offsets)
-        return lay_out(rows, starts, lengths, *self.packer.layout)
-
-    def state_dict(self) -> dict[str, Any]:
-        """{"cursor": documents read, "piece": rows read of the one behind, "waiting": [document, row] of those that are
-        in no pack yet, and STREAM_COUNTS}.
-        """
-        waiting = [list(self._held[number][0]) for number, _ in self._packs.waiting]
-        cursor, piece = self._cursor
-        return {"cursor": cursor, "piece": piece, "waiting": waiting, **self.counts, "num_documents": cursor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._cursor = (state["cursor"], state["piece"])
-        self._held: dict[int, tuple[Place, Row]] = {}  # by arrival: document and row in the stream, tokens
-        self._arrived = 0
-        wanted = {(number, piece) for number, piece in state["waiting"]}
-        if wanted:
-            first, last = min(wanted)[0], max(wanted)[0]
-            for number, rows in enumerate(self.read(first), start=first):
-                for piece, row in enumerate(rows):
-                    if (number, piece) in wanted:
-                        self._hold((number, piece), row)
-                if number >= last:
-                    break
-        self.counts = {name: state.get(name, 0) for name in STREAM_COUNTS}
-        slots = [(number, self._slots(document)) for number, (_, document) in self._held.items()]
-        self._packs = ExactFiller(
-            self._arriving(*self._cursor),
-            self.packer.packed_sequence_size // self.packer.slot_multiple,
-            lookahead=self.lookahead,
-            first_id=self._arrived,
-            waiting=slots,
-        )
-
-    def _arriving(self, start: int, num_seen: int) -> Iterator[int]:
-        """The slots of the rows from document `start` on, of which `num_seen` rows were read before."""
-        for number, rows in enumerate(self.read(start), start=start):
-            self.counts["num_empty"] += not rows
-            for piece, row in enumerate(rows[num_seen:], start=num_seen):
-                self._cursor = (number, piece + 1) if piece + 1 < len(rows) else (number + 1, 0)
-                self.counts["num_tokens"] += len(row["input_ids"])
-                if self._hold((number, piece), row):
-                    yield self._slots(self._held[self._arrived - 1][1])
-            self._cursor, num_seen = (number + 1, 0), 0
-
-    def _hold(self, place: Place, row: dict[str, Any]) -> bool:
-        """Keeps the row for a pack; False when it is dropped."""
-        number, size, overlong = place[0], self.packer.packed_sequence_size, self.packer.overlong
-        columns = {name: np.asarray(row[name]) for name in COLUMNS if name in row}
-        input_ids, labels = columns["input_ids"], columns["labels"]
-        if len(input_ids) != len(labels) or not len(input_ids):
-            raise DataError(
-                f"document {number} has {len(input_ids)} input_ids and {len(labels)} labels: both must be equal, of "
-                "at least 1 token."
-            )
-        if len(input_ids) > size:
-            if overlong == "error":
-                raise DataError(
-                    f"document {number} has {len(input_ids)} tokens, over packed_sequence.packed_sequence_size={size}: "
-                    "raise it, or set packed_sequence.overlong to drop or truncate."
-                )
-            if overlong == "drop":
-                self.counts["num_dropped"] += 1
-                self.counts["dropped_tokens"] += len(input_ids)
-                return False
-            columns = {name: values[:size] for name, values in columns.items()}
-            if not (columns["labels"] != IGNORE_INDEX).any():  # the prompt alone fills the pack
-                self.counts["num_empty"] += 1
-                return False
-        self._held[self._arrived] = (place, columns)
-        self._arrived += 1
-        return True
-
-    def _slots(self, document: Row) -> int:
-        return -(-len(document["input_ids"]) // self.packer.slot_multiple)

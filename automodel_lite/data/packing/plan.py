@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -86,10 +87,6 @@ class ExactFill(Strategy):
     lookahead: Positive = LOOKAHEAD
     name = "exact_fill"
 
-    def __post_init__(self) -> None:
-        if self.lookahead < 1:
-            raise ConfigError(f"packed_sequence.strategy.lookahead={self.lookahead} must be at least 1.")
-
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
         limit = int(best_fit(histogram_of(slots, size), size).num_bins * WORSE_THAN_BEST_FIT)
         order = seeded_order(len(slots), seed, epoch)
@@ -109,36 +106,26 @@ class ExactFill(Strategy):
         2048 on, when the search is long. The projection is too low at first, when no documents that fit nowhere have
         gathered yet.
         """
-        block = 1 << 16
-        blocks = (slots[order[i : i + block]].tolist() for i in range(0, len(order), block))
-        filler = ExactFiller(
-            (length for lengths in blocks for length in lengths), size, lookahead=self.lookahead, read_ahead=512
-        )
-        may_be_long = len(slots) >= MANY_DOCUMENTS
-        total, filled = int(slots.sum()), 0
-        id_dtype = np.int32 if len(slots) < 2**31 else np.int64
-        packed: list[np.ndarray] = []
-        ends = array("q", [0])
-        recent: list[int] = []
-        check = TRIAL_PACKS
-        # Packs are collected as Python lists and turned into arrays a block at a time, which bounds the memory.
+        blocks = (slots[order[i : i + BLOCK]].tolist() for i in range(0, len(order), BLOCK))
+        filler = ExactFiller(chain.from_iterable(blocks), size, lookahead=self.lookahead, read_ahead=512)
+        total, check = int(slots.sum()), TRIAL_PACKS
+        # Arrivals in pack order, 4 bytes each where that is enough, as the lists of packs would take 60.
+        arrivals, ends = array("i" if len(slots) < 2**31 else "q"), array("q", [0])
         for pack in filler:
-            recent += pack
-            ends.append(ends[-1] + len(pack))
-            if len(ends) <= check and len(recent) < block:
-                continue
-            packed.append(order[recent].astype(id_dtype))
-            filled += int(slots[packed[-1]].sum())
-            recent = []
+            arrivals.extend(pack)
+            ends.append(len(arrivals))
             # Each doubling of the packs: are they as full as best-fit's would be, and found as fast?
             if len(ends) > check:
+                filled = int(slots[order[np.array(arrivals)]].sum(dtype=np.int64))
                 projected = round(total / filled * (len(ends) - 1))
-                is_long = may_be_long and check > TRIAL_PACKS and filler.num_searched > LONG_SEARCH * ends[-1]
-                if projected > limit or is_long:
+                is_long = check > TRIAL_PACKS and filler.num_searched > LONG_SEARCH * ends[-1]
+                if projected > limit or (is_long and len(slots) >= MANY_DOCUMENTS):
                     return None, projected
                 check *= 2
-        packed.append(order[recent].astype(id_dtype))
-        return Packed(np.concatenate(packed), np.array(ends)), len(ends) - 1
+        packed = np.frombuffer(arrivals, arrivals.typecode)
+        for i in range(0, len(packed), BLOCK):  # in place: arrivals become documents
+            packed[i : i + BLOCK] = order[packed[i : i + BLOCK]]
+        return Packed(packed, np.array(ends)), len(ends) - 1
 
 
 @dataclass(frozen=True)
@@ -233,16 +220,16 @@ class PlanCounts:
     tokens: int
     packed_documents: int
     packed_tokens: int
-    dropped_documents: int  # over-long, overlong="drop"
-    dropped_tokens: int
-    truncated_documents: int  # over-long, overlong="truncate"
-    cut_tokens: int
-    split_documents: int  # in more than one piece
     pieces: int  # entries of doc_ids
-    masked_documents: int  # over-long, without a label once they are cut
-    masked_tokens: int  # of pieces without a label
+    split_documents: int  # in more than one piece
     left_out_documents: int  # by max_packs
     left_out_tokens: int
+    dropped_documents: int = 0  # over-long, overlong="drop"
+    dropped_tokens: int = 0
+    truncated_documents: int = 0  # over-long, overlong="truncate"
+    cut_tokens: int = 0
+    masked_documents: int = 0  # over-long, without a label once they are cut
+    masked_tokens: int = 0  # of pieces without a label
 
 
 @dataclass(frozen=True)
@@ -333,28 +320,23 @@ def plan_packs(
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
-    check_settings(packed_sequence_size, overlong, max_packs, slot_multiple)
+    _check_settings(packed_sequence_size, overlong, max_packs, slot_multiple)
     slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
-    strategy = strategy_of(strategy)
-    lengths = _checked_lengths(lengths)
+    strategy, lengths = strategy_of(strategy), _checked_lengths(lengths)
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
-    kept = "" if strategy.cuts_documents else overlong
-    pool, pool_lengths = _fit_overlong(lengths, packed_sequence_size, kept)
-    masked_documents = masked_tokens = 0
-    if has_labels is not None and pool is not None and pool.starts is not None and pool.stops is not None:
-        pool, masked_documents, masked_tokens = _without_masked(pool, lengths, packed_sequence_size, has_labels)
-        pool_lengths = pool.piece_lengths(lengths)
-    slots = -(-pool_lengths // slot_multiple) if slot_multiple > 1 else pool_lengths
+    pool, counts = _fit(lengths, packed_sequence_size, "" if strategy.cuts_documents else overlong, has_labels)
+    fitting = lengths if pool is None else pool.piece_lengths(lengths)
+    slots = -(-fitting // slot_multiple) if slot_multiple > 1 else fitting
     size = packed_sequence_size // slot_multiple
     packed = strategy.pack(slots, size, seed, epoch)
+    num_packs = len(packed.offsets) - 1
     if strategy.cuts_documents:
         pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
-        bound = len(offsets) - 1
     else:
         pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
-        bound = len(offsets) - 1 if strategy.is_ragged else lower_bound(histogram_of(slots, size), size)
-    num_packs_made = len(offsets) - 1
-    if max_packs is not None and max_packs < num_packs_made:
+    is_fewest = strategy.cuts_documents or strategy.is_ragged  # of their kind: the volume, or the documents
+    bound = num_packs if is_fewest else lower_bound(histogram_of(slots, size), size)
+    if max_packs is not None and max_packs < num_packs:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
     tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
     for packs, part, begins in pack_blocks(offsets):
@@ -371,11 +353,9 @@ def plan_packs(
         ragged=strategy.is_ragged,
         seed=seed,
         epoch=epoch,
-        num_packs_made=num_packs_made,
+        num_packs_made=num_packs,
         lower_bound=bound,
-        counts=_count(
-            lengths, pieces, int(tokens_per_pack.sum()), packed_sequence_size, kept, masked_documents, masked_tokens
-        ),
+        counts=_count(lengths, pieces, int(tokens_per_pack.sum()), counts),
         note=packed.note,
     )
 
@@ -418,54 +398,57 @@ def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multipl
     return Pieces(doc_ids, piece_starts, piece_starts + piece_lengths), offsets
 
 
-def _fit_overlong(lengths: np.ndarray, size: int, overlong: str) -> tuple[Pieces | None, np.ndarray]:
-    """What `overlong` leaves of the documents, none over `size` tokens, and the lengths of it; None: all of them."""
+def _fit(
+    lengths: np.ndarray, size: int, overlong: str, has_labels: HasLabels | None
+) -> tuple[Pieces | None, dict[str, int]]:
+    """What `overlong` leaves of the documents, none over `size` tokens (None: all of them), and `PlanCounts` of the
+    rest.
+    """
     if not overlong or lengths.max() <= size:
-        return None, lengths
+        return None, {}
     long = lengths > size
     everything = np.arange(len(lengths), dtype=_id_dtype(lengths))
-    if overlong == "error":
-        worst = int(lengths.argmax())
+    if overlong == "error" or (overlong == "drop" and long.all()):
+        extreme = int(lengths.argmax() if overlong == "error" else lengths.argmin())
         raise DataError(
-            f"document {worst} has {int(lengths[worst])} tokens and {int(long.sum())} of {len(lengths)} documents are "
-            f"over packed_sequence.packed_sequence_size={size}: raise it, or set packed_sequence.overlong to drop, "
-            "truncate or split."
+            f"{int(long.sum())} of {len(lengths)} documents are over packed_sequence.packed_sequence_size={size}, such "
+            f"as document {extreme} with {int(lengths[extreme])} tokens: raise it, or set packed_sequence.overlong to "
+            f"{'drop, ' if overlong == 'error' else ''}truncate or split."
         )
+    if overlong == "drop":
+        counts = {"dropped_documents": int(long.sum()), "dropped_tokens": int(lengths[long].sum())}
+        return Pieces(everything[~long]), counts
+    # A document gives its first piece, or all of them.
+    num_pieces = -(-lengths // size) if overlong == "split" else np.ones(len(lengths), np.int64)
+    doc_ids = np.repeat(everything, num_pieces)
+    nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    pieces = Pieces(doc_ids, nth * size, np.minimum((nth + 1) * size, lengths[doc_ids]))
+    counts = {}
     if overlong == "truncate":
-        stops = np.minimum(lengths, size, dtype=np.int64)
-        return Pieces(everything, np.zeros(len(lengths), np.int64), stops), stops
-    if overlong == "split":
-        num_pieces = -(-lengths // size)
-        doc_ids = np.repeat(everything, num_pieces)
-        nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-        starts = nth * size
-        pieces = Pieces(doc_ids, starts, np.minimum(starts + size, lengths[doc_ids]))
-        return pieces, pieces.piece_lengths(lengths)
-    if long.all():
-        raise DataError(
-            f"all {len(lengths)} documents are over packed_sequence.packed_sequence_size={size} (the shortest has "
-            f"{int(lengths.min())} tokens) and would be dropped: raise it, or set packed_sequence.overlong to truncate "
-            "or split."
-        )
-    return Pieces(everything[~long]), lengths[~long]
+        counts = {"truncated_documents": int(long.sum()), "cut_tokens": int((lengths[long] - size).sum())}
+    return (pieces, counts) if has_labels is None else _without_masked(pieces, long, size, has_labels, counts)
 
 
-def _without_masked(pool: Pieces, lengths: np.ndarray, size: int, has_labels: HasLabels) -> tuple[Pieces, int, int]:
-    """Leaves out the pieces of over-long documents that have no label; returns documents and tokens left out so."""
-    assert pool.starts is not None
-    assert pool.stops is not None
+def _without_masked(
+    pieces: Pieces, long: np.ndarray, size: int, has_labels: HasLabels, counts: dict[str, int]
+) -> tuple[Pieces, dict[str, int]]:
+    """Leaves out the pieces of over-long documents that have no label, and counts them."""
+    doc_ids, starts, stops = pieces.doc_ids, pieces.starts, pieces.stops
+    assert starts is not None
+    assert stops is not None
     # Documents that fit are whole, and were judged when they were tokenized.
-    cut = np.flatnonzero(np.asarray(lengths)[pool.doc_ids] > size)
-    is_masked = np.zeros(len(pool.doc_ids), bool)
-    is_masked[cut] = ~has_labels(pool.doc_ids[cut], pool.starts[cut], pool.stops[cut])
-    kept = pool.taken(np.flatnonzero(~is_masked))
+    cut = np.flatnonzero(long[doc_ids])
+    is_masked = np.zeros(len(doc_ids), bool)
+    is_masked[cut] = ~has_labels(doc_ids[cut], starts[cut], stops[cut])
+    kept = pieces.taken(np.flatnonzero(~is_masked))
     if not len(kept.doc_ids):
         raise DataError(
             f"no document has a label within packed_sequence.packed_sequence_size={size}: their prompts alone fill a "
             "pack; raise it, or set packed_sequence.overlong=split."
         )
-    num_documents = len(np.unique(pool.doc_ids[is_masked])) - len(np.intersect1d(pool.doc_ids[is_masked], kept.doc_ids))
-    return kept, num_documents, int((pool.stops - pool.starts)[is_masked].sum())
+    num_documents = len(np.setdiff1d(doc_ids[is_masked], kept.doc_ids))
+    num_tokens = int((stops - starts)[is_masked].sum())
+    return kept, counts | {"masked_documents": num_documents, "masked_tokens": num_tokens}
 
 
 def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[Pieces, np.ndarray]:
@@ -477,44 +460,28 @@ def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoc
     return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
 
 
-def _count(
-    lengths: np.ndarray,
-    pieces: Pieces,
-    packed_tokens: int,
-    size: int,
-    overlong: str,
-    masked_documents: int,
-    masked_tokens: int,
-) -> PlanCounts:
-    long = lengths[lengths > size]
-    tokens = int(lengths.sum())
-    dropped, truncated = (long if overlong == name else long[:0] for name in ("drop", "truncate"))
-    cut_tokens = int((truncated - size).sum())
-    num_dropped, dropped_tokens = len(dropped), int(dropped.sum())
-    if pieces.starts is None:
-        packed_documents, split = len(pieces.doc_ids), 0
-    else:
+def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[str, int]) -> PlanCounts:
+    """Counts what is packed; what `_fit` has lost is in no pack, and the rest was left out."""
+    packed_documents, split_documents = len(pieces.doc_ids), 0
+    if pieces.starts is not None:
         num_pieces = np.bincount(pieces.doc_ids, minlength=len(lengths))
-        packed_documents, split = int((num_pieces > 0).sum()), int((num_pieces > 1).sum())
+        packed_documents, split_documents = int((num_pieces > 0).sum()), int((num_pieces > 1).sum())
+    tokens, lost_tokens = int(lengths.sum()), sum(n for key, n in lost.items() if key.endswith("_tokens"))
+    lost_documents = lost.get("dropped_documents", 0) + lost.get("masked_documents", 0)
     return PlanCounts(
         documents=len(lengths),
         tokens=tokens,
         packed_documents=packed_documents,
         packed_tokens=packed_tokens,
-        dropped_documents=num_dropped,
-        dropped_tokens=dropped_tokens,
-        truncated_documents=len(truncated),
-        cut_tokens=cut_tokens,
-        split_documents=split,
         pieces=len(pieces.doc_ids),
-        masked_documents=masked_documents,
-        masked_tokens=masked_tokens,
-        left_out_documents=len(lengths) - num_dropped - packed_documents - masked_documents,
-        left_out_tokens=tokens - dropped_tokens - cut_tokens - packed_tokens - masked_tokens,
+        split_documents=split_documents,
+        left_out_documents=len(lengths) - packed_documents - lost_documents,
+        left_out_tokens=tokens - packed_tokens - lost_tokens,
+        **lost,
     )
 
 
-def check_settings(size: int, overlong: str, max_packs: int | None, slot_multiple: int = 1) -> None:
+def _check_settings(size: int, overlong: str, max_packs: int | None, slot_multiple: int = 1) -> None:
     """Raises ConfigError for arguments of plan_packs that cannot work, whatever the lengths."""
     if overlong not in OVERLONG:
         raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")

@@ -13,7 +13,7 @@ from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
 from automodel_lite.seed import BLOCK, seeded_order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PackingReport(PlanCounts):
     """All counts are of the plan; fractions are 0..1 of the positions that a model would compute.
 
@@ -52,52 +52,40 @@ class PackingReport(PlanCounts):
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def __str__(self) -> str:
-        return "\n".join(f"  {name:<20}{text}" for name, text in self._lines())
-
-    def _lines(self) -> list[tuple[str, str]]:
+        lengths = f"median {self.median_tokens:,}, mean {self.mean_tokens:,.1f}, longest {self.longest_tokens:,} tokens"
+        per_pack = f"from {self.documents_per_pack_min:,} to {self.documents_per_pack_max:,}"
         lines = [
             ("documents", f"{self.documents:,} with {self.tokens:,} tokens"),
-            (
-                "length",
-                f"median {self.median_tokens:,}, mean {self.mean_tokens:,.1f}, longest {self.longest_tokens:,} tokens",
-            ),
+            ("length", lengths),
             ("strategy", f"{self.strategy}, {self.packed_sequence_size:,} tokens per pack, seed {self.seed}"),
             ("packs", f"{self.packs_before_max_packs:,}; no plan has fewer than {self.lower_bound_packs:,}"),
-            (
-                "documents per pack",
-                f"{self.documents_per_pack_mean:.1f} (from {self.documents_per_pack_min:,} to "
-                f"{self.documents_per_pack_max:,})",
-            ),
-            ("fill", f"{_percent(self.fill_frac)}; padded batches {_percent(self.padded_fill_frac)}"),
+            ("documents per pack", f"{self.documents_per_pack_mean:.1f} ({per_pack})"),
+            ("fill", f"{self.fill_frac:.2%}; padded batches {self.padded_fill_frac:.2%}"),
             ("speed-up", f"about {self.speedup_over_padding:.2f} x fewer positions than padded batches"),
         ]
         if self.slot_padding_tokens:
-            frac = self.slot_padding_tokens / self.packed_tokens
-            rounding = f"slots of {self.slot_multiple} cost {self.slot_padding_tokens:,} tokens ({_percent(frac)})"
-            lines.append(("rounding", rounding))
-        return [*lines, *self.remarks()]
+            cost = f"{self.slot_padding_tokens:,} tokens ({self.slot_padding_tokens / self.packed_tokens:.2%})"
+            lines.append(("rounding", f"slots of {self.slot_multiple} cost {cost}"))
+        return "\n".join(f"  {name:<20}{text}" for name, text in [*lines, *self.remarks()])
 
     def remarks(self) -> list[tuple[str, str]]:
-        """What became of documents that did not fit or were left out, and how packs are shared: topic and text."""
-        lines = []
-        if self.packs != self.packs_before_max_packs:
-            left_out = f"{self.left_out_documents:,} documents, {self.left_out_tokens:,} tokens"
-            lines.append(("max_packs", f"keeps a random sample of {self.packs:,} packs; left out {left_out}"))
-        if self.dropped_documents:
-            lines.append(("dropped", f"{self.dropped_documents:,} over-long documents, {self.dropped_tokens:,} tokens"))
-        if self.truncated_documents:
-            lines.append(("truncated", f"{self.truncated_documents:,} documents, {self.cut_tokens:,} tokens cut off"))
-        if self.masked_tokens:
-            masked = f"{self.masked_documents:,} documents, {self.masked_tokens:,} tokens without a label after cutting"
-            lines.append(("masked", masked))
+        """Returns what became of documents that did not fit or were left out, and how packs are shared: (topic, text)
+        of what there is to say.
+        """
+        sample = f"keeps a random sample of {self.packs:,} packs; left out {self.left_out_documents:,} documents"
+        remarks = [
+            (self.left_out_tokens, "max_packs", sample),
+            (self.dropped_tokens, "dropped", f"{self.dropped_documents:,} over-long documents"),
+            (self.cut_tokens, "truncated", f"{self.truncated_documents:,} documents"),
+            (self.masked_tokens, "masked", f"{self.masked_documents:,} documents without a label after cutting"),
+        ]
+        lines = [(topic, f"{text}, {tokens:,} tokens") for tokens, topic, text in remarks if tokens]
         if self.split_documents:
             lines.append(("split", f"{self.split_documents:,} documents over several packs or pieces"))
-        if self.imbalance_before is not None and self.imbalance_after is not None:
+        if self.imbalance_before is not None:
             pace = f"slowest rank {self.imbalance_before:.3f} x the mean, {self.imbalance_after:.3f} x balanced"
             lines.append(("balance", f"{self.balance}: {pace}"))
-        if self.note:
-            lines.append(("note", self.note))
-        return lines
+        return [*lines, ("note", self.note)] if self.note else lines
 
 
 def packing_report(
@@ -109,7 +97,7 @@ def packing_report(
 ) -> PackingReport:
     """Describes a plan made from `lengths`; `imbalance` of its packs over the ranks, before and after balancing."""
     lengths = np.asarray(lengths)
-    counts = plan.counts
+    counts, (before, after) = plan.counts, imbalance or (None, None)
     slot_tokens = sum(int(plan.slots(lengths, part).sum()) for _, part, _ in pack_blocks(plan.offsets))
     batch = micro_batch_size if plan.ragged else max(1, round(counts.pieces / len(plan)))
     padded = _padded_positions(plan, lengths, batch)
@@ -136,8 +124,8 @@ def packing_report(
         median_tokens=int(np.median(lengths)),
         mean_tokens=counts.tokens / counts.documents,
         balance=balance,
-        imbalance_before=imbalance[0] if imbalance else None,
-        imbalance_after=imbalance[1] if imbalance else None,
+        imbalance_before=before,
+        imbalance_after=after,
         note=plan.note,
     )
 
@@ -151,7 +139,3 @@ def _padded_positions(plan: PackPlan, lengths: np.ndarray, batch: int) -> int:
         starts = np.arange(0, len(slots), batch)
         positions += int((np.maximum.reduceat(slots, starts) * np.diff(starts, append=len(slots))).sum())
     return positions
-
-
-def _percent(frac: float) -> str:
-    return f"{100 * frac:.2f} %"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,18 +48,6 @@ def test_agrees_with_the_slow_twin(case, lookahead: int, read_ahead: int) -> Non
     lengths, size = case
     packs = list(ExactFiller(lengths, size, lookahead=lookahead, read_ahead=read_ahead))
     assert packs == subset_sum_packs(lengths, size, lookahead)
-
-
-@settings(deadline=None)
-@given(case=streams, lookahead=st.integers(1, 20), stop=st.integers(0, 40))
-def test_goes_on_from_a_cursor_and_the_waiting_documents(case, lookahead: int, stop: int) -> None:
-    lengths, size = case
-    packs = list(ExactFiller(lengths, size, lookahead=lookahead))
-    first = ExactFiller(lengths, size, lookahead=lookahead)
-    done = list(islice(first, stop))
-    assert len(first.waiting) <= max(lookahead, 1)
-    rest = ExactFiller(lengths[first.cursor :], size, lookahead=lookahead, first_id=first.cursor, waiting=first.waiting)
-    assert done + list(rest) == packs
 
 
 def test_reads_no_further_than_the_look_ahead() -> None:

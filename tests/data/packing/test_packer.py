@@ -5,6 +5,7 @@ import pytest
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError
+from tests.runs import config_of
 
 
 def test_plans_and_reads() -> None:
@@ -26,11 +27,6 @@ def test_epochs(repack: bool, equal: bool) -> None:
     assert (plans[0] == plans[1]) == equal
 
 
-@pytest.mark.parametrize(("drop", "overlong"), [(True, "drop"), (False, "error"), (None, "drop")])
-def test_drop_long_samples(drop: bool | None, overlong: str) -> None:
-    assert Packer(64, drop_long_samples=drop).overlong == overlong
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -47,18 +43,25 @@ def test_drop_long_samples(drop: bool | None, overlong: str) -> None:
             r"slot_multiple=6 must be a multiple of 4 \(2 \* mesh.cp\): use 8, or null.",
         ),
         ({"slot_multiple": 0}, "slot_multiple=0 must be a multiple of 1"),
-        ({"packed_sequence_size": 0}, "packed_sequence_size=0 must be a whole number over 0"),
-        ({"packed_sequence_size": "2k"}, "packed_sequence_size='2k' must be a whole number"),
-        ({"balance": "steps"}, "packed_sequence.balance='steps' is unknown: use one of none, step, window."),
         ({"strategy": "best"}, "packed_sequence.strategy='best' is unknown: use one of exact_fill"),
-        ({"overlong": "keep"}, "packed_sequence.overlong='keep' is unknown: use one of drop"),
-        ({"max_packs": 0}, "packed_sequence.max_packs=0 must be a whole number over 0"),
-        (
-            {"overlong": "split", "drop_long_samples": True},
-            "drop_long_samples=True means overlong=drop and contradicts packed_sequence.overlong=split: set",
-        ),
     ],
 )
 def test_bad_settings_are_refused_when_built(arguments, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Packer(**{"packed_sequence_size": 64, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("packed_sequence_size=0", "packed_sequence_size=0 must be at least 1"),
+        ("balance=steps", "balance=steps must be one of none, step, window; did you mean step?"),
+        ("overlong=keep", "overlong=keep must be one of drop, truncate, split, error"),
+        ("tree=on", "tree=on must be one of auto, off, all"),
+        ("max_packs=0", "max_packs=0 must be at least 1"),
+        ("strategy.lookahead=0", "strategy.lookahead=0 must be at least 1"),
+    ],
+)
+def test_settings_are_checked_with_the_configuration(setting: str, sentence: str, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=f"packed_sequence.{sentence}"):
+        config_of("smoke", tmp_path, f"packed_sequence.{setting}")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.packs import Packer, PackStream
+from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.errors import ConfigError, DataError
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_lite.data.packing.packs import PackedDataset, Packer, PackStream, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
+from automodel_lite.data.packing.stream import PackStream
 from automodel_lite.data.tokens.token_rows import RowsWriter, flatten, load_rows
 from automodel_lite.thd import COLUMNS, Column
 
