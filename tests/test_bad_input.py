@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "truncated parquet": (rows(b"PAR1abc", name="x.parquet"), r"x.parquet: cannot be read as parquet"),
     "nothing to train on": (rows(NO_ANSWER), r"chats.jsonl:1: has no assistant message"),
     "over-long documents": (rows(LINES, SHORT, "packed_sequence.overlong=error"), r"30 of 30 documents are over packed_sequence.packed_sequence_size=8, such as .*: raise it, or"),
-    "all documents over-long": (rows(LINES, SHORT), r"30 of 30 documents are over packed_sequence.packed_sequence_size=8, .* overlong to truncate or split"),
+    "all documents over-long": (rows(LINES, SHORT), r"30 of 30 documents are over packed_sequence.packed_sequence_size=8, .*overlong to truncate or split"),
     "all mistakes at once": (
         settings("training.max_stepz=3", "training.precision=fp8", "optimizer.lrr=1"),
         r"(?s)training.max_stepz=3.*\n.*training.precision=fp8 must be one of.*\n.*optimizer.lrr=1: unknown key; did you mean optimizer.lr\?",
