@@ -48,9 +48,10 @@ from automodel_lite.data.reading.files import (
     ReadOptions,
     TextUnit,
     ValPath,
-    kind_of_first,
+    kind_of_documents,
     open_rows,
     open_validation,
+    sniff_columns,
 )
 from automodel_lite.data.reading.paths import FileStamp, is_file_name
 from automodel_lite.data.reading.readers import Placed, RawRow, RawRows, RowList, placed
@@ -171,13 +172,9 @@ class StreamingDataset:
         val_sources = open_validation(self.val_path, self.split, options)
         self.stream = self._open(options, [one for opened in val_sources.values() for one in opened.files])
         first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))
-        columns = {column: None for _, row in first if not isinstance(row, DataError) for column in row}
-        if not columns:
-            empty = DataError(f"{self.stream.name}: the stream is empty: it holds no row.")
-            raise next((row for _, row in first if isinstance(row, DataError)), empty)
-        self._detected = detect(list(columns), self.format, self.columns)
-        first_document = next((doc for _, doc in map(self._document, first) if not isinstance(doc, DataError)), None)
-        self.kind = kind_of_first(first_document, self._detected)
+        columns = sniff_columns(first, f"{self.stream.name}: the stream")
+        self._detected = detect(columns, self.format, self.columns)
+        self.kind = kind_of_documents(self._detected, map(self._document, first))
         if self.kind == "tokens":
             raise ConfigError(
                 f"{self.stream.name} contains token ids, but streams are tokenized during training: use dataset=files."
@@ -227,7 +224,9 @@ class StreamingDataset:
             return HubStream(shown, f"{shown} {self.split}", path=self.path, config=self.name, split=self.split)
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.notes = source.notes
-        return FileStream(source.description, source.identity, source.content, source.rows)
+        contents = [f"{one.path.name} {one.size} {one.content}" for one in source.files]
+        content = f"{', '.join(contents)}, split {self.split}"
+        return FileStream(source.description, source.identity, content, source.rows)
 
 
 def _locate(function: str) -> Callable[[], Iterable[Any]]:

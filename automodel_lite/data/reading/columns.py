@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import MEDIA, Document
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
@@ -285,16 +287,21 @@ def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str])
 
 @dataclass(frozen=True)
 class NormalizedRows:
-    """Raw rows as documents."""
+    """Raw rows as documents: those of `indices`, in their order, or all."""
 
     raw: RawRows
     detected: Detected
+    indices: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.raw)
+        return len(self.raw) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> Document:
-        return self.detected.document(self.raw[index], self.where(index))
+        row = self._row(index)
+        return self.detected.document(self.raw[row], self.raw.where(row))
 
     def where(self, index: int) -> str:
-        return self.raw.where(index)
+        return self.raw.where(self._row(index))
+
+    def _row(self, index: int) -> int:
+        return index if self.indices is None else int(self.indices[index])

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from automodel_lite.config.rules import Range, Seed
@@ -161,7 +162,10 @@ def read_turn(turn: Any, where: str) -> Message:
             raise DataError(f"{where}.tool_calls must be a list, not {type(calls).__name__}.")
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     if "weight" in message:
-        message["weight"] = _weight(message["weight"], where)
+        weight = message["weight"]  # anything between 0 and 1 would be trained like 1
+        if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
+            raise DataError(f"{where}.weight must be 0 (not trained on) or 1, not {weight!r}.")
+        message["weight"] = int(weight)
     if message["role"] not in KNOWN_ROLES and message.get("weight") != 0:
         raise DataError(
             f"{where}.role={message['role']!r} is written by many templates, and never trained on: call it assistant, "
@@ -213,13 +217,6 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 
 
-def _weight(weight: Any, where: str) -> int:
-    """0 or 1; anything between would be trained like 1."""
-    if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
-        raise DataError(f"{where}.weight must be 0 (not trained on) or 1, not {weight!r}.")
-    return int(weight)
-
-
 def _content(content: Any, where: str, may_lack: bool) -> str:
     if content is None and may_lack:
         return ""
@@ -265,24 +262,7 @@ def sound_text(value: str, where: str) -> str:
     return value
 
 
-CAPITALS = {
-    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Austria": "Vienna",
-    "Portugal": "Lisbon", "Greece": "Athens", "Norway": "Oslo", "Sweden": "Stockholm", "Finland": "Helsinki",
-    "Denmark": "Copenhagen", "Poland": "Warsaw", "Hungary": "Budapest", "Ireland": "Dublin", "Belgium": "Brussels",
-    "Japan": "Tokyo", "China": "Beijing", "India": "Delhi", "Nepal": "Kathmandu", "Vietnam": "Hanoi",
-    "Egypt": "Cairo", "Kenya": "Nairobi", "Ghana": "Accra", "Morocco": "Rabat", "Senegal": "Dakar",
-    "Canada": "Ottawa", "Cuba": "Havana", "Peru": "Lima", "Chile": "Santiago", "Jamaica": "Kingston",
-}  # fmt: skip
-
-PHRASINGS = (
-    "What is the capital of {}?",
-    "Which city is the capital of {}?",
-    "Name the capital of {}.",
-    "Tell me the capital city of {}.",
-    "Do you know the capital of {}?",
-)
-
-ANSWER = "The capital of {} is {}."
+TOY = json.loads((Path(__file__).parent / "toy_chat.json").read_text())  # capitals, phrasings, answer
 MAX_TURNS, MEAN_LOG_TURNS, SD_LOG_TURNS = 14, 0.4, 0.85  # of a chat, capped log-normal
 
 
@@ -313,40 +293,33 @@ class ToyChat:
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
-        held_out, asked = _split_pairs(rng, self.num_questions)
+        phrasings = TOY["phrasings"]
+        # At most all but one phrasing of each country are held out, spread evenly over the countries.
+        rounds = [
+            rng.sample(
+                [_turn(text.format(country), TOY["answer"].format(country, city)) for text in phrasings], len(phrasings)
+            )
+            for country, city in TOY["capitals"].items()
+        ]
+        rng.shuffle(rounds)
+        turns = [of_country[place] for place in range(len(phrasings)) for of_country in rounds]
+        held_out, asked = turns[: self.num_questions], turns[self.num_questions :]
         self.train = DocumentList(_chats(rng, asked, self.num_chats), "toy_chat")
         val_chats = _chats(rng, held_out, self.num_val_chats) if held_out else []
         self.val = {"held_out": DocumentList(val_chats, "toy_chat.held_out")} if val_chats else {}
-        self.questions = [Question([_user(pair)], _answer(pair)) for pair in held_out]
+        self.questions = [Question([question], answer["content"]) for question, answer in held_out]
         self.description = f"toy_chat: {self.num_chats} generated chats, {len(held_out)} questions held out"
         self.identity = f"toy_chat(num_chats={self.num_chats}, num_val_chats={self.num_val_chats}, "
         self.identity += f"num_questions={self.num_questions}, seed={self.seed})"
 
 
-Pair = tuple[str, int]
+def _turn(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _split_pairs(rng: random.Random, num_held_out: int) -> tuple[list[Pair], list[Pair]]:
-    """Holds out at most all but one phrasing of each country, spread evenly over the countries."""
-    rounds = [[(country, int(p)) for p in rng.sample(range(len(PHRASINGS)), len(PHRASINGS))] for country in CAPITALS]
-    rng.shuffle(rounds)
-    pairs = [pairs_of_country[turn] for turn in range(len(PHRASINGS)) for pairs_of_country in rounds]
-    return pairs[:num_held_out], pairs[num_held_out:]
-
-
-def _chats(rng: random.Random, pairs: list[Pair], num_chats: int) -> list[Document]:
+def _chats(rng: random.Random, turns: list[list[Message]], num_chats: int) -> list[Document]:
     chats: list[Document] = []
     for _ in range(num_chats):
         num_turns = min(MAX_TURNS, max(1, round(rng.lognormvariate(MEAN_LOG_TURNS, SD_LOG_TURNS))))
-        turns = [rng.choice(pairs) for _ in range(num_turns)]
-        answers = [{"role": "assistant", "content": _answer(pair)} for pair in turns]
-        chats.append({"messages": [*chain.from_iterable(zip(map(_user, turns), answers))]})
+        chats.append({"messages": [*chain.from_iterable(rng.choice(turns) for _ in range(num_turns))]})
     return chats
-
-
-def _user(pair: Pair) -> dict[str, str]:
-    return {"role": "user", "content": PHRASINGS[pair[1]].format(pair[0])}
-
-
-def _answer(pair: Pair) -> str:
-    return ANSWER.format(pair[0], CAPITALS[pair[0]])

@@ -11,8 +11,9 @@ import gzip
 import lzma
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ import pyarrow
 from automodel_lite.config.rules import OneOf, PathStr, Positive, Range, Seed, looks_local
 from automodel_lite.data.cache import build_once, cache_root
 from automodel_lite.data.reading.columns import Detected, NormalizedRows, OwnFormat, detect
-from automodel_lite.data.reading.documents import Document, DocumentSet, Question, question_of
+from automodel_lite.data.reading.documents import DocumentSet, Question, question_of
 from automodel_lite.data.reading.labels import Alignment, find_alignment
 from automodel_lite.data.reading.paths import (
     COMPRESSIONS,
@@ -38,6 +39,7 @@ from automodel_lite.data.reading.readers import (
     DELIMITERS,
     TEXT_UNITS,
     ConcatenatedRows,
+    Placed,
     RawRow,
     RawRows,
     TextSpans,
@@ -120,39 +122,37 @@ class FilesDataset:
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
             raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
         options = ReadOptions(self.delimiter, self.encoding, self.text_unit)
-        val_sources = self._val_sources(options)
+        if self.val_split is not None:
+            val_sources = {"val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)}
+        else:
+            val_sources = open_validation(self.val_path, self.split, options)
         # Files of validation are known first: training leaves them out of its folders.
         self.val_files = [one for opened in val_sources.values() for one in opened.files]
         held_out = self.val_files if self.val_path is not None else ()
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.train_files = list(source.files)
-        detected = detect_in(source, self.format, self.columns)
+        columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
+        detected = detect(columns, self.format, self.columns)
         labels = ""
         if detected.format.kind == "tokens":
-            alignment = self.labels or find_alignment(_readable(NormalizedRows(source.rows, detected)))
+            alignment = self.labels or find_alignment(placed(NormalizedRows(source.rows, detected)))
             detected = replace(detected, labels=alignment, is_checked=self.labels is None)
             how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
             labels = f", labels {how[detected.labels]}"
-        val: dict[str, DocumentSet] = {name: NormalizedRows(s.rows, detected) for name, s in val_sources.items()}
-        train: DocumentSet = NormalizedRows(source.rows, detected)
-        if self.max_documents is not None:
-            train = SelectedRows(train, np.arange(min(self.max_documents, len(train))))
+        val = {name: NormalizedRows(opened.rows, detected) for name, opened in val_sources.items()}
+        num = min(len(source.rows), self.max_documents or len(source.rows))
+        indices = None if self.max_documents is None else np.arange(num)
         if self.val_frac:
-            train, val["val"] = split_rows(train, self.val_frac, self.seed)
-        self.train, self.val = train, val
-        first = next(_readable(train), ("", None))[1] if detected.format.kind == "own" else None
-        self.kind = kind_of_first(first, detected)
+            indices, held_out_rows = _split_indices(num, self.val_frac, self.seed)
+            val["val"] = NormalizedRows(source.rows, detected, held_out_rows)
+        self.train, self.val = NormalizedRows(source.rows, detected, indices), {**val}
+        self.kind = kind_of_documents(detected, placed(self.train))
         self.description = f"{source.description}: {len(self.train):,} documents, {detected.description}{labels}"
         self.description += "".join(f"; {note}" for note in source.notes)
         sources = "; ".join([source.identity, *(f"{name}: {s.identity}" for name, s in val_sources.items())])
         read_as = f"{detected.format.name}{detected.source}; {dict(detected.renames)}{labels}; "
         self.identity = f"{Path(source.description).stem}({sources}; {read_as}"
         self.identity += f"val_frac={self.val_frac}, max_documents={self.max_documents}, seed={self.seed}, {options})"
-
-    def _val_sources(self, options: ReadOptions) -> dict[str, OpenedRows]:
-        if self.val_split is not None:
-            return {"val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)}
-        return open_validation(self.val_path, self.split, options)
 
 
 def open_validation(val_path: ValPath | None, split: str, options: ReadOptions) -> dict[str, OpenedRows]:
@@ -163,40 +163,34 @@ def open_validation(val_path: ValPath | None, split: str, options: ReadOptions) 
     return {name: open_rows(path, None, split, "dataset.val_path", options) for name, path in paths.items()}
 
 
-def _readable(rows: DocumentSet) -> Iterator[tuple[str, Document]]:
-    """Yields (place, document) of the rows that can be read; the others are left to the tokenizer to report."""
-    return ((place, row) for place, row in placed(rows, range(len(rows))) if not isinstance(row, DataError))
+def _split_indices(num: int, val_frac: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draws `val_frac` of the documents, at least one, to be held out; both parts keep the file's order."""
+    num_val = max(1, round(val_frac * num))
+    if num_val >= num:
+        raise ConfigError(f"dataset.val_frac={val_frac} of {num} documents leaves none to train on.")
+    drawn = np.random.default_rng(seed).permutation(num)
+    return np.sort(drawn[num_val:]), np.sort(drawn[:num_val])
 
 
-def detect_in(source: OpenedRows, format_name: str | OwnFormat | None, columns: Mapping[str, str] | None) -> Detected:
-    """Finds the format of opened rows."""
-    return detect(sniff_columns(source.rows, source.description), format_name, columns)
+def kind_of_documents(detected: Detected, documents: Iterable[Placed]) -> str:
+    """Returns the kind of the documents; a format of the user's shows it in its first document that can be read."""
+    if detected.format.kind != "own":
+        return detected.format.kind
+    first = next((document for _, document in documents if not isinstance(document, DataError)), {})
+    return next((kind for key, kind in _KINDS_BY_KEY.items() if key in first), "messages")
 
 
 _KINDS_BY_KEY = {"messages": "messages", "completion": "prompt_completion", "text": "text"}
 
 
-def kind_of_first(document: Document | None, detected: Detected) -> str:
-    """Returns the kind of the documents; a format of the user's shows it in its first document that can be read."""
-    if detected.format.kind != "own":
-        return detected.format.kind
-    return next((kind for key, kind in _KINDS_BY_KEY.items() if key in (document or {})), "messages")
-
-
-def sniff_columns(rows: RawRows, description: str) -> list[str]:
-    """The columns of the first rows, in order; broken rows are left to the tokenizer to report."""
-    columns: dict[str, None] = {}
-    first_error: DataError | None = None
-    for index in range(min(NUM_SNIFFED_ROWS, len(rows))):
-        try:
-            columns |= dict.fromkeys(rows[index])
-        except DataError as error:
-            first_error = first_error or error
-    if columns:
-        return list(columns)
-    if first_error is not None:
-        raise first_error
-    raise DataError(f"{description}: the file is empty: it holds no row.")
+def sniff_columns(rows: Iterable[Placed], name: str) -> list[str]:
+    """Returns the columns of the first rows, in order; broken rows are left to the tokenizer to report."""
+    first = [row for _, row in islice(rows, NUM_SNIFFED_ROWS)]
+    columns = dict.fromkeys(column for row in first if not isinstance(row, DataError) for column in row)
+    if not columns:
+        empty = DataError(f"{name} is empty: it holds no row.")
+        raise next((row for row in first if isinstance(row, DataError)), empty)
+    return list(columns)
 
 
 _ANSWERS = ("completion", "output", "answer")
@@ -209,7 +203,7 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
     Raises ConfigError for columns of no known format, DataError for a row that does not fit.
     """
     source = open_rows(path, None, "train", "--prompts", ReadOptions(text_unit="line"))
-    columns = sniff_columns(source.rows, source.description)
+    columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
     try:
         detected = detect(columns, None, None)
         missing: Sequence[str] = ()
@@ -225,43 +219,16 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
 
 
 @dataclass(frozen=True)
-class SelectedRows:
-    """Some of the documents, in the order of `indices`."""
-
-    rows: DocumentSet
-    indices: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[int(self.indices[index])]
-
-    def where(self, index: int) -> str:
-        return self.rows.where(int(self.indices[index]))
-
-
-def split_rows(rows: DocumentSet, val_frac: float, seed: int) -> tuple[SelectedRows, SelectedRows]:
-    """Holds `val_frac` of the documents out, at least one, drawn by `seed`; both parts keep the file's order."""
-    num_val = max(1, round(val_frac * len(rows)))
-    if num_val >= len(rows):
-        raise ConfigError(f"dataset.val_frac={val_frac} of {len(rows)} documents leaves none to train on.")
-    drawn = np.random.default_rng(seed).permutation(len(rows))
-    return SelectedRows(rows, np.sort(drawn[num_val:])), SelectedRows(rows, np.sort(drawn[:num_val]))
-
-
-@dataclass(frozen=True)
 class OpenedRows:
     """Opened files.
 
     notes     what was left out, what a document is
-    identity  what the cache key says of them; content: the same without the times and places of the files
+    identity  what the cache key says of them
     """
 
     rows: RawRows
     description: str
     identity: str
-    content: str
     files: Sequence[FileStamp] = ()
     notes: Sequence[str] = ()
 
@@ -292,17 +259,12 @@ def open_rows(
             raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
     shown = found.files[0].name if len(rows) == 1 else f"{len(rows)} files from {found.files[0].name}"
     identity = f"{', '.join(map(str, files))}, split {split}"
-    content = f"{', '.join(f'{one.path.name} {one.size} {one.content}' for one in files)}, split {split}"
-    notes = [note for note in (_text_note(rows, options), found.note) if note]
-    return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, content, files, notes)
-
-
-def _text_note(rows: Sequence[RawRows], options: ReadOptions) -> str:
+    notes = [found.note] if found.note else []
     sizes = [one.sizes for one in rows if isinstance(one, TextSpans) and len(one)]
-    if not sizes:
-        return ""
-    median = int(np.median(np.concatenate(sizes)))
-    return f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)"
+    if sizes:
+        median = int(np.median(np.concatenate(sizes)))
+        notes.insert(0, f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)")
+    return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, files, notes)
 
 
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
@@ -313,7 +275,7 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     kind = kind_of(path)
     if kind not in KINDS:
         raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
-    plain = _decompressed(path) if path.suffix.lower() in COMPRESSIONS else path
+    plain = _in_cache(path, path.name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
     if kind in (".jsonl", ".ndjson"):
         return open_json_lines(plain, path.name, options.encoding)
     if kind == ".json":
@@ -325,27 +287,22 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         return open_csv(plain, path.name, delimiter, options.encoding)
     if kind == ".txt":
         return open_text(plain, path.name, options.text_unit, options.encoding)
-    return TableRows(_as_arrow(plain, path.name) if kind == ".parquet" else plain, path.name)
+    return TableRows(_in_cache(plain, path.name, parquet_to_arrow) if kind == ".parquet" else plain, path.name)
 
 
-def _as_arrow(path: Path, name: str) -> Path:
-    """Unpacks a Parquet file in the cache, once; any row of it is then read at once."""
-    key = {"file": str(stamp(path)), "as": "arrow"}
-    build = lambda folder: parquet_to_arrow(path, name, folder / "data")  # noqa: E731 - one call
+def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -> Path:
+    """Writes a file anew in the cache, once, so that any row of it can be read at once."""
+    key = {"file": str(stamp(path)), "as": write.__name__}
+    build = lambda folder: write(path, name, folder / "data")  # noqa: E731 - one call
     return build_once(cache_root(), "decompressed", name, key, build).folder / "data"
 
 
-def _decompressed(path: Path) -> Path:
-    """Unpacks a file in the cache, once; rows are then read from any place of it."""
-
-    def unpack(folder: Path) -> None:
-        try:
-            with _READERS[path.suffix.lower()](path) as packed, (folder / "data").open("wb") as plain:
-                shutil.copyfileobj(packed, plain, 2**20)
-        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
-            raise DataError(f"{path.name}: cannot be decompressed: {error}.") from error
-
-    return build_once(cache_root(), "decompressed", path.name, {"file": str(stamp(path))}, unpack).folder / "data"
+def _decompress(path: Path, name: str, target: Path) -> None:
+    try:
+        with _READERS[path.suffix.lower()](path) as packed, target.open("wb") as plain:
+            shutil.copyfileobj(packed, plain, 2**20)
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"{name}: cannot be decompressed: {error}.") from error
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
@@ -369,4 +326,4 @@ def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:
         ) from error
     shown = f"{path}/{name}" if name else path
     identity = f"{shown} {split} {loaded._fingerprint}"
-    return OpenedRows(DatasetRows(loaded, shown), shown, identity, identity)
+    return OpenedRows(DatasetRows(loaded, shown), shown, identity)

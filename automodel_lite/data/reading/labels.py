@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from automodel_lite.data.reading.documents import Document
+from automodel_lite.data.reading.readers import Placed
 from automodel_lite.errors import DataError
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
@@ -66,7 +67,7 @@ def packed_tokens(row: dict[str, Any]) -> Document:
     }
 
 
-def find_alignment(documents: Iterable[tuple[str, Document]]) -> Alignment:
+def find_alignment(documents: Iterable[Placed]) -> Alignment:
     """Finds which convention the labels follow: that of the first row whose labels fit only one of them.
 
     Rows without a label say nothing, however many there are; nor does `a a a`, whose next token is the token itself.
@@ -77,7 +78,7 @@ def find_alignment(documents: Iterable[tuple[str, Document]]) -> Alignment:
         DataError: the labels of a row fit neither (names its place).
     """
     for where, document in documents:
-        if document["labels"] is None:
+        if isinstance(document, DataError) or document["labels"] is None:
             continue
         is_aligned, is_unshifted, found = _compare(document)
         if not is_aligned and not is_unshifted:

@@ -17,7 +17,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from itertools import islice
@@ -98,12 +98,10 @@ def check_not_cut(files: Sequence[WholeFile]) -> None:
 class FoundFiles:
     """files      what is read, in order; the folder of a saved dataset counts as one
     left_out   reason -> names of what is not
-    is_named   whether each file was named, and not found in a folder or by a pattern
     """
 
     files: Sequence[Path]
-    left_out: dict[str, list[str]]
-    is_named: Sequence[bool]
+    left_out: Mapping[str, Sequence[str]]
 
     @property
     def note(self) -> str:
@@ -111,7 +109,7 @@ class FoundFiles:
         parts = []
         for reason, names in self.left_out.items():
             shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-            parts.append(f"{len(names):,} {reason} ({shown})")
+            parts += [f"{len(names):,} {reason} ({shown})"] if names else []
         return f"left out: {', '.join(parts)}" if parts else ""
 
 
@@ -126,13 +124,13 @@ def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = (
             validation that is named for training too.
     """
     left_out: dict[str, list[str]] = defaultdict(list)
-    taken: dict[tuple[int, int], tuple[Path, bool]] = {}
+    taken: dict[tuple[int, int], Path] = {}
     missing = []
     for path in paths:
-        found = _found(path, key, left_out)
-        if not found.files:
+        files, is_named = _found(path, key, left_out)
+        if not files:
             missing.append(path)
-        for file, is_named in zip(found.files, found.is_named):
+        for file in files:
             stat = file.stat()
             if (stat.st_dev, stat.st_ino) in taken:
                 left_out["named twice"].append(str(file))
@@ -146,14 +144,12 @@ def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = (
             if shared is not None:
                 left_out["held out for validation"].append(file.name)
                 continue
-            taken[stat.st_dev, stat.st_ino] = file, is_named
+            taken[stat.st_dev, stat.st_ino] = file
     if taken and missing:
         raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
     if left_out["held out for validation"] and not taken:
         raise ConfigError(f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train on.")
-    files = [file for file, _ in taken.values()]
-    reasons = {reason: names for reason, names in left_out.items() if names}
-    return FoundFiles(files, reasons, [is_named for _, is_named in taken.values()])
+    return FoundFiles([*taken.values()], {reason: names for reason, names in left_out.items() if names})
 
 
 def kind_of(path: Path) -> str:
@@ -167,28 +163,28 @@ def is_file_name(path: str) -> bool:
     return kind_of(Path(path)) in KINDS
 
 
-def _found(path: str, key: str, left_out: dict[str, list[str]]) -> FoundFiles:
-    """Finds the files of one path."""
+def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequence[Path], bool]:
+    """Returns the files of one path, and whether it names one, not a folder or a pattern."""
     if not path.strip():
         raise ConfigError(f"{key}={path} is empty: was a shell variable not set?")
     expanded = Path(path).expanduser()
     try:
         if expanded.is_dir():
             if (expanded / "state.json").exists() or (expanded / "dataset_dict.json").exists():
-                return FoundFiles([expanded], {}, [True])
+                return [expanded], True
             files = _selected(_walk(expanded, path, key, left_out), expanded, key, left_out)
             if not files:
-                why = f"; {FoundFiles([], left_out, []).note}" if left_out else ""
+                note = FoundFiles([], left_out).note
+                why = f"; {note}" if note else ""
                 raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it{why}.")
-            return FoundFiles(files, {}, [False] * len(files))
+            return files, False
         if expanded.is_file():
-            return FoundFiles([expanded], {}, [True])
+            return [expanded], True
         if expanded.exists():
             raise ConfigError(f"{key}={path} is neither a file nor a folder, and rows need random access to a file.")
         matches = list(islice(glob.iglob(str(expanded), recursive=True), MAX_ENTRIES))
         _check_number(len(matches), path, key)
-        files = _selected([Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out)
-        return FoundFiles(files, {}, [False] * len(files))
+        return _selected([Path(match) for match in matches if os.path.isfile(match)], Path(), key, left_out), False
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be read ({error.strerror}).") from error
 
@@ -227,8 +223,6 @@ def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> 
                 left_out["in a compression that is not read"].append(name)
             else:
                 left_out["of other kinds"].append(name)
-    for reason in [reason for reason, names in left_out.items() if not names]:
-        del left_out[reason]
     return sorted(files)
 
 
@@ -247,13 +241,9 @@ def _selected(files: Sequence[Path], root: Path, key: str, left_out: dict[str, l
             stems.add(stem)
             kept.append(file)
     # Only beside others: a folder of nothing but test files was named for them.
-    held = [file for file in kept if _is_held_out(file, root)]
+    inside = {file: str(file.relative_to(root)) if root in file.parents else file.name for file in kept}
+    held = [file for file in kept if _HELD_OUT.search(inside[file]) and not _TRAIN.search(inside[file])]
     if key == "dataset.path" and 0 < len(held) < len(kept):
         left_out["of held-out splits"] += [file.name for file in sorted(held)]
         kept = [file for file in kept if file not in held]
     return sorted(kept)
-
-
-def _is_held_out(file: Path, root: Path) -> bool:
-    inside = str(file.relative_to(root)) if root in file.parents else file.name
-    return bool(_HELD_OUT.search(inside)) and not _TRAIN.search(inside)

@@ -44,9 +44,9 @@ Placed = tuple[str, dict[str, Any] | DataError]
 """A row or a document, or the error that reading it raised, and its place."""
 
 
-def placed(rows: RawRows, indices: Iterable[int]) -> Iterator[Placed]:
-    """Yields some rows, or documents, with their places."""
-    for index in indices:
+def placed(rows: RawRows, indices: Iterable[int] | None = None) -> Iterator[Placed]:
+    """Yields rows or documents, all or those of `indices`, with their places."""
+    for index in range(len(rows)) if indices is None else indices:
         try:
             yield rows.where(index), rows[index]
         except DataError as error:

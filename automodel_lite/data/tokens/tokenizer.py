@@ -9,11 +9,12 @@ from typing import Annotated
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
 from automodel_lite.data.cache import build_once, cache_root, short_hash
-from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
+from automodel_lite.data.reading.documents import Documents, DocumentSet
+from automodel_lite.data.reading.readers import placed
 from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.redact import secret_in
 
@@ -21,25 +22,7 @@ TokenCount = Annotated[int, Range(262, 1_000_000)]
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
-CHAT_TEMPLATE = """\
-{%- if tools -%}{{- '<|system|>Tools: ' + (tools | tojson) + '<|end|>' -}}{%- endif -%}
-{%- for message in messages -%}
-{{- '<|' + message['role'] + '|>' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- set thought = message.reasoning_content or message.thinking or message.reasoning -%}
-{%- generation -%}
-{%- if thought -%}{{- '<think>' + thought + '</think>' -}}{%- endif -%}
-{{- message['content'] -}}
-{%- for call in message.tool_calls or [] -%}
-{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' -}}
-{%- endfor -%}
-<|end|>{%- endgeneration -%}
-{%- else -%}
-{{- message['content'] -}}<|end|>
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
-"""
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 """A turn is `<|role|>content<|end|>`; what an assistant thinks, says and calls, its end token included, is marked as
 generated.
 """
@@ -73,13 +56,8 @@ def load_tokenizer(
     if known := [token for token in added_tokens or () if token in tokenizer.get_vocab()]:
         raise ConfigError(f"tokenizer.added_tokens={added_tokens}: {known[0]} is a token of {path} already: remove it.")
     tokenizer.add_tokens(list(added_tokens or ()))
-    return require_fast(tokenizer, path)
-
-
-def require_fast(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerFast:
-    """Only fast tokenizers say which characters a token covers, which the training mask is made from."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError(f"tokenizer.path={name} is a slow tokenizer ({type(tokenizer).__name__}): use a fast one.")
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # only these know which characters a token covers
+        raise ConfigError(f"tokenizer.path={path} is a slow tokenizer ({type(tokenizer).__name__}): use a fast one.")
     return tokenizer
 
 
@@ -112,31 +90,27 @@ def train_bpe_tokenizer(
     return PreTrainedTokenizerFast.from_pretrained(entry.folder)
 
 
+_LONG_WORD = re.compile(r"\S{1001}|\s{1001}")
+
+
 def _document_texts(rows: DocumentSet, max_chars: int) -> Iterator[str]:
     """Yields the texts of the documents until `max_chars` characters were given.
 
     Bad rows are passed over here: they are reported, or counted, when the documents are tokenized.
     """
     num_chars = 0
-    for index in range(len(rows)):
-        try:
-            document = rows[index]
-        except DataError:
+    for _, document in placed(rows):
+        if isinstance(document, DataError):
             continue
-        for text in _texts(document):
-            yield text
+        said = [message.get("content") for message in document.get("messages", ())]
+        for text in filter(None, (*said, *(document.get(key) for key in ("system", "prompt", "completion", "text")))):
             num_chars += len(text)
+            # The trainer's time grows with the square of the longest word (base64, a line of dashes): 17 s for 100,000
+            # letters.
+            step = 1000 if _LONG_WORD.search(text) else len(text)
+            yield from (text[start : start + step] for start in range(0, len(text), step))
         if num_chars >= max_chars:
             return
-
-
-def _texts(document: Document) -> Iterator[str]:
-    for message in document.get("messages", ()):
-        if message.get("content"):
-            yield message["content"]
-    for key in ("system", "prompt", "completion", "text"):
-        if document.get(key):
-            yield document[key]
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -149,7 +123,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_without_long_words(texts), trainer)
+    backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD, eos_token=END, additional_special_tokens=list(ROLES)
     )
@@ -157,24 +131,8 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-_LONG_WORD = re.compile(r"\S{1001}|\s{1001}")
-
-
-def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Texts that hold a word of over 1,000 letters (base64, a line of dashes) are cut: the trainer's time grows with
-    the square of the longest word, 17 s for 100,000 letters.
-    """
-    for text in texts:
-        if _LONG_WORD.search(text):
-            yield from (text[start : start + 1000] for start in range(0, len(text), 1000))
-        else:
-            yield text
-
-
 def _read_template(path: str) -> str:
     try:
-        if Path(path).expanduser().exists() and not Path(path).expanduser().is_file():
-            raise ConfigError(f"tokenizer.chat_template={path} is not a file.")
         return Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
