@@ -224,7 +224,7 @@ def test_flipped_token_ids_change_no_loss(tmp_path: Path) -> None:
         return data.fingerprint, int(data.train.input_ids.astype(np.int64).sum() + data.train.offsets.sum())
 
     want = rows()
-    for name in ("input_ids.npy", "labels.npy", "offsets.npy", "counts.json", "content.sha256"):
+    for name in ("input_ids.bin", "labels.bin", "offsets.bin", "findings.json", "content.sha256"):
         for path in tmp_path.glob(f"tokens/*train*/{name}"):
             _flip(path, path.stat().st_size // 2)
         assert rows() == want
@@ -257,8 +257,8 @@ def test_rows_that_are_cut_short_while_they_are_mapped(column: str, tmp_path: Pa
     data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), tmp_path).train
     again = pickle.loads(pickle.dumps(data))  # as workers get them
     assert len(again[19]["input_ids"]) > 5
-    os.truncate(data.folder / f"{column}.npy", 200)
+    os.truncate(data.folder / f"{column}.bin", 72)
     for mapped in (data, again):
         for read in (lambda rows: rows[19], lambda rows: rows.located(np.array([19]))):
-            with pytest.raises(DataError, match=rf"{column}.npy: the file was truncated while it was being read"):
+            with pytest.raises(DataError, match=rf"{column}.bin: the file was truncated while it was being read"):
                 read(mapped)

@@ -93,7 +93,7 @@ def test_a_cache_of_before_a_column_is_rebuilt(tmp_path: Path, monkeypatch: pyte
     tokenized(tmp_path, WEIGHTED)
     monkeypatch.setitem(COLUMNS, "colors", Column("int8", "int64", 0))
     tokenized(tmp_path, WEIGHTED)
-    assert len(list((tmp_path / "cache").glob("**/loss_weights.npy"))) == 2
+    assert len(list((tmp_path / "cache").glob("**/loss_weights.bin"))) == 2
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])

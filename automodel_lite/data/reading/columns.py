@@ -41,6 +41,7 @@ CHOSEN = re.compile(r"chosen|prefer|winner|accepted|better", re.IGNORECASE)
 VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
 WEIGHTS = re.compile(r"(sample_|loss_|row_|example_)?weights?|importance", re.IGNORECASE)
 MASKS = re.compile(r"(do_|is_)?(train|trained|trainable|learn|masked)|(loss|train)_mask|train_on\w*", re.IGNORECASE)
+ANSWERS = frozenset(("completion", "output", "answer", "messages", "text"))  # names of what is trained on
 MOST_COLUMN_SETS = 10_000  # that are remembered
 
 
@@ -71,7 +72,10 @@ class Detected:
         try:
             renames, problems = self._judge(tuple(row))
             for column, problem in problems.items():
-                if not _is_nothing(column, row[column]):
+                value = row[column]
+                # A weight or a mask of 1, and anything empty, changes nothing.
+                is_one = value == 1 and (WEIGHTS.fullmatch(column) or MASKS.fullmatch(column))
+                if not is_one and value not in (None, [], {}, ""):
                     raise DataError(f"column {column} {problem}")
             named = {**row, **{canonical: row.get(column) for canonical, column in renames.items()}}
             document = self._normalize(named)
@@ -109,19 +113,13 @@ class Detected:
         return self._judged[columns]
 
 
-def _is_nothing(column: str, value: Any) -> bool:
-    """Returns whether a column that is not understood says nothing in this row."""
-    says_all = WEIGHTS.fullmatch(column) or MASKS.fullmatch(column)
-    return value is None or (isinstance(value, (list, dict, str)) and not value) or bool(says_all and value == 1)
-
-
 def _problems(
     columns: Sequence[str], found: Format, renames: Mapping[str, str], typed: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yields the columns that would change what is trained, and what a row with a value in one of them is told."""
     is_chat = found.kind in ("messages", "prompt_completion")
     meant = f"set dataset.format={found.name} to train without it."
-    is_chosen = bool(_named_answers(typed))
+    is_chosen = not ANSWERS.isdisjoint(typed)
     for name in columns:
         if name in renames.values() or name in found.columns or name in found.optional:
             continue
@@ -177,7 +175,12 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
         raise ConfigError(f"dataset.format={format_name} is not one of {known}, nor a block with a _target_.")
     typed = dict(renames)
     found, renames = _find(candidates, columns, renames)
-    _check_names(tuple(typed), found)
+    has = [*found.columns, *found.optional]
+    for name in [name for name in typed if name not in has]:
+        raise ConfigError(
+            f"dataset.columns.{name}: the data are taken for {found.name}, which has no {name}"
+            f"{did_you_mean(name, has) or '.'} It has {', '.join(has)}."
+        )
     verdict = next((name for name in VERDICTS if name in columns), None)
     if format_name is None and verdict and found.kind in ("messages", "prompt_completion"):
         raise ConfigError(f"column {verdict} {_verdict(found)}")
@@ -202,29 +205,12 @@ def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:
     return Detected(own_format(name, function), {}, description, is_given=True, source=source)
 
 
-def _check_names(typed: Sequence[str], found: Format) -> None:
-    """Raises ConfigError for a column that the user named as something that the format does not have."""
-    has = [*found.columns, *found.optional]
-    for name in typed:
-        if name not in has:
-            near = did_you_mean(name, has) or "."
-            raise ConfigError(
-                f"dataset.columns.{name}: the data are taken for {found.name}, which has no {name}{near} It has "
-                f"{', '.join(has)}."
-            )
-
-
-def _named_answers(typed: Mapping[str, str]) -> list[str]:
-    """Returns the columns that the user named as what is trained on."""
-    return [column for name, column in typed.items() if name in ("completion", "output", "answer", "messages", "text")]
-
-
 def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> None:
     """Raises ConfigError for pairs of a wanted and a rejected answer, unless the wanted one is named."""
     rejected = [name for name in columns if REJECTED.search(name)]
     chosen = [name for name in columns if CHOSEN.search(name) and name not in rejected]
     named = set(renames.values())
-    if not rejected or (_named_answers(renames) and not named & set(rejected)):
+    if not rejected or (not ANSWERS.isdisjoint(renames) and not named & set(rejected)):
         return
     wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][0 if chosen else -2]
     taken = [name for name in rejected if name in named]

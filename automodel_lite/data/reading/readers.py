@@ -17,11 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
 from automodel_lite.errors import DataError
 
@@ -333,41 +334,38 @@ def open_csv(path: Path, name: str, delimiter: str, encoding: str = "utf-8") -> 
     """Reads a CSV or TSV file with a header line; every value stays the text that it is."""
     csv.field_size_limit(2**31 - 1)
     rows: list[RawRow | DataError] = []
-    line_numbers = []
+    line_numbers: list[int] = []
+    header: list[str] | None = None
     with path.open(newline="", encoding=with_bom(encoding), errors="surrogateescape") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
-        header: list[str] | None = None
         while True:
             line = reader.line_num + 1
             try:
                 values = next(reader, None)
+                fault = "" if values is None else _csv_fault(values, header, encoding)
             except csv.Error as error:
-                rows.append(DataError(f"{name}:{line}: not CSV: {error}."))
-                line_numbers.append(line)
-                continue
+                values, fault = [], f"not CSV: {error}."
             if values is None:
                 return RowList(rows, name, line_numbers)
             if header is None:
-                header = _csv_header(values, f"{name}:{line}", encoding)
-            elif values:
-                rows.append(_csv_row(header, values, f"{name}:{line}", encoding))
+                if fault:
+                    raise DataError(f"{name}:{line}: {fault}")
+                check_names(values, f"{name}:{line}")
+                header = values
+            elif values or fault:
+                rows.append(DataError(f"{name}:{line}: {fault}") if fault else dict(zip(header, values)))
                 line_numbers.append(line)
 
 
-def _csv_header(names: list[str], where: str, encoding: str) -> list[str]:
-    """The names of the columns, if they can be told apart; raises DataError."""
-    if fault := _undecoded(names, encoding):
-        raise DataError(f"{where}: {fault}")
-    check_names(names, where)
-    return names
-
-
-def _csv_row(header: list[str], values: list[str], where: str, encoding: str) -> RawRow | DataError:
-    if len(values) != len(header):
-        return DataError(f"{where}: {len(values)} values for {len(header)} columns.")
-    if fault := _undecoded(values, encoding):
-        return DataError(f"{where}: {fault}")
-    return dict(zip(header, values))
+def _csv_fault(values: Sequence[str], header: Sequence[str] | None, encoding: str) -> str:
+    """Describes what is wrong with a line; bytes that are not text were read as halves of surrogate pairs."""
+    if values and header is not None and len(values) != len(header):
+        return f"{len(values)} values for {len(header)} columns."
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        return undecodable(ord(error.object[error.start]) - 0xDC00, encoding)
+    return ""
 
 
 def check_names(names: Sequence[str], where: str) -> None:
@@ -377,35 +375,14 @@ def check_names(names: Sequence[str], where: str) -> None:
         raise DataError(f"{where}: two columns are called {twice!r}: give each its own name.")
 
 
-def _undecoded(values: list[str], encoding: str) -> str:
-    """Describes the byte that reading has kept as half of a surrogate pair; empty without one."""
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError as error:
-        return undecodable(ord(error.object[error.start]) - 0xDC00, encoding)
-    return ""
-
-
-class ConcatenatedRows:
+class ConcatenatedRows(ConcatDataset):
     """Rows of several sources end to end: raw ones, documents or token rows."""
 
+    datasets: list[Any]
+
     def __init__(self, parts: Sequence[Any]):
-        self.parts = parts
-        self._starts = [0, *accumulate(len(part) for part in parts)]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def __getitem__(self, index: int) -> RawRow:
-        part, row = self._find(index)
-        return part[row]
+        super().__init__(parts)
 
     def where(self, index: int) -> str:
-        part, row = self._find(index)
-        return part.where(row)
-
-    def _find(self, index: int) -> tuple[Any, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        position = bisect_right(self._starts, index) - 1
-        return self.parts[position], index - self._starts[position]
+        part = bisect_right(self.cumulative_sizes, index)
+        return str(self.datasets[part].where(index - [0, *self.cumulative_sizes][part]))

@@ -23,7 +23,7 @@ from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
 from automodel_lite.data.reading.readers import ConcatenatedRows
-from automodel_lite.data.tokens.token_rows import ID_DTYPE, RowCounts, Rows, TokenizedData
+from automodel_lite.data.tokens.token_rows import ID_DTYPE, RowCounts, Rows, TokenizedData, map_array
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK
 from automodel_lite.thd import IGNORE_INDEX
@@ -159,7 +159,7 @@ class JoinedRows(ConcatenatedRows, Rows):
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.concatenate([corpus.lengths for corpus in self.parts])
+        return np.concatenate([corpus.lengths for corpus in self.datasets])
 
 
 def check_token_ids(rows: Rows, name: str, vocab_size: int) -> None:
@@ -268,7 +268,7 @@ def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:
 def _map_tokens(path: Path, dtype: str) -> np.ndarray:
     if path.stat().st_size % np.dtype(dtype).itemsize:
         raise DataError(f"{path.name}: {path.stat().st_size} bytes are not a whole number of {dtype} tokens.")
-    return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
+    return map_array(path, dtype)
 
 
 def _bin_path(path: str) -> Path:

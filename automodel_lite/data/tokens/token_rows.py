@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from io import BufferedWriter
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,7 +28,6 @@ from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
-BLOCK_DOCUMENTS = 4096
 
 
 class Rows(ABC):
@@ -177,71 +174,45 @@ class TokenRows(Rows):
 
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
-    optional = {name for name, column in COLUMNS.items() if column.is_optional}
-    optional |= {"groups", *(f"{name}_at" for name in optional)}
-    paths = {name: folder / f"{name}.npy" for name in (*COLUMNS, *_INDEX, *_RUNS)}
-    paths = {name: path for name, path in paths.items() if name not in optional or path.is_file()}
-    arrays: dict[str, Any] = {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
+    dtypes = _dtypes()
+    paths = {name: folder / f"{name}.bin" for name in dtypes if (folder / f"{name}.bin").is_file()}
+    arrays: dict[str, Any] = {name: map_array(path, dtypes[name]) for name, path in paths.items()}
     offsets, lengths, groups = arrays.pop("offsets"), arrays.pop("lengths"), arrays.pop("groups", None)
-    for name in [name for name in _RUNS if name in arrays]:
+    for name in [name for name in arrays if name.endswith("_at")]:
         column = name.removesuffix("_at")
         arrays[column] = Runs(arrays.pop(name), arrays[column], int(offsets[-1]))
     return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths, groups)
 
 
+def map_array(path: Path, dtype: str) -> np.ndarray:
+    """Maps a file of nothing but values."""
+    return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
+
+
 def flatten(rows: Iterable[Mapping[str, Any]]) -> TokenRows:
-    """Rows of lists, arrays or tensors end to end."""
-    stream = iter(rows)
-    parts = {name: [np.zeros(0, column.stored)] for name, column in COLUMNS.items() if not column.is_optional}
-    lengths, done, num_tokens = [np.zeros(1, np.int64)], 0, 0
-    while batch := list(islice(stream, 1000)):
-        widths = [len(row["input_ids"]) for row in batch]
-        brought = [name for name in COLUMNS if any(name in row for row in batch)]
-        for name in dict.fromkeys([*parts, *brought]):
-            if name not in parts:  # no row before this batch has brought the column
-                parts[name] = [_filled(name, num_tokens)]
-            if name not in brought:
-                parts[name].append(_filled(name, sum(widths)))
-                continue
-            values = [row[name] if name in row else _filled(name, len(row["input_ids"])) for row in batch]
-            for place, (value, width) in enumerate(zip(values, widths)):
-                if len(value) != width:
-                    raise DataError(
-                        f"document {done + place} has {width} input_ids and {len(value)} {name}: they must be of equal "
-                        "length, labels next-token aligned."
-                    )
-            parts[name].append(_joined(values, COLUMNS[name].stored))
-        lengths.append(np.array(widths))
-        done, num_tokens = done + len(batch), num_tokens + sum(widths)
+    """Rows of lists, arrays or tensors end to end; lists take the stored dtype."""
+    parts = {name: [_filled(name, 0)] for name, column in COLUMNS.items() if not column.is_optional}
+    lengths = [0]
+    for number, row in enumerate(rows):
+        width = len(row["input_ids"])
+        for name in [name for name in COLUMNS if name in parts or name in row]:
+            if name not in parts:  # no row before this one has brought the column
+                parts[name] = [_filled(name, sum(lengths))]
+            value = row[name] if name in row else _filled(name, width)
+            if len(value) != width:
+                raise DataError(
+                    f"document {number} has {width} input_ids and {len(value)} {name}: they must be of equal length, "
+                    "labels next-token aligned."
+                )
+            parts[name].append(np.asarray(value, COLUMNS[name].stored if isinstance(value, list) else None))
+        lengths.append(width)
     columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    return TokenRows(columns, np.cumsum(np.concatenate(lengths)))
+    return TokenRows(columns, np.cumsum(lengths))
 
 
 def _filled(name: str, num_tokens: int) -> np.ndarray:
     """A column that the rows do not have."""
     return np.full(num_tokens, COLUMNS[name].padding, COLUMNS[name].stored)
-
-
-def _joined(columns: list[Any], stored: str) -> np.ndarray:
-    """Lists take the stored dtype; arrays and tensors keep theirs."""
-    if set(map(type, columns)) != {list}:
-        return np.concatenate([np.asarray(column) for column in columns])
-    if stored != "int32":
-        return np.concatenate([np.asarray(column, stored) for column in columns])
-    try:  # 7 ns an element; 'i' parses a format string for each one, 14 ns; np.fromiter takes 16 ns
-        joined = np.frombuffer(_read(columns, "I"), np.int32)
-        if not (joined < 0).any():
-            return joined
-    except OverflowError:  # labels that are -100, as a rule in the first document
-        pass
-    return np.frombuffer(_read(columns, "i"), np.int32)
-
-
-def _read(columns: list[list[int]], typecode: str) -> array[int]:
-    joined = array(typecode)
-    for column in columns:
-        joined.fromlist(column)
-    return joined
 
 
 def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -259,9 +230,11 @@ def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.nd
     return labels
 
 
-_INDEX = {"lengths": "int32", "offsets": "int64", "groups": "int64"}
-_RUNS = {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
-"""The arrays of a folder that are not per token, and their dtypes."""
+def _dtypes() -> dict[str, str]:
+    """The arrays of a folder, a file `<name>.bin` each."""
+    runs = {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
+    columns = {name: column.stored for name, column in COLUMNS.items()}
+    return columns | runs | {"lengths": "int32", "offsets": "int64", "groups": "int64"}
 
 
 class RowsWriter:
@@ -270,10 +243,9 @@ class RowsWriter:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._dtypes = {name: column.stored for name, column in COLUMNS.items()} | _INDEX | _RUNS
         self._files: dict[str, BufferedWriter] = {}
+        self._dtypes = _dtypes()
         self._hashes = {name: hashlib.sha256() for name in self._dtypes}
-        self._num_items = dict.fromkeys(self._dtypes, 0)
         self._num_tokens = 0
         self._last: dict[str, float] = {}  # of columns in runs: the last value, and how many there were
         self._num_values = dict.fromkeys(COLUMNS, 0)
@@ -298,19 +270,11 @@ class RowsWriter:
         self._write("offsets", self._num_tokens + np.cumsum(lengths, dtype=np.int64))
         self._num_tokens += num_tokens
 
-    def append_rows(self, rows: TokenRows) -> None:
-        """Adds all documents of other rows, some at a time."""
-        for start in range(0, len(rows), BLOCK_DOCUMENTS):
-            stop = min(start + BLOCK_DOCUMENTS, len(rows))
-            part = slice(int(rows.offsets[start]), int(rows.offsets[stop]))
-            groups = None if rows.groups is None else rows.groups[start:stop]
-            self.append({name: x[part] for name, x in rows.columns.items()}, rows.lengths[start:stop], groups)
-
     def _write(self, name: str, values: np.ndarray) -> None:
         if name not in self._files:
-            self._files[name] = _open_array(self._folder / f"{name}.npy", self._dtypes[name])
+            self._files[name] = (self._folder / f"{name}.bin").open("wb")
         values = np.ascontiguousarray(values, self._dtypes[name])
-        if f"{name}_at" in _RUNS:
+        if f"{name}_at" in self._dtypes:
             # A run goes on from one call to the next where the value does.
             changes = np.flatnonzero(np.append(self._last.get(name, np.nan), values[:-1]) != values)
             if len(values):
@@ -321,35 +285,16 @@ class RowsWriter:
         data = values.data
         self._files[name].write(data)
         self._hashes[name].update(data)
-        self._num_items[name] += len(values)
 
     def close(self) -> None:
-        for name, file in self._files.items():
-            _finish_array(file, self._num_items[name], self._dtypes[name])
+        for file in self._files.values():
+            file.close()
         whole = self._hashes["offsets"]
-        for name in [name for name in (*COLUMNS, *_RUNS) if name in self._files]:
+        for name in [
+            name for name in self._dtypes if name in self._files and name not in ("lengths", "offsets", "groups")
+        ]:
             whole.update(self._hashes[name].digest())
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
-
-
-def _header(num_items: int, dtype: str) -> dict:
-    return {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (num_items,)}
-
-
-def _open_array(path: Path, dtype: str) -> BufferedWriter:
-    file = path.open("wb")
-    np.lib.format.write_array_header_1_0(file, _header(0, dtype))
-    return file
-
-
-def _finish_array(file: BufferedWriter, num_items: int, dtype: str) -> None:
-    """Writes the true size into the header: NumPy leaves room for it to grow."""
-    start = 128  # magic, version and the padded header of a one-dimensional array
-    assert file.tell() == start + num_items * np.dtype(dtype).itemsize
-    file.seek(0)
-    np.lib.format.write_array_header_1_0(file, _header(num_items, dtype))
-    assert file.tell() == start
-    file.close()
 
 
 @dataclass(frozen=True)

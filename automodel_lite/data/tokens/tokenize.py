@@ -233,7 +233,7 @@ def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens:
     return Job(tokenizer, config.tokenize, tree, most_tokens)
 
 
-RULES_VERSION = "5"  # of rendering, masking and files; raised when the same input gives other rows, or other files
+RULES_VERSION = "6"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
 def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | None = None) -> TokenizedData:

@@ -144,7 +144,7 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
     mode  auto: of rows of one group; all: of any rows; off: of none
     """
     rows = load_rows(folder)
-    (folder / "groups.npy").unlink(missing_ok=True)
+    (folder / "groups.bin").unlink(missing_ok=True)
     groups = _groups(rows, mode)
     if len(groups) == len(rows):
         return RowCounts()
