@@ -80,7 +80,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     group.
     """
     if name in FORMER_KEYS:
-        return f"; it is {FORMER_KEYS[name] or 'no longer a setting: remove it'}."
+        return f"; it is {FORMER_KEYS[name]} now." if FORMER_KEYS[name] else ", and no longer a setting: remove it."
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
     group, _, last = name.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}

@@ -128,7 +128,7 @@ def test_the_generator_of_a_strangers_run_is_not_run(tmp_path: Path) -> None:
     from automodel_lite.tools.load_run import load_run_config
 
     raw = OmegaConf.to_yaml(compose_config("smoke", ["dataset=streaming", "~dataset.num_chats", "name=x"]))
-    (tmp_path / "config.yaml").write_text(raw.replace("dataset:\n", "dataset:\n  generator: os:abort\n"))
+    (tmp_path / "config.yaml").write_text(raw.replace("generator: null", "generator: os:abort"))
     with pytest.raises(ConfigError, match=r"dataset.generator=os:abort names code"):
         load_run_config(RunFolder(tmp_path))
 

@@ -2,19 +2,15 @@ import json
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from automodel_lite.cli.hydra_app import answer
 from automodel_lite.cli.line import is_sweep
 from automodel_lite.cli.sweep import folder_name, metric_of, table
 from automodel_lite.errors import ConfigError
-from automodel_lite.parallel.mesh import Rendezvous
-from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,9 +71,10 @@ def test_the_folder_of_a_run_is_not_a_sweeps(tmp_path: Path):
     assert done.stderr.strip() == f"{tmp_path} is the folder of a run: give the sweep another name=... ."
 
 
-def sweep(folder: Path, launcher: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
-    recipe = ["recipes/train_ft.py", "--config-name", "smoke", f"output_dir={folder}", "--multirun", *overrides]
-    command, environment = [sys.executable, *launcher, *recipe], {**os.environ, "PYTHONPATH": str(ROOT)}
+def sweep(folder: Path, flags: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
+    options = [*flags, "--config-name", "smoke", f"output_dir={folder}", "--multirun", *overrides]
+    command = [sys.executable, "recipes/train_ft.py", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -92,48 +89,24 @@ def test_a_failed_job_does_not_stop_the_rest(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_two_ranks_under_torchrun(tmp_path: Path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_each_job_has_ranks_of_its_own(tmp_path: Path):
     sizes = "packed_sequence.packed_sequence_size=63,64"
-    done = sweep(tmp_path / "s", launcher, sizes, "mesh.cp=2", "training.max_steps=1", "seed=0,1")
+    done = sweep(tmp_path / "s", ["--nproc", "2"], sizes, "mesh.cp=2", "training.max_steps=1", "seed=0,1")
     states = [job["state"] for job in json.loads((tmp_path / "s/sweep.json").read_text())]
     assert states == ["failed", "failed", "finished", "finished"]
     assert "2 of 4 jobs failed" in done.stderr
 
 
-def _two_jobs(rank: int, world_size: int) -> list[float]:
-    """Two jobs of a sweep in the same ranks; between them rank 1 fails in a third one, which rank 0 waits in."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    rendezvous = Rendezvous()
-    rendezvous._store = store  # the launcher's, which env:// would open
-    found: list[float] = []
-    for job in range(3):
-        ranks = rendezvous.of_job(job)
-        ranks.open_group("gloo", timedelta(seconds=60))
-        failed = ""
-        try:
-            if job == 1 and rank == 1:
-                raise ValueError("only here")
-            total = torch.full((1,), float(job + rank))
-            dist.all_reduce(total)
-            found.append(float(total))
-        except (ValueError, RuntimeError) as error:
-            failed = type(error).__name__
-        outcomes = ranks.agree({"failed": failed})
-        assert bool(outcomes[0]["failed"]) == bool(outcomes[1]["failed"]) == (job == 1)
-    return found
-
-
-def test_jobs_in_the_same_ranks_have_groups_of_their_own_and_agree_on_failures():
-    assert run_ranks(_two_jobs, 2) == [[1.0, 5.0], [1.0, 5.0]]
+def test_a_sweep_is_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"automodel-lite train --nproc 2 \.\.\. --multirun, without torchrun"):
+        answer("recipes.train_ft:main", ["--config-name", "smoke", "--multirun", "seed=0,1"])
 
 
 ONE_STEP = ["training.max_steps=1", "report=false", "checkpoint.export_hf=false"]
 ENGINES = {
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1"],
-    "submitit_local": ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "seed=0,1"],
+    "submitit_local": ["hydra/launcher=submitit_local", "seed=0,1"],
     "optuna": ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "seed=range(0,5)"],
 }
 
@@ -155,19 +128,11 @@ def test_engines_of_hydra(engine: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_optuna_under_torchrun_chooses_the_same_points_on_all_ranks_and_again(tmp_path: Path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_optuna_chooses_the_same_points_again(tmp_path: Path):
     points = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
     line = [*points, "optimizer.lr=tag(log,interval(1e-4,1e-2))", *ONE_STEP]
     for _ in range(2):
-        done = sweep(tmp_path / "s", launcher, *line)
+        done = sweep(tmp_path / "s", ["--nproc", "2"], *line)
         assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("nothing to do") == 2  # the same command again: nothing is left
     assert len(json.loads((tmp_path / "s/sweep.json").read_text())) == 2
-
-
-@pytest.mark.slow
-def test_a_launcher_of_processes_is_refused_under_torchrun(tmp_path: Path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = sweep(tmp_path / "s", launcher, "hydra/launcher=joblib", "seed=0,1")
-    assert "hydra/launcher=joblib starts its own processes: start the sweep without torchrun." in done.stderr

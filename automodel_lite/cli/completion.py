@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from automodel_lite.cli.compose import Loader, composed, without_hydra
 from automodel_lite.cli.line import RECIPES, parser
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
-from automodel_lite.config.check import with_defaults
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, shown
 
@@ -68,11 +68,9 @@ def _settings(sources: Sources, preset: str | None, overrides: list[str], word: 
         yield from (f"{key}={option}" for option in known[key])
         return
     yield from (f"{group}=" for group in known)
-    from automodel_lite.cli.hydra_app import composed  # which asks here
-
     raw: Any
     try:
-        raw = with_defaults(composed(sources, preset or "base", overrides))
+        raw = without_hydra(composed(Loader(sources, overrides), preset or "base", overrides))
     except ConfigError:
         raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
     folder, _, _ = key.rpartition(".")

@@ -14,10 +14,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.cuda import device_count
 from torch.distributed import DistError
@@ -29,14 +29,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from automodel_lite.cli.exit_codes import SAVED
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, RunStoppedError
 from automodel_lite.run.exits import LAUNCHED_BY_US
-from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
+from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, STOP_SIGNALS, StoppedEarly
 
-FLAGS = ("--nproc", "--nnodes", "--rdzv", "--rdzv-id", "--max-restarts")
 _RANK = (  # Ctrl-C ends it without a traceback until our own handlers are there
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
 )
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _signals: list[int] = []  # that were forwarded
 _NOTICED_WITHIN_S = 60.0
 _SHUTDOWN_S = 240  # that ranks get to save after another one has left
@@ -47,6 +45,7 @@ def launch(main: str, given: Mapping[str, Any], argv: list[str]) -> int:
 
     main    "recipes.train_ft:main"
     given   nproc, nnodes, rdzv, rdzv_id, max_restarts
+    argv    of the command; its ranks ignore the launcher's flags
     Raises ConfigError; RunStoppedError with the words of the rank that failed first.
     """
     os.environ[LAUNCHED_BY_US] = "1"
@@ -58,23 +57,12 @@ def launch(main: str, given: Mapping[str, Any], argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="automodel_lite_ranks_") as logs, _forwarding():
         config = _config(given, logs)
         try:
-            elastic_launch(config, sys.executable)("-c", _RANK, main, *without_flags(argv))
+            elastic_launch(config, sys.executable)("-c", _RANK, main, *argv)
         except ChildFailedError as error:
-            return _last_words(error)
+            return _report_first_failure(error)
         except (RendezvousError, DistError) as error:
-            return _words_of_the_left(Path(logs), config.rdzv_endpoint, error)
+            return _surviving_ranks_error(Path(logs), config.rdzv_endpoint, error)
     return 0
-
-
-def without_flags(argv: list[str]) -> list[str]:
-    """The command line of a rank: the same without what is the launcher's."""
-    kept, words = [], iter(argv)
-    for word in words:
-        if word.partition("=")[0] not in FLAGS:
-            kept.append(word)
-        elif "=" not in word:
-            next(words, None)
-    return kept
 
 
 def _config(given: Mapping[str, Any], logs: str | None = None) -> LaunchConfig:
@@ -120,8 +108,9 @@ def _processes(text: str) -> int:
 
 @contextmanager
 def _forwarding() -> Iterator[None]:
-    """Signals go on to the ranks, which save and leave; before there are any, they end this process."""
-    heard = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
+    """Signals go on to the ranks, which save and exit; before there are any, they end this process."""
+    numbers = {*STOP_SIGNALS, *([signal.SIGUSR2] if "SUBMITIT_EXECUTOR" in os.environ else [])}
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
     before = {number: signal.signal(number, _forward) for number in heard}  # HUP is ignored under nohup
     try:
         yield
@@ -139,61 +128,48 @@ def _forward(number: int, frame: FrameType | None) -> None:
     if not ranks:
         raise StoppedEarly(number)
     for pid in ranks:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
-def _last_words(error: ChildFailedError) -> int:
-    """The exit code of a run that was stopped; raises what the rank that failed first has said."""
-    failures = sorted(error.failures.items(), key=_order)
-    rank, first = failures[0]
-    text = _message(first)
+def _report_first_failure(error: ChildFailedError) -> int:
+    """Returns the exit code of a run that was stopped; raises the error of the rank that failed first."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float, int]:
+        # A rank that was killed is noticed after those that failed because of it; those that the launcher has ended
+        # come last.
+        rank, failure = item
+        was_killed = failure.exitcode < 0
+        return failure.exitcode == -signal.SIGTERM, failure.timestamp - _NOTICED_WITHIN_S * was_killed, rank
+
+    rank, first = min(error.failures.items(), key=order)
+    told: Any = first.message if first.error_file != "<N/A>" else ""
+    text = str(told["message"] if isinstance(told, dict) else told)
     if first.exitcode in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
         if text and text != SAVED:
             print(f"\n{text}", file=sys.stderr)
         return first.exitcode
     if -first.exitcode in _signals:
         raise StoppedEarly(-first.exitcode)
-    _raise(rank, first, text)
-
-
-def _words_of_the_left(logs: Path, endpoint: str, error: Exception) -> int:
-    """The same when the launcher of another machine has ended: the ranks here have said why, or were ended with it."""
-    told = [json.loads(path.read_text())["message"] for path in sorted(logs.rglob("error.json"))]
-    for words in told:
-        if words["errorCode"] == MISTAKE_EXIT or words["message"] == SAVED or _signals:
-            print(f"\n{words['message']}", file=sys.stderr)
-            return int(words["errorCode"])
-    raise RunStoppedError(
-        f"--rdzv {endpoint}: the connection to the other machines was lost or never established "
-        f"({str(error).splitlines()[0].rstrip('.')}): check the output of the launchers there."
-    )
-
-
-def _order(item: tuple[int, ProcessFailure]) -> tuple[bool, float, int]:
-    """The first one first. A rank that was killed is noticed after those that left because of it; those that the
-    launcher has ended come last.
-    """
-    rank, failure = item
-    was_killed = failure.exitcode < 0
-    return failure.exitcode == -signal.SIGTERM, failure.timestamp - _NOTICED_WITHIN_S * was_killed, rank
-
-
-def _raise(rank: int, failure: ProcessFailure, text: str) -> NoReturn:
-    if failure.exitcode == MISTAKE_EXIT and text:
+    if first.exitcode == MISTAKE_EXIT and text:
         raise ConfigError(text) if rank == 0 else DataError(f"[rank {rank}] {text}")
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
         hint = ": the kernel kills processes when memory runs out" if name == "SIGKILL" else ""
         raise RunStoppedError(f"rank {rank} was ended by {name}{hint}.")
     if text.startswith("Traceback "):
         raise RunStoppedError(f"rank {rank} failed, its traceback is above: {text.splitlines()[-1]}")
-    raise RunStoppedError(text or f"rank {rank} ended with exit code {failure.exitcode}.")
+    raise RunStoppedError(text or f"rank {rank} ended with exit code {first.exitcode}.")
 
 
-def _message(failure: ProcessFailure) -> str:
-    """What the rank has written into its error file."""
-    told: Any = failure.message
-    return str(told["message"] if isinstance(told, dict) else told) if failure.error_file != "<N/A>" else ""
+def _surviving_ranks_error(logs: Path, endpoint: str, error: Exception) -> int:
+    """The same when the launcher of another machine has ended: the ranks here have said why, or were ended with it."""
+    for path in sorted(logs.rglob("error.json")):
+        told = json.loads(path.read_text())["message"]
+        if told["errorCode"] == MISTAKE_EXIT or told["message"] == SAVED or _signals:
+            print(f"\n{told['message']}", file=sys.stderr)
+            return int(told["errorCode"])
+    raise RunStoppedError(
+        f"--rdzv {endpoint}: the connection to the other machines was lost or never established "
+        f"({str(error).splitlines()[0].rstrip('.')}): check the output of the launchers there."
+    )

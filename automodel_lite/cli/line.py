@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from automodel_lite.config.components import IS_INSTALLED
 from automodel_lite.errors import ConfigError, did_you_mean
-from automodel_lite.progress import is_shown
 from automodel_lite.version import __version__
 
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
@@ -118,9 +116,10 @@ def check_options(
         for option in chosen(text):
             folder, _, name = option.rpartition("/")
             is_known = name in known.get("/".join(filter(None, [group, folder])), ())
-            if not is_known and not group.startswith("hydra/"):
+            if not is_known:
                 near = did_you_mean(option, known[group]) or "."
-                yield f"{text}: no such option{near} The options are {', '.join(known[group])}."
+                more = " pip install 'automodel-lite[sweep]' brings others." if group.startswith("hydra/") else ""
+                yield f"{text}: no such option{near} The options are {', '.join(known[group])}.{more}"
                 break
 
 
@@ -160,44 +159,60 @@ def is_sweep(override: str) -> bool:
 
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_EXCLUSIVE = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
-@dataclass(frozen=True)
-class Line:
-    """What was typed."""
+class Line(argparse.Namespace):
+    """The flags as they were typed, by their names in `parser`."""
 
-    preset: str | None
+    overrides: list[str]
+    config_name: str | None
     config_dir: str | None
     config_path: str | None
-    overrides: tuple[str, ...]
-    question: tuple[str, ...]  # Hydra's flags for something to show: ("--cfg", "job")
-    is_help: bool
-    is_multirun: bool
-    cfg: str  # of --cfg
+    cfg: str | None
     info: str | None
     package: str | None
-    is_resolved: bool
-    folders: tuple[str, ...]  # --config-dir and --config-path, as they were given
-    launch: dict[str, Any]  # nproc, nnodes, rdzv, rdzv_id, max_restarts, as far as they were given
+    resolve: bool
+    help: bool
+    hydra_help: bool
+    version: bool
+    multirun: bool
+    shell_completion: bool
+
+    @property
+    def is_question(self) -> bool:
+        """Is there something to show, and nothing to run?"""
+        return bool(self.help or self.hydra_help or self.version or self.shell_completion or self.cfg or self.info)
+
+    @property
+    def is_multirun(self) -> bool:
+        return self.multirun or "hydra.mode=MULTIRUN" in self.overrides
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """The launcher's flags, as far as they were given."""
+        flags = ("nproc", "nnodes", "rdzv", "rdzv_id", "max_restarts")
+        return {key: vars(self)[key] for key in flags if vars(self)[key] is not None}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of a recipe that is configured by Hydra."""
+    """Returns the parser of a recipe that is configured by Hydra."""
     found = _Parser(add_help=False, allow_abbrev=False)
     found.lists = "the settings, --hydra-help the flags"
     found.add_argument("overrides", nargs="*")
-    found.add_argument("--help", "-h", action="store_true")
-    found.add_argument("--hydra-help", action="store_true")
-    found.add_argument("--version", action="store_true")
+    for flags in (
+        ("--help", "-h"),
+        ("--hydra-help",),
+        ("--version",),
+        ("--resolve",),
+        ("--run", "-r"),
+        ("--multirun", "-m"),
+        ("--shell-completion", "-sc"),
+    ):
+        found.add_argument(*flags, action="store_true")
+    for flags in (("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
+        found.add_argument(*flags)
     found.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    found.add_argument("--resolve", action="store_true")
-    found.add_argument("--package", "-p")
-    found.add_argument("--run", "-r", action="store_true")
-    found.add_argument("--multirun", "-m", action="store_true")
-    found.add_argument("--shell-completion", "-sc", action="store_true")
-    found.add_argument("--config-path", "-cp")
-    found.add_argument("--config-name", "-cn")
-    found.add_argument("--config-dir", "-cd")
     found.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
     found.add_argument("--nproc")
     found.add_argument("--nnodes", type=int)
@@ -207,48 +222,22 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def parsed(argv: Sequence[str]) -> Line:
+def read_line(argv: Sequence[str]) -> Line:
     """Raises ConfigError for a flag that does not exist, or two that exclude each other."""
-    given, unknown = parser().parse_known_intermixed_args(list(argv))
+    line, unknown = parser().parse_known_intermixed_args(list(argv), Line())
     if unknown:
         flag = unknown[0].partition("=")[0]
         known = [option.lstrip("-") for action in parser()._actions for option in action.option_strings]
         near = did_you_mean(flag.lstrip("-"), known).replace("did you mean ", "did you mean --") or "."
         raise ConfigError(f"{flag}: unknown flag{near}")
-    if given.version:
-        if is_shown():
-            print(versions())
-        raise SystemExit
-    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(given).items() if value}
-    typed = [flag for flag in ("--run", "--multirun", "--cfg", "--info", "--shell-completion") if flag in flags]
+    typed = [f"--{name.replace('_', '-')}" for name in _EXCLUSIVE if vars(line)[name]]
     if len(typed) > 1:
         raise ConfigError(f"{' and '.join(typed)} are mutually exclusive: use one of them.")
-    for flag in ("--package", "--resolve"):
-        if flag in flags and not given.cfg and not (flag == "--resolve" and given.help):
-            raise ConfigError(f"{flag} belongs to --cfg job|hydra|all.")
-    questions = ("--help", "--hydra-help", "--shell-completion", "--resolve", "--cfg", "--package", "--info")
-    asked = [(flag, flags[flag]) for flag in questions if flag in flags]
-    launch = {key: vars(given)[key] for key in ("nproc", "nnodes", "rdzv", "rdzv_id", "max_restarts")}
-    return Line(
-        preset=given.config_name.removesuffix(".yaml") if given.config_name else None,
-        config_dir=given.config_dir,
-        config_path=given.config_path,
-        overrides=tuple(given.overrides),
-        question=tuple(word for flag, value in asked for word in ([flag] if value is True else [flag, value])),
-        is_help=given.help,
-        is_multirun=given.multirun or "hydra.mode=MULTIRUN" in given.overrides,
-        cfg=given.cfg or "",
-        info=given.info,
-        package=given.package,
-        is_resolved=given.resolve,
-        folders=tuple(
-            word
-            for flag, value in (("--config-dir", given.config_dir), ("--config-path", given.config_path))
-            if value
-            for word in (flag, value)
-        ),
-        launch={key: value for key, value in launch.items() if value is not None},
-    )
+    if (line.package or (line.resolve and not line.help)) and not line.cfg:
+        raise ConfigError(f"{'--package' if line.package else '--resolve'} belongs to --cfg job|hydra|all.")
+    if line.config_name:
+        line.config_name = line.config_name.removesuffix(".yaml")
+    return line
 
 
 def versions() -> str:

@@ -37,7 +37,6 @@ STARTED = time.monotonic()
 INTERRUPTED_EXIT = 130  # as a shell reports Ctrl-C
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
-_UNTIL_KILLED_S = 300.0
 _GIVE_UP_S = 10.0
 _LOOK_EVERY_S = 0.5
 _SECOND_AFTER_S = 1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is no second one
@@ -59,34 +58,13 @@ class StopSignals:
         self.received = 0  # the number of the last signal
         self.boundary_reached = threading.Event()  # the ranks have agreed on the last signal
         self._is_deferred = False
-        self._watching: int | None = None  # where the thread of `watch` reads signals
 
     def install(self) -> None:
         """From now on TERM, USR1, INT and HUP are handled here."""
-        for number in STOP_SIGNALS:
+        # submitit's name for preemption is USR2
+        for number in _STOPPING if "SUBMITIT_EXECUTOR" in os.environ else STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup, tmux
                 signal.signal(number, self._handle)
-
-    def renew(self) -> Callable[[], None]:
-        """For the next job of a sweep in this process. The answer puts a job that was told to stop back into its queue,
-        where its launcher (submitit) offers that.
-        """
-        self.boundary_reached.clear()
-        self._is_deferred = False
-        self._stop_watching()
-        if self.received:
-            raise StoppedEarly(self.received)
-        self.install()
-        if "SUBMITIT_EXECUTOR" not in os.environ:
-            return lambda: None
-        requeue = signal.signal(signal.SIGUSR2, self._handle)  # submitit saves its job and requeues it in this handler
-
-        def put_back() -> None:
-            if callable(requeue):
-                requeue(signal.SIGUSR2, None)
-            time.sleep(_UNTIL_KILLED_S)  # not the first rank: the scheduler ends it
-
-        return put_back
 
     def defer(self) -> None:
         """From now on signals do not end the process: `received` is checked at every step boundary."""
@@ -103,9 +81,7 @@ class StopSignals:
 
         last_words   is called with the state and the reason before the process ends
         """
-        self._stop_watching()
         ours, theirs = os.pipe()
-        self._watching = theirs
         os.set_blocking(theirs, False)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
 
@@ -122,9 +98,6 @@ class StopSignals:
                 is_waiting = is_requested and not self.boundary_reached.is_set()
                 ready = signaled.poll(1000 * _LOOK_EVERY_S if is_waiting else None)
                 numbers = os.read(ours, 64) if ready else b""
-                if ready and not numbers:  # the job is over
-                    os.close(ours)
-                    return
                 for number in numbers:
                     is_requested |= number in _STOPPING
                     if number == signal.SIGINT:
@@ -138,12 +111,6 @@ class StopSignals:
                     leave("failed", "stopping without a save because the other ranks are gone", 1)
 
         threading.Thread(target=wait, daemon=True).start()
-
-    def _stop_watching(self) -> None:
-        if self._watching is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._watching)
-            self._watching = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = number

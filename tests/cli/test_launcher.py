@@ -12,16 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli.launcher import _config, without_flags
+from automodel_lite.cli.launcher import _config
 from automodel_lite.errors import ConfigError
 from tests.runs import QUICK, wait_for_rows, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_ranks_get_the_line_without_the_launchers_flags() -> None:
-    line = ["--nproc", "8", "--config-name", "smoke", "--nnodes=2", "--rdzv", "a:1", "seed=1", "-m"]
-    assert without_flags(line) == ["--config-name", "smoke", "seed=1", "-m"]
 
 
 CORES = len(os.sched_getaffinity(0))

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import run_recipe
+from automodel_lite.cli.compose import Loader, composed
 from automodel_lite.cli.hydra_app import answer
+from automodel_lite.cli.sources import Sources
 from automodel_lite.errors import ConfigError
 from tests.ranks import in_a_process
 
@@ -32,7 +34,7 @@ def test_a_strangers_preset_writes_no_file(recipe: str, group: str, tmp_path: Pa
     code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options)
     assert (code, target.exists()) == (2, False), screen
     assert f"hydra.{group}.handlers.h." in screen
-    assert "is set in a file, but only the command line may configure logs" in screen
+    assert "is set in a file, but only the command line may set it" in screen
 
 
 SETTINGS = [
@@ -47,7 +49,7 @@ SETTINGS = [
     ("sweep: {dir: /tmp}", "hydra.sweep.dir=/tmp"),
     ("job: {name: ../../x}", "hydra.job.name=../../x"),
     ("sweeper: {storage: 'sqlite:////x'}", "hydra.sweeper.storage=sqlite:////x"),
-    ("launcher: {setup: [./evil]}", "hydra.launcher.setup.0=./evil"),
+    ("launcher: {setup: [./evil]}", "hydra.launcher.setup=['./evil']"),
     ('launcher: {partition: "a\\ncurl x | sh"}', "hydra.launcher.partition=a"),
 ]
 
@@ -61,6 +63,7 @@ def test_a_file_sets_nothing_that_runs_or_writes(
     monkeypatch.chdir(tmp_path)
     group, _, rest = block.partition(":")
     more = {"sweeper": ["hydra/sweeper=optuna"], "launcher": ["hydra/launcher=submitit_slurm"]}.get(group, [])
+    flags = flags or ["--multirun", "seed=0,1"] if more else flags
     (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  {group}:{rest}\n")
     with pytest.raises(ConfigError, match="is set in a file, but only the command line may") as error:
         answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *more, *flags])
@@ -77,6 +80,15 @@ def test_an_option_of_a_sweep_is_checked_too(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "optimizer/evil.yaml").write_text(f"{header}optimizer: {{lr: 1.0}}\nhydra:\n{block}")
     (tmp_path / "mine.yaml").write_text("defaults: [smoke, _self_]\n")
     line = ["--config-dir", ".", "--config-name", "mine", "--multirun", "optimizer=adamw,evil"]
-    with pytest.raises(ConfigError, match="may configure logs"):
+    with pytest.raises(ConfigError, match="may set it"):
         answer("recipes.train_ft:main", line)
     assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_a_sweep_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_ft.py"])
+    block = "launcher: {partition: gpu, nodes: 2, timeout_min: 60}\n  sweeper: {n_trials: 3, sampler: {seed: 1}}"
+    defaults = "[smoke, override hydra/launcher: submitit_slurm, override hydra/sweeper: optuna, _self_]"
+    (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nhydra:\n  {block}\n")
+    raw = composed(Loader(Sources.of(str(tmp_path))), "mine", [])
+    assert raw.hydra.launcher.nodes == 2

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from automodel_lite.__main__ import TOOLS
 from automodel_lite.cli import compose_config
-from automodel_lite.cli.line import RECIPES, is_sweep, parsed
+from automodel_lite.cli.line import RECIPES, is_sweep, read_line
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
@@ -76,12 +76,12 @@ def test_it_composes(command: Command):
     assert command.recipe or command.text.split()[1] in TOOLS
     if command.recipe not in WITH_CONFIG or "--help" in command.arguments or "..." in command.text:
         return
-    line = parsed(command.arguments)
+    line = read_line(command.arguments)
     if line.config_dir:
         return
     for which in (0, -1):  # of a sweep the first job and the last
         overrides = [one_value(text, which) for text in line.overrides if not text.startswith("hydra")]
-        found = problems(line.preset, overrides)
+        found = problems(line.config_name, overrides)
         assert not [line for line in found if "has no value" not in line]  # a name or model is the reader's own
 
 

@@ -1,0 +1,165 @@
+"""Composition: Hydra merges a preset, the options of its groups and the overrides into one configuration, once.
+
+Keys need no `+`, errors are sentences, parts have all of their options, and settings by which a file would run code are
+refused. Whether the keys exist is checked afterwards (config.check_config).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra import version as hydra_version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from automodel_lite.cli.line import allow_new_key, check_options, chosen, group_of, split
+from automodel_lite.cli.permissions import check_granted, check_hydra_settings
+from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
+from automodel_lite.config.components import flatten, with_options
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError, shown
+
+# As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.
+hydra_version.setbase("1.3")  # as `@hydra.main(version_base="1.3")` does
+ConfigStore.instance().store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)))
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader of configurations, which all that composes goes through, the jobs of sweeps included."""
+
+    def __init__(self, sources: Sources, typed: Sequence[str] = ()) -> None:
+        path = create_config_search_path(f"file://{sources.folders[0]}")
+        for folder in sources.folders[1:]:
+            path.prepend("automodel-lite", f"file://{folder}", anchor="schema")
+        super().__init__(path)
+        self.sources, self.typed, self.known = sources, list(typed), groups_of(sources)
+        for group in ("hydra/launcher", "hydra/sweeper"):
+            self.known[group] = self.get_group_options(group)
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Composes; raises ConfigError for what Hydra refuses, and for what a file may not set."""
+        texts = [allow_new_key(text, self.known) for text in overrides]
+        try:
+            raw = super().load_configuration(config_name, texts, run_mode, from_shell, validate_sweep_overrides)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            text = " ".join(str(error if str(error) else error.__cause__).split())
+            if found := _NOT_THERE.search(text):
+                text = f"~{found[1]}: no file sets it, so there is nothing to remove."
+            raise ConfigError(text.partition(" Config search path:")[0]) from None
+        if not self.sources.are_ours:
+            check_hydra_settings(raw.hydra, Loader(Sources()), self.typed)
+        check_granted(raw, self.typed)
+        if run_mode == RunMode.RUN and raw.hydra.mode == RunMode.MULTIRUN and "hydra.mode=MULTIRUN" not in overrides:
+            raise ConfigError("hydra.mode=MULTIRUN is set in a file: start a sweep with --multirun.")
+        with open_dict(raw):
+            for key, value in with_options(OmegaConf.to_container(without_hydra(raw), resolve=False)).items():
+                raw[key] = value
+        return raw
+
+    def _process_config_searchpath(self, config_name: Any, parsed_overrides: list[Override], repo: Any) -> None:
+        """Ignores `hydra.searchpath` of a file, which could import packages; it is refused after the composition."""
+        if any(override.key_or_group == "hydra.searchpath" for override in parsed_overrides):
+            raise ConfigError("hydra.searchpath: name the folder with --config-dir.")
+
+
+_NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")
+
+
+def composed(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig:
+    """Returns what Hydra makes of the preset and the overrides, Hydra's own settings included.
+
+    Raises ConfigError, with a line for each override that cannot be read and each option that does not exist.
+    """
+    setup_globals()  # the resolvers of Hydra, `${hydra:...}`
+    check_overrides(loader, overrides)
+    return loader.load_configuration(preset, list(overrides), RunMode.RUN)
+
+
+def compose_config(config_name: str | None, overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
+    """Returns the merged configuration of a preset and overrides such as `training.max_steps=10 attention=varlen`.
+
+    `config_dir` is a folder of the user's own presets and group options, searched before the project's.
+    Raises ConfigError: unknown preset or option, unreadable override, a permission that a file grants.
+    """
+    sources = Sources.of(config_dir)
+    return without_hydra(composed(Loader(sources, overrides), check_preset(sources, config_name), overrides))
+
+
+def without_hydra(raw: DictConfig) -> DictConfig:
+    """Returns a copy without the settings of Hydra itself."""
+    raw = raw.copy()
+    with open_dict(raw):
+        raw.pop("hydra", None)
+    return raw
+
+
+def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = False) -> None:
+    """Raises one ConfigError with all overrides that cannot be read, and all options that do not exist."""
+    problems = []
+    parser = OverridesParser.create()
+    for text in typed:
+        found = list(check_options([text], loader.known, is_multirun))
+        try:
+            parser.parse_overrides([allow_new_key(text, loader.known)])
+        except OverrideParseException as error:
+            found = found or [_unreadable(error)]
+        problems += found
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+_KEY = re.compile(r"[+~]*[\w@:/$-]+(\.[\w@:/$-]+)*\s*")
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    """Returns the sentence for an override that Hydra's grammar does not take."""
+    text = error.override.removeprefix("++")
+    key, is_set, _ = text.partition("=")
+    if text.startswith("-"):
+        return f"{text}: unknown flag."
+    if not is_set:
+        return f"{text}: cannot be read as key=value: there is no `=`."
+    if not _KEY.fullmatch(key):
+        return f"{text}: cannot be read as key=value: {key!r} is not a key such as training.max_steps."
+    return (
+        f"{text}: cannot be read as key=value: close every bracket and quote, or put a text with brackets into quotes, "
+        f"'{key}=\"...\"'."
+    )
+
+
+def beaten_options(raw: DictConfig, sources: Sources, overrides: Sequence[str]) -> Iterator[str]:
+    """Yields a line for each key of an option that was chosen on the command line and that a preset sets otherwise.
+
+    >>> optimizer.lr=0.003 (the preset's, over 0.001 of optimizer/adamw_8bit.yaml)
+    """
+    known = groups_of(sources)
+    typed = [split(text)[0] for text in overrides]
+    values = dict(flatten(OmegaConf.to_container(raw, resolve=False)))
+    for text in overrides:
+        group = group_of(text, known)
+        for option in chosen(text) if group in known else ():
+            path = sources.file(f"{group}/{option}")
+            own = OmegaConf.to_container(read(path), resolve=False) if path else {}
+            assert isinstance(own, dict)
+            own.pop("defaults", None)
+            for key, value in flatten(own, str(group).replace("/", ".")):
+                is_typed = any(key == name or key.startswith(f"{name}.") for name in typed if name != group)
+                if key in values and values[key] != value and not is_typed:
+                    yield f"{key}={shown(values[key])} (the preset's, over {shown(value)} of {group}/{option}.yaml)"
