@@ -64,6 +64,8 @@ def shown(value: Any) -> str:
 
 
 FORMER_KEYS = {  # of older versions -> today's; "" = no longer a setting
+    "dataset.bos_id": "",
+    "dataset.eos_id": "",
     "tokenize.shard": "",
     "tokenize.num_shards": "",
     "dataset.parts": "dataset.sources",  # of mixtures

@@ -12,10 +12,10 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub
 
 KEY_FILE = "key.json"
@@ -55,20 +55,20 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 def entry_folder(cache_dir: Path, kind: str, name: str, key: Key) -> Path:
     """Where `build_once` puts the entry."""
     parts = {part: scrub(value) for part, value in key.items()}
-    return Path(cache_dir) / kind / f"{_file_name(scrub(name))}-{short_hash(json.dumps(parts, sort_keys=True))}"
+    file_name = re.sub(r"[^\w.-]", "_", scrub(name))[-60:] or "data"
+    return Path(cache_dir) / kind / f"{file_name}-{short_hash(json.dumps(parts, sort_keys=True))}"
 
 
 def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[[Path], None]) -> CacheEntry:
     """Returns the folder that `key` names; when it is missing or damaged, `build(temporary folder)` makes it.
 
     Any number of processes, of one job or of several, may ask at once: one builds, the others wait and take what it
-    made. An entry appears by one rename, so a killed builder leaves none. When `build` fails for the user's reason,
-    the processes that waited for it fail with the same sentence instead of repeating the work. The files of an entry
-    are compared with their checksums once per start and host.
+    made. An entry appears by one rename, so a killed builder leaves none. The files of an entry are compared with
+    their checksums once per start and host.
 
     Raises:
-        DataError, ConfigError: what `build` raised, here or in the process that was waited for; a cache that cannot be
-            written, or a damaged entry that cannot be replaced (names the folder to remove).
+        ConfigError: a cache that cannot be written, or a damaged entry that cannot be replaced (names the folder to
+            remove).
     """
     folder = entry_folder(cache_dir, kind, name, key)
     name, key = scrub(name), {part: scrub(value) for part, value in key.items()}
@@ -77,9 +77,9 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
     has_folder = False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        asked, has_folder = time.time(), True
+        has_folder = True
         with FileLock(f"{folder}.lock"):
-            return _build_alone(folder, name, key, build, asked)
+            return _build_alone(folder, name, key, build)
     except OSError as error:
         if has_folder and error.errno not in _CANNOT_WRITE:
             raise
@@ -89,21 +89,28 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
         ) from error
 
 
-def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None], asked: float) -> CacheEntry:
-    """The same for the process that holds the entry's lock; `asked` is when it began to wait for it."""
+def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None]) -> CacheEntry:
+    """Builds an entry in the process that holds its lock."""
     note = ""
     if folder.is_dir():
         damage = find_damage(folder)
         if damage is None:
             return CacheEntry(folder, "hit (built by another process)")
-        _remove(folder, damage)
+        # Renamed first: who has the old files open keeps them.
+        aside = folder.with_name(f".{folder.name}.damaged-{os.getpid()}")
+        try:
+            os.rename(folder, aside)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} is damaged ({damage}) and cannot be replaced ({error.strerror}): remove this folder."
+            ) from None
         note = f"rebuilt, it was damaged: {damage}"
         print(f"WARNING: {folder} was damaged ({damage}): it is rebuilt", file=sys.stderr, flush=True)
-    failure = Path(f"{folder}.failed")
-    _raise_failure_after(failure, asked)
     note = note or f"miss ({_what_changed(folder.parent, name, key)})"
+    # What killed builders of this entry left; its lock is held, so none is alive.
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(left, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    _clear_abandoned(folder.parent, folder.name)
     temporary.mkdir()
     try:
         build(temporary)
@@ -113,16 +120,14 @@ def _build_alone(folder: Path, name: str, key: Key, build: Callable[[Path], None
             if path.is_file()
         }
         (temporary / KEY_FILE).write_text(json.dumps({"name": name, "key": key, "files": files}, indent=1))
-        _sync(temporary)
-    except (DataError, ConfigError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        failure.write_text(json.dumps({"kind": type(error).__name__, "message": scrub(str(error))}))
-        raise
+        for path in [*temporary.iterdir(), temporary]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     os.replace(temporary, folder)
-    failure.unlink(missing_ok=True)
     return CacheEntry(folder, note)
 
 
@@ -189,67 +194,19 @@ def _start_of(pid: int) -> str:
         return ""
 
 
-def _remove(folder: Path, damage: str) -> None:
-    """Renamed first: who has the old files open keeps them."""
-    aside = folder.with_name(f".{folder.name}.damaged-{os.getpid()}")
-    try:
-        os.rename(folder, aside)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} is damaged ({damage}) and cannot be replaced ({error.strerror}): remove this folder."
-        ) from None
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _raise_failure_after(failure: Path, asked: float) -> None:
-    """Raises what the builder raised that this process waited for; an older failure is not a reason not to try."""
-    if not failure.exists() or failure.stat().st_mtime < asked:
-        return
-    try:
-        told = json.loads(failure.read_text())
-        error = {"DataError": DataError, "ConfigError": ConfigError}[told["kind"]](told["message"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # not whole: this process finds out for itself
-    raise error
-
-
 def _what_changed(parent: Path, name: str, key: Key) -> str:
     """Compares `key` with the most alike entry of the same name, the newest of equals."""
-    newest_first = sorted(parent.glob(f"*/{KEY_FILE}"), key=lambda path: -path.stat().st_mtime_ns)
-    entries = [_key_of(path) for path in newest_first]
-    others = [found for other, found in entries if other == name]
+    others = []
+    for path in sorted(parent.glob(f"*/{KEY_FILE}"), key=lambda path: -path.stat().st_mtime_ns):
+        try:
+            entry = json.loads(path.read_text())
+            others += [dict(entry["key"])] if entry["name"] == name else []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # of a damaged one, nothing
     if not others:
         return "first time"
-    differing: list[list[str]] = [
+    changed: list[list[str]] = [
         [part for part in sorted({*key, *other}) if key.get(part) != other.get(part)] for other in others
     ]
-    fewest = min(len(parts) for parts in differing)
-    return f"changed: {', '.join(next(parts for parts in differing if len(parts) == fewest))}"
-
-
-def _key_of(path: Path) -> tuple[str, Key]:
-    """Name and key of an entry; of a damaged one, nothing."""
-    try:
-        entry = json.loads(path.read_text())
-        return entry["name"], dict(entry["key"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "", {}
-
-
-def _clear_abandoned(parent: Path, folder_name: str) -> None:
-    """Removes what killed builders of this entry left; the caller holds the entry's lock, so none is alive."""
-    for left in parent.glob(f".{folder_name}.*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)[-60:] or "data"
+    fewest = min(map(len, changed))
+    return f"changed: {', '.join(next(parts for parts in changed if len(parts) == fewest))}"

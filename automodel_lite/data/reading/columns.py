@@ -39,6 +39,10 @@ ALIASES = {
 REJECTED = re.compile(r"reject|loser|worse|dispreferred", re.IGNORECASE)  # a column of the answer that is not wanted
 CHOSEN = re.compile(r"chosen|prefer|winner|accepted|better", re.IGNORECASE)
 VERDICTS = ("label", "kto_tag")  # good or bad: what KTO trains on
+VERDICT = (
+    "says which answers are good and which are bad (KTO), and all rows would be trained on the same way: keep only "
+    "the good rows, or set dataset.format={format} to train on all."
+)
 WEIGHTS = re.compile(r"(sample_|loss_|row_|example_)?weights?|importance", re.IGNORECASE)
 MASKS = re.compile(r"(do_|is_)?(train|trained|trainable|learn|masked)|(loss|train)_mask|train_on\w*", re.IGNORECASE)
 ANSWERS = frozenset(("completion", "output", "answer", "messages", "text"))  # names of what is trained on
@@ -78,7 +82,9 @@ class Detected:
                 if not is_one and value not in (None, [], {}, ""):
                     raise DataError(f"column {column} {problem}")
             named = {**row, **{canonical: row.get(column) for canonical, column in renames.items()}}
-            document = self._normalize(named)
+            document = self.format.normalize(named)
+            if named.get(GROUP) is not None:
+                document = {**document, GROUP: named[GROUP]}
             if self.is_checked:
                 check_alignment(document, self.labels)
             return align(document) if self.labels == "unshifted" else document
@@ -87,17 +93,13 @@ class Detected:
             for canonical, column in renames.items():
                 message = message.replace(f"column {canonical} ", f"column {column} ")
             raise DataError(f"{where}: {message}") from error
-
-    def _normalize(self, row: RawRow) -> Document:
-        try:
-            document = self.format.normalize(row)
-            return document if row.get(GROUP) is None else {**document, GROUP: row[GROUP]}
-        except (DataError, ConfigError):
+        except ConfigError:
             raise
         except KeyError as error:
-            raise DataError(f"{self.format.name}: there is no {error} in this row.") from error
+            raise DataError(f"{where}: {self.format.name}: there is no {error} in this row.") from error
         except Exception as error:  # of a function of the user's, or of a row that nobody has thought of
-            raise DataError(f"{self.format.name} fails: {type(error).__name__}: {one_line(error)}") from error
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise DataError(f"{where}: {self.format.name} fails: {reason}") from error
 
     def _judge(self, columns: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the renames and the problems of rows with these columns."""
@@ -113,37 +115,36 @@ class Detected:
         return self._judged[columns]
 
 
+_IGNORED = "would be ignored: "
+_MEANT = "set dataset.format={format} to train without it."
+_TRAPS = (  # of documents that are not token ids: columns, what a row with a value in one of them is told
+    (re.compile("|".join(MEDIA)), f"{_IGNORED}this program trains only on text; {_MEANT}"),
+    (re.compile("|".join(VERDICTS)), VERDICT),
+    (REJECTED, f"is the answer that is not wanted, of a preference pair: keep one answer, or {_MEANT}"),
+    (WEIGHTS, f"{_IGNORED}all rows weigh the same; leave rows of weight 0 out, or {_MEANT}"),
+    (MASKS, f"is another program's loss mask: set weight: 0 for turns that are not trained on, or {_MEANT}"),
+)
+
+
 def _problems(
     columns: Sequence[str], found: Format, renames: Mapping[str, str], typed: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yields the columns that would change what is trained, and what a row with a value in one of them is told."""
-    is_chat = found.kind in ("messages", "prompt_completion")
-    meant = f"set dataset.format={found.name} to train without it."
-    is_chosen = not ANSWERS.isdisjoint(typed)
     for name in columns:
         if name in renames.values() or name in found.columns or name in found.optional:
             continue
         if found.kind == "tokens":
             if "mask" in name.lower():
-                yield name, f"would be ignored: call it loss_mask if its zeros are not trained on, or {meant}"
-        elif name in MEDIA:
-            what = "this program trains only on text; set dataset.format=... to train without it."
-            yield name, f"would be ignored: {what}"
-        elif name in VERDICTS and is_chat:
-            yield name, _verdict(found)
-        elif REJECTED.search(name) and not is_chosen:
-            yield name, f"is the answer that is not wanted, of a preference pair: keep one answer, or {meant}"
-        elif WEIGHTS.fullmatch(name):
-            yield name, f"would be ignored: all rows weigh the same; leave rows of weight 0 out, or {meant}"
-        elif MASKS.fullmatch(name):
-            yield name, f"is another program's loss mask: set weight: 0 for turns that are not trained on, or {meant}"
-
-
-def _verdict(found: Format) -> str:
-    return (
-        "says which answers are good and which are bad (KTO), and all rows would be trained on the same way: keep only "
-        f"the good rows, or set dataset.format={found.name} to train on all."
-    )
+                cure = f"call it loss_mask if its zeros are not trained on, or {_MEANT}"
+                yield name, f"{_IGNORED}{cure}".format(format=found.name)
+            continue
+        for pattern, told in _TRAPS:
+            is_meant = (pattern is REJECTED and not ANSWERS.isdisjoint(typed)) or (
+                told is VERDICT and found.kind not in ("messages", "prompt_completion")
+            )
+            if (pattern.search if pattern is REJECTED else pattern.fullmatch)(name) and not is_meant:
+                yield name, told.format(format=found.name)
+                break
 
 
 def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames: Mapping[str, str] | None) -> Detected:
@@ -183,7 +184,7 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
         )
     verdict = next((name for name in VERDICTS if name in columns), None)
     if format_name is None and verdict and found.kind in ("messages", "prompt_completion"):
-        raise ConfigError(f"column {verdict} {_verdict(found)}")
+        raise ConfigError(f"column {verdict} {VERDICT.format(format=found.name)}")
     return Detected(found, renames, _describe(found, columns, renames), typed, format_name is not None)
 
 
@@ -241,18 +242,14 @@ def _find(
             f"name them with dataset.columns."
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS)
+    names = {1: ("text",), 3: ("instruction", "input", "output")}.get(len(columns), ("prompt", "completion"))
+    named_by = zip(names, columns if len(columns) <= 3 else (columns[0], columns[-1]))
+    hint = " ".join(f"dataset.columns.{name}={column}" for name, column in named_by)
+    hint += f" (which leaves out {', '.join(columns[1:-1])})" if len(columns) > 3 else ""
     raise ConfigError(
-        f"the columns {', '.join(columns)} match no known format: name them, for instance {_hint(columns)}. Known "
+        f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. Known "
         f"formats are {known}."
     )
-
-
-def _hint(columns: Sequence[str]) -> str:
-    """Settings that take every column, where that can be said of so many."""
-    names = {1: ("text",), 2: ("prompt", "completion"), 3: ("instruction", "input", "output")}.get(len(columns))
-    pairs = zip(names, columns) if names else [("prompt", columns[0]), ("completion", columns[-1])]
-    hint = " ".join(f"dataset.columns.{name}={column}" for name, column in pairs)
-    return hint if names else f"{hint} (which leaves out {', '.join(columns[1:-1])})"
 
 
 def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:

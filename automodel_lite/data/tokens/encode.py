@@ -59,14 +59,6 @@ class Rendering:
     answer: int = 0
 
 
-def no_template(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The sentence for a tokenizer that cannot write a chat."""
-    return (
-        f"the tokenizer {tokenizer.name_or_path} has no chat template: set tokenizer.chat_template=template.jinja, or "
-        "tokenizer.path to a chat model's tokenizer."
-    )
-
-
 class ChatRenderer:
     """Renders chats with a tokenizer's template.
 
@@ -74,15 +66,13 @@ class ChatRenderer:
         template_kwargs: more variables for the template, `{"enable_thinking": False}`.
 
     Raises:
-        ConfigError: no template, or one whose assistant turns end without a special token, after which no model
-            could learn to stop.
+        ConfigError: a template whose assistant turns end without a special token, after which no model could learn
+            to stop.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, train_on: str, template_kwargs: dict[str, Any] | None = None
     ):
-        if tokenizer.chat_template is None:
-            raise ConfigError(no_template(tokenizer))
         self._train_on = train_on
         self._template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._without_tools = _template(tokenizer.get_chat_template())
@@ -96,7 +86,13 @@ class ChatRenderer:
             DataError: no assistant turn, or the template refuses the chat or leaves a part of it out.
         """
         messages = list(messages)
-        self._check_tool_calls(messages)
+        calls = [place for place, message in enumerate(messages) if message.get("tool_calls")]
+        if calls and not self._writes_tool_calls:
+            raise DataError(
+                f"message {calls[0]} calls a tool, but the chat template does not render tool calls, so the turn would "
+                "be trained on as if it were empty: use a template that renders them, "
+                "tokenizer.chat_template=template.jinja."
+            )
         turns = self._trained_turns(messages)
         plain, marked = self._with_tools if tools else self._without_tools
         render = partial(self._render, tools, plain)
@@ -147,15 +143,6 @@ class ChatRenderer:
             answered = [index for index in users if index < turns[-1]]
             turns = [turn for turn in turns if not answered or turn > answered[-1]]
         return [turn for turn in turns if messages[turn].get("weight", 1) != 0]
-
-    def _check_tool_calls(self, messages: list[Message]) -> None:
-        place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
-        if place is not None and not self._writes_tool_calls:
-            raise DataError(
-                f"message {place} calls a tool, but the chat template does not render tool calls, so the turn would "
-                "be trained on as if it were empty: use a template that renders them, "
-                "tokenizer.chat_template=template.jinja."
-            )
 
     @cached_property
     def _writes_tool_calls(self) -> bool:
@@ -326,12 +313,22 @@ class Renderer:
             DataError: the document cannot be rendered (says why, not where).
         """
         if "chosen" in document:
-            return [self._answer(document[name], which) for name, which in (("chosen", CHOSEN), ("rejected", REJECTED))]
+            if self._train_on == "all":
+                raise ConfigError("tokenize.train_on=all would prefer prompts too: set tokenize.train_on=assistant.")
+            chosen, rejected = (self.renderings(document[name]) for name in ("chosen", "rejected"))
+            if len(chosen) > 1 or len(rejected) > 1:
+                raise DataError(
+                    "answers of several turns are rewritten by the chat template: end a pair with one answer."
+                )
+            return [replace(chosen[0], answer=CHOSEN), replace(rejected[0], answer=REJECTED)]
         if "documents" in document:  # several answers to one prompt
             return [rendering for one in document["documents"] for rendering in self.renderings(one)]
         if "messages" in document:
             if self._chat is None:
-                raise ConfigError(f"the data are chats, and {no_template(self._tokenizer)}")
+                raise ConfigError(
+                    f"the data are chats, and the tokenizer {self._tokenizer.name_or_path} has no chat template: set "
+                    "tokenizer.chat_template=template.jinja, or tokenizer.path to a chat model's tokenizer."
+                )
             renderings = self._chat.renderings(document["messages"], document.get("tools"))
         elif "completion" in document:
             renderings = [self._prompt_completion(document)]
@@ -340,14 +337,6 @@ class Renderer:
         for rendering in renderings:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
             sound_text(rendering.text, "the text to tokenize")
         return renderings
-
-    def _answer(self, document: Document, which: int) -> Rendering:
-        if self._train_on == "all":
-            raise ConfigError("tokenize.train_on=all would prefer prompts as well: set tokenize.train_on=assistant.")
-        renderings = self.renderings(document)
-        if len(renderings) > 1:
-            raise DataError("answers of several turns are rewritten by the chat template: end a pair with one answer.")
-        return replace(renderings[0], answer=which)
 
     def _prompt_completion(self, document: Document) -> Rendering:
         prompt, completion = document["prompt"], document["completion"]

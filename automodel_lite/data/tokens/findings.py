@@ -38,16 +38,10 @@ class Findings:
     first_special: str = ""  # place and token
 
     def __add__(self, other: Findings) -> Findings:
-        return Findings(
-            self.counts + other.counts,
-            self.num_fully_trained + other.num_fully_trained,
-            self.num_unstopped + other.num_unstopped,
-            self.first_row or other.first_row,
-            self.fully_masked or other.fully_masked,
-            self.unstopped or other.unstopped,
-            self.first_error or other.first_error,
-            self.first_special or other.first_special,
-        )
+        """Adds what is counted; of examples, the first one stays."""
+        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        sums = {name: a + b for name, (a, b) in pairs.items() if isinstance(a, (int, RowCounts))}
+        return Findings(**{name: a or b for name, (a, b) in pairs.items()} | sums)
 
     def save(self, folder: Path) -> None:
         (folder / FINDINGS).write_text(json.dumps(asdict(self)))
@@ -86,7 +80,9 @@ def check_rows(
     has_label = labels != IGNORE_INDEX
     num_labels = np.diff(np.concatenate([[0], np.cumsum(has_label)])[offsets])
     kept = num_labels > 0
-    unstopped = kept & ~np.isin(_last_labels(labels, has_label, offsets), sorted(stop_ids))
+    last_labels = labels[has_label][np.cumsum(num_labels)[kept] - 1]
+    unstopped = kept.copy()
+    unstopped[kept] = ~np.isin(last_labels, sorted(stop_ids))
     kept_tokens = np.repeat(kept, lengths)
     counts = RowCounts(
         num_rows=int(kept.sum()),
@@ -119,14 +115,6 @@ def check_rows(
         found,
         None if groups is None else groups[kept],
     )
-
-
-def _last_labels(labels: np.ndarray, has_label: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """The last label of each document that has one (of the others: anything)."""
-    if not len(labels):
-        return np.full(len(offsets) - 1, IGNORE_INDEX)
-    last_label_at = np.maximum.accumulate(np.where(has_label, np.arange(len(labels)), 0))
-    return labels[last_label_at[offsets[1:] - 1]]
 
 
 def check_set(

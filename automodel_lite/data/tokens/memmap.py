@@ -21,7 +21,7 @@ import numpy as np
 from automodel_lite.config.rules import Count, OneOf, PathStr
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.reading.documents import DocumentList, Documents, DocumentSet, Question
-from automodel_lite.data.reading.paths import WholeFile, check_not_cut
+from automodel_lite.data.reading.paths import WholeFile, check_not_cut, stamp
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.token_rows import ID_DTYPE, RowCounts, Rows, TokenizedData, map_array
 from automodel_lite.errors import ConfigError, DataError
@@ -40,60 +40,42 @@ class MemmapRows(Rows):
     Args:
         path: the `.bin` file; opened again where the rows are unpickled.
         offsets: int64 [N + 1], where each document starts; the tokens between are the document.
-        bos_id, eos_id: put before and behind documents that do not have it already.
     """
 
-    def __init__(
-        self, path: Path, dtype: str, offsets: np.ndarray, bos_id: int | None = None, eos_id: int | None = None
-    ):
-        self._arguments = (path, dtype, offsets, bos_id, eos_id)
-        self._bos_id, self._eos_id = bos_id, eos_id
+    def __init__(self, path: Path, dtype: str, offsets: np.ndarray):
+        self._arguments = (path, dtype, offsets)
         self._files = [WholeFile(path)]
         self.tokens = _map_tokens(path, dtype)
-        _check_offsets(offsets, len(self.tokens), path.name)
-        self._offsets = offsets
-        self._lengths = np.empty(len(offsets) - 1, np.int32)
-        for start in range(0, len(self._lengths), BLOCK):
-            of_block = offsets[start : start + BLOCK + 1].astype(np.int64, copy=False)
-            lengths = np.diff(of_block)
-            if bos_id is not None:
-                lengths = lengths + self._lacks(bos_id, of_block, of_block[:-1])
-            if eos_id is not None:
-                lengths = lengths + self._lacks(eos_id, of_block, of_block[1:] - 1)
+        # Documents lie one behind the other inside the file. Blocks of them bound the memory of 10^8.
+        is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
+        self._offsets, self._lengths = offsets, np.empty(max(0, len(offsets) - 1), np.int32)
+        is_rising = is_flat and offsets[0] >= 0 and offsets[-1] <= len(self.tokens)
+        for start in range(0, len(self._lengths) if is_rising else 0, BLOCK):
+            lengths = np.diff(offsets[start : start + BLOCK + 1].astype(np.int64, copy=False))
+            is_rising = is_rising and not (lengths < 0).any()
             self._lengths[start : start + BLOCK] = lengths
+        if not is_rising:
+            held = f"{len(self.tokens):,} tokens"
+            raise DataError(f"{path.name}: its index belongs to another file: documents are outside the {held}.")
 
     @property
     def lengths(self) -> np.ndarray:
         return self._lengths
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """A view of the file's tokens where nothing is added to them; labels are made here.
+        """A view of the file's tokens; labels are made here.
 
         Raises:
             DataError: the file was cut short since it was mapped; reading on would end the process by a signal.
         """
         check_not_cut(self._files)
         tokens = self.tokens[self._offsets[index] : self._offsets[index + 1]]
-        if self._lengths[index] != len(tokens):
-            tokens = self._framed(tokens)
         labels = np.full(len(tokens), IGNORE_INDEX, ID_DTYPE)
         labels[:-1] = tokens[1:]
         return {"input_ids": tokens, "labels": labels}
 
     def __reduce__(self) -> tuple:
         return MemmapRows, self._arguments
-
-    def _lacks(self, token: int, offsets: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Which documents, empty ones left out, have another token at their place; looks into every document."""
-        filled = np.diff(offsets) > 0
-        lacks = np.zeros(len(places), bool)
-        lacks[filled] = self.tokens[places[filled]] != token
-        return lacks
-
-    def _framed(self, tokens: np.ndarray) -> np.ndarray:
-        bos = [self._bos_id] if self._bos_id is not None and tokens[0] != self._bos_id else []
-        eos = [self._eos_id] if self._eos_id is not None and tokens[-1] != self._eos_id else []
-        return np.concatenate([np.array(bos, ID_DTYPE), tokens.astype(ID_DTYPE), np.array(eos, ID_DTYPE)])
 
 
 @dataclass
@@ -104,8 +86,6 @@ class MemmapCorpus:
     val_path: PathStr | Mapping[str, PathStr] | None = None  # validation corpus, or several by name
     dtype: Annotated[str, OneOf(DTYPES)] | None = None  # for files without a .json or .idx that specifies it
     separator_id: Count | None = None  # the token that ends each document, for files without document boundaries
-    bos_id: Count | None = None  # prepended to documents that do not start with it
-    eos_id: Count | None = None  # appended to documents that do not end with it
 
     rows: Rows = field(init=False)
     val_rows: dict[str, Rows] = field(init=False)
@@ -125,11 +105,8 @@ class MemmapCorpus:
         self.val_rows = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
         self.description = f"{', '.join(Path(path).name for path in paths)}: {len(self.rows):,} documents, "
         self.description += f"{self.rows.num_tokens:,} tokens, mapped as they are"
-        stamps = [
-            f"{path} {_bin_path(path).stat().st_size} B at {_bin_path(path).stat().st_mtime_ns}" for path in paths
-        ]
-        self.identity = f"memmap({'; '.join(stamps)}; separator_id={self.separator_id}, bos_id={self.bos_id}, "
-        self.identity += f"eos_id={self.eos_id})"
+        stamps = "; ".join(str(stamp(_bin_path(path))) for path in paths)
+        self.identity = f"memmap({stamps}; separator_id={self.separator_id})"
 
     def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         sets = {"train": self.rows} | {f"val/{name}": rows for name, rows in self.val_rows.items()}
@@ -151,7 +128,7 @@ class MemmapCorpus:
             if index.is_file()
             else _own_index(_bin_path(path), self.dtype, self.separator_id)
         )
-        return MemmapRows(_bin_path(path), dtype, offsets, self.bos_id, self.eos_id)
+        return MemmapRows(_bin_path(path), dtype, offsets)
 
 
 class JoinedRows(ConcatenatedRows, Rows):
@@ -245,14 +222,6 @@ def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple
             f"dataset.separator_id=null: {path.name} has no {offsets.name}; name the token that ends its documents."
         )
     return dtype, _offsets_by_separator(_map_tokens(path, dtype), separator_id)
-
-
-def _check_offsets(offsets: np.ndarray, num_tokens: int, name: str) -> None:
-    """Raises DataError unless documents lie one behind the other inside the file."""
-    is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
-    blocks = (offsets[start : start + BLOCK + 1].astype(np.int64) for start in range(0, len(offsets), BLOCK))
-    if not is_flat or offsets[0] < 0 or offsets[-1] > num_tokens or any((np.diff(block) < 0).any() for block in blocks):
-        raise DataError(f"{name}: its index belongs to another file: documents are outside the {num_tokens:,} tokens.")
 
 
 def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:

@@ -47,7 +47,13 @@ def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bo
 
     shares  False: what is put together for other reasons (`PAIRED`) holds each row whole
     """
-    if len(rows) < 2 or not all(_may_share(row) for row in rows):
+    for row in rows if len(rows) > 1 else ():
+        ids, labels = row["input_ids"], row["labels"]
+        has_label = labels[:-1] != IGNORE_INDEX
+        is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (not len(ids) or labels[-1] == IGNORE_INDEX)
+        if not is_next or "loss_weights" in row:
+            return [dict(row) for row in rows]
+    if len(rows) < 2:
         return [dict(row) for row in rows]
     least_shared = 0 if PAIRED in rows[0] else max(1, least_shared)
     # Big-endian bytes of ids sort as the ids do.
@@ -64,13 +70,6 @@ def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bo
     # Trees stand where their first row stood, so that the order of the data stays what it was.
     groups.sort(key=lambda group: min(group[0]))
     return [dict(rows[ids[0]]) if len(ids) == 1 else _tree([rows[i] for i in ids], shared) for ids, shared in groups]
-
-
-def _may_share(row: Row) -> bool:
-    ids, labels = row["input_ids"], row["labels"]
-    has_label = labels[:-1] != IGNORE_INDEX
-    is_next = bool((labels[:-1] == ids[1:])[has_label].all()) and (not len(ids) or labels[-1] == IGNORE_INDEX)
-    return is_next and "loss_weights" not in row
 
 
 def _shared(one: Row, other: Row) -> int:

@@ -220,7 +220,7 @@ BAD_ROWS = {
     ),
     "a picture beside the chat": (
         {"messages": CHAT, "images": ["a.png"]},
-        "a.jsonl:2: column images would be ignored: this program trains only on text; set dataset.format=... to train without it.",
+        "a.jsonl:2: column images would be ignored: this program trains only on text; set dataset.format=messages to train without it.",
     ),
     "a call that is a sentence": (
         {"messages": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "call add"}]},

@@ -278,4 +278,4 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer = byte_tokenizer(LLAMA3)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
-        ChatRenderer(tokenizer, "assistant")
+        Renderer(tokenizer, "assistant", {}).renderings({"messages": [HI, HELLO]})

@@ -51,18 +51,6 @@ def test_a_separator_ends_documents(tmp_path: Path) -> None:
     assert as_lists(rows) == [([5, 6, 0], [6, 0, _]), ([7, 0], [0, _]), ([8], [_])]
 
 
-def test_begin_and_end_tokens_are_put_where_they_lack(tmp_path: Path) -> None:
-    write_memmap(tmp_path / "a", [[5, 6], [1, 5], [5, 2], []], "uint16")
-    rows = MemmapCorpus(str(tmp_path / "a.bin"), bos_id=1, eos_id=2).rows
-    assert as_lists(rows) == [
-        ([1, 5, 6, 2], [5, 6, 2, _]),
-        ([1, 5, 2], [5, 2, _]),
-        ([1, 5, 2], [5, 2, _]),
-        ([], []),
-    ]
-    assert rows.lengths.tolist() == [4, 3, 3, 0]
-
-
 def megatron_pair(path: Path, sequences: list[list[int]], bounds: list[int], code: int = 8) -> None:
     """Written from the layout of Megatron's indexed datasets: tokens uint16 (code 8)."""
     tokens = np.array([token for sequence in sequences for token in sequence], np.uint16)
