@@ -17,9 +17,10 @@ from omegaconf import MISSING as REQUIRED
 from automodel_lite.cli.schema import comments_of
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config import schema
-from automodel_lite.config.check import describe, parameter_hints, rules_of
-from automodel_lite.config.components import CONF_DIR, locate, options_of
-from automodel_lite.errors import ConfigError, shown
+from automodel_lite.config.components import CONF_DIR
+from automodel_lite.config.signatures import arguments_of, options_of
+from automodel_lite.config.values import describe, rules_of
+from automodel_lite.errors import shown
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\
@@ -118,11 +119,8 @@ def _type(hint: object) -> str:
 def _ranges(option: Path) -> str:
     """`Ranges: warmup_steps at least 0; min_lr_frac at least 0 and at most 1.` of an option's target."""
     found = re.search(r"^_target_:\s*(\S+)", option.read_text(), flags=re.MULTILINE)
-    try:
-        hints = parameter_hints(locate(found[1])) if found else {}
-    except ConfigError:  # of an optional package
-        return ""
-    rules = [f"`{name}` {', '.join(texts)}" for name, hint in hints.items() if (texts := list(rules_of(hint)))]
+    arguments = arguments_of(found[1]) if found else {}
+    rules = [f"`{key}` {', '.join(texts)}" for key, item in arguments.items() if (texts := list(rules_of(item.hint)))]
     return f"\nRanges: {'; '.join(rules)}.\n" if rules else ""
 
 

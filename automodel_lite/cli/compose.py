@@ -25,8 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_lite.cli.line import allow_new_key, check_options, chosen, group_of, split
 from automodel_lite.cli.permissions import check_granted, check_hydra_settings
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
-from automodel_lite.config.components import flatten, with_options
+from automodel_lite.config.components import flatten
 from automodel_lite.config.schema import Config
+from automodel_lite.config.signatures import with_options
 from automodel_lite.errors import ConfigError, shown
 
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.

@@ -21,8 +21,8 @@ from omegaconf import MISSING
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of, read
 from automodel_lite.config import schema as schema_module
-from automodel_lite.config.components import options_of
 from automodel_lite.config.rules import OneOf, Range
+from automodel_lite.config.signatures import options_of
 
 
 def schema(argv: list[str]) -> int:

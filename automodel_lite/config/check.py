@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,14 +18,14 @@ from automodel_lite.config.components import (
     check_origin,
     code_problem,
     locate,
-    options_of,
     own_targets,
     target_problem,
-    with_options,
 )
-from automodel_lite.config.rules import MAX_PART_BYTES, Rule
+from automodel_lite.config.rules import MAX_PART_BYTES
 from automodel_lite.config.schema import Config, Part
+from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
 from automodel_lite.config.sizes import global_batch_size_of, mesh_shape, slot_multiple_of
+from automodel_lite.config.values import value_problems
 from automodel_lite.errors import FORMER_KEYS, ConfigError, did_you_mean, shown
 from automodel_lite.launched import world_size
 from automodel_lite.redact import secret_in
@@ -36,8 +34,7 @@ MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named 
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
 SEVERAL = ("logger", "callbacks")  # groups of parts, each under a name
 PUBLISHED = ("model.config.", "tokenizer.chat_template")
-LISTS = (list, tuple, Sequence)
-GROUPS = (dict, Mapping)
+_FIRST_OPTION = {"model": "pretrained", "dataset": "path", "optimizer": "lr"}
 
 
 def check_config(raw: DictConfig, extra: type | None = None) -> Config:
@@ -59,7 +56,7 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
     of_extra = _extra_problems(plain.get("extra"), extra)
     problems = [*_schema_problems(plain, Config, ""), *of_extra]
     problems.sort(key=lambda line: ": unknown key" not in line)  # typos first
-    allowed = _lookup(plain, "security.allow_targets") or []
+    allowed = OmegaConf.select(raw, "security.allow_targets", throw_on_missing=False) or []
     problems += _target_problems(plain, allowed)
     problems += [*_unsound_values(plain), *_name_problems(plain), *_missing_parts(plain)]
     is_refused = any("_target_" in problem for problem in problems)  # then nothing but our own code is imported
@@ -124,9 +121,10 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
                 yield f"{path}={shown(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
         elif hints[key] == Part:
             if not isinstance(value, dict):
-                yield f"{path}={shown(value)}: {path} is a part with options, such as {path}.{_first_option(path)}=..."
+                option = _FIRST_OPTION.get(path, "_target_")
+                yield f"{path}={shown(value)}: {path} is a part with options, such as {path}.{option}=..."
         else:
-            yield from _value_problems(path, value, hints[key])
+            yield from value_problems(path, value, hints[key])
 
 
 def _extra_problems(values: Any, kind: type | None) -> Iterator[str]:
@@ -223,29 +221,29 @@ def _target_problems(plain: dict[str, Any], allowed: Sequence[str]) -> list[str]
 
 
 def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> Iterator[str]:
-    """Arguments that the part's target does not take, or takes as another type."""
+    """Arguments that the part's target does not take, or takes as another type. Nothing of ours is imported for it."""
+    path = part["_target_"]
     try:
-        target = locate(part["_target_"])
+        if missing_extra(path):
+            locate(path)  # its error says what to install
+        arguments = arguments_of(path)
     except ConfigError as error:
-        text, path = str(error), part["_target_"]
+        text = str(error)
         if text.startswith(f"{path} needs the package"):
             text = f"{key}{text.removeprefix(path)}"
         yield text if text.startswith(key) else f"{key}.{text}"
         return
-    parameters = inspect.signature(target).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints = parameter_hints(target)
     for name, value in part.items():
-        path = f"{key}.{name}"
-        if name == "_target_" or (takes_any and name not in parameters):
+        hint = arguments[name].hint if name in arguments else None
+        if name == "_target_" or (name not in arguments and "**" in arguments):
             continue
-        if name not in parameters:
-            yield _stray(key, name, value, [f"{key}.{p}" for p in parameters])
-        elif _names_code(hints.get(name)) and value is not None:
-            if problem := code_problem(path, value, allowed):
+        if name not in arguments:
+            yield _stray(key, name, value, [f"{key}.{argument}" for argument in arguments])
+        elif CodePath in (hint, *typing.get_args(hint)) and value is not None:
+            if problem := code_problem(f"{key}.{name}", value, allowed):
                 yield problem
-        elif name in hints and not (isinstance(value, dict) and "_target_" in value):
-            yield from _value_problems(path, value, hints[name])
+        elif not (isinstance(value, dict) and "_target_" in value):
+            yield from value_problems(f"{key}.{name}", value, hint)
 
 
 def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
@@ -263,39 +261,6 @@ def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
     if takers:
         return f"{path}={shown(value)} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
     return f"{path}={shown(value)}: unknown key; if the preset sets it, ~{path} removes it."
-
-
-def _names_code(hint: Any) -> bool:
-    return hint is CodePath or CodePath in typing.get_args(hint)
-
-
-def _value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
-    """What is wrong with a value: its type, or a rule that stands in the type."""
-    if not matches(value, hint):
-        yield f"{path}={shown(value)} must be {describe(hint)}."
-        return
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, Rule)]
-        yield from (f"{path}={shown(value)} must be {text}" for text in texts if text)
-        yield from _value_problems(path, value, args[0])
-    elif origin in (typing.Union, types.UnionType):
-        yield from _value_problems(path, value, next(arg for arg in args if matches(value, arg)))
-    elif isinstance(value, list) and args:
-        for index, item in enumerate(value):
-            yield from _value_problems(f"{path}.{index}", item, args[0])
-    elif isinstance(value, dict) and len(args) == 2:
-        for key, item in value.items():
-            yield from _value_problems(f"{path}.{key}", item, args[1])
-
-
-def parameter_hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Parameter -> annotation of a part's function or class, with the rules in it."""
-    annotated = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(annotated, include_extras=True)
-    except (NameError, TypeError):  # annotations of another library that only exist for its type checker
-        return {}
 
 
 def _parts(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -322,80 +287,9 @@ def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return list(walk(schema, prefix))
 
 
-def matches(value: Any, hint: Any) -> bool:
-    """Does a YAML value fit a type annotation? An int serves as a float; objects are blocks with a `_target_`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(matches(value, arg) for arg in args)
-    if origin is typing.Literal:
-        return value in args
-    if origin is Annotated:
-        return matches(value, args[0])
-    if hint is type(None):
-        return value is None
-    if hint is bool:
-        return isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is str:
-        return isinstance(value, str)
-    if (origin or hint) in LISTS:
-        item = args[0] if args else Any
-        return isinstance(value, (list, tuple)) and all(matches(v, item) for v in value)
-    if (origin or hint) in GROUPS:
-        item = args[1] if args else Any
-        return isinstance(value, dict) and all(matches(v, item) for v in value.values())
-    is_object = inspect.isclass(hint) and hint not in (object, Any) and not typing.is_typeddict(hint)
-    return not (is_object and isinstance(value, dict)) or "_target_" in value
-
-
-def describe(hint: Any) -> str:
-    """A type annotation in words, without its rules: `int | None` -> `a whole number or null`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return describe(args[0])
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(arg) for arg in args)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, args))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    items = {int: "a list of whole numbers", float: "a list of numbers", str: "a list of texts"}
-    if (origin or hint) in LISTS and args:
-        item = args[0]
-        return items.get(typing.get_args(item)[0] if typing.get_origin(item) is Annotated else item, "a list")
-    if hint in names or (origin or hint) in (*LISTS, *GROUPS):
-        return names.get(hint, "a list" if (origin or hint) in LISTS else "a group of keys")
-    return "a block with a _target_"
-
-
-def rules_of(hint: Any) -> Iterator[str]:
-    """The rules that stand in a type annotation: `Annotated[int, Range(1)] | None` -> `at least 1`."""
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is Annotated:
-        yield from (str(rule) for rule in args[1:] if isinstance(rule, Rule) and str(rule))
-    if typing.get_origin(hint) is not typing.Literal:
-        for arg in args:
-            yield from rules_of(arg)
-
-
-def _lookup(plain: Mapping[str, Any], key: str) -> Any:
-    node: Any = plain
-    for step in key.split("."):
-        if not isinstance(node, dict) or step not in node:
-            return None
-        node = node[step]
-    return node
-
-
 def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
     """`optimizr`, {"lr": 1} -> `optimizr.lr`, 1: the key as it was typed."""
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
         path = f"{path}.{key}"
     return path, value
-
-
-def _first_option(key: str) -> str:
-    return {"model": "pretrained", "dataset": "path", "optimizer": "lr"}.get(key, "_target_")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NewType
 
@@ -109,9 +107,9 @@ def locate(path: str) -> Callable[..., Any]:
 CodePath = NewType("CodePath", str)
 """The type of a setting that names a function, `package.module:function`: it needs the same permission as a target."""
 PREFIXES = ("torch.optim",)  # beside what conf/ names
-_PACKAGE = Path(__file__).resolve().parents[1]
-IS_INSTALLED = (_PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
-CONF_DIR = (_PACKAGE if IS_INSTALLED else _PACKAGE.parent) / "conf"
+PACKAGE = Path(__file__).resolve().parents[1]
+IS_INSTALLED = (PACKAGE / "conf").is_dir()  # a wheel carries conf/ and recipes/ inside, a checkout beside the package
+CONF_DIR = (PACKAGE if IS_INSTALLED else PACKAGE.parent) / "conf"
 _PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # no part begins with an underscore
 _CODE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)*:[A-Za-z]\w*")
 _IN_FILE = re.compile(r"_target_:\s*([\w.]+)")
@@ -167,79 +165,6 @@ def code_problem(key: str, path: object, allowed: Sequence[str]) -> str | None:
     except ConfigError as error:
         return f"{key}={path}: {str(error).removeprefix('_target_=')}"
     return None
-
-
-@dataclass(frozen=True)
-class Option:
-    """An argument of a part that a configuration may leave out."""
-
-    default: Any
-    comment: str
-
-
-@cache
-def options_of(target: str) -> dict[str, Option]:
-    """The options of one of our parts: arguments that have a default, and a comment beside it.
-
-    Read from the source, so that neither torch nor an optional package is imported. Inherited options come first.
-
-    >>> options_of("automodel_lite.data.reading.documents.ToyChat")["seed"]
-    Option(default=0, comment='of the chats')
-    """
-    module, _, name = target.rpartition(".")
-    path = _PACKAGE.parent / f"{module.replace('.', '/')}.py"
-    if not module.startswith("automodel_lite.") or not path.is_file():
-        return {}
-    text = path.read_text()
-    body = ast.parse(text).body
-    node = next((n for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == name), None)
-    found: dict[str, Option] = {}
-    if isinstance(node, ast.ClassDef):
-        for base in node.bases:
-            if isinstance(base, ast.Name):
-                found |= options_of(_origin(base.id, module, body))
-    lines = text.splitlines()
-    for key, line, default in _arguments(node):
-        _, is_commented, comment = lines[line - 1].partition("  # ")
-        if is_commented:
-            value = ast.literal_eval(default)
-            found[key] = Option(list(value) if isinstance(value, tuple) else value, comment.strip())
-    return found
-
-
-def _arguments(node: ast.stmt | None) -> Iterator[tuple[str, int, ast.expr]]:
-    """Name, line and default of the arguments of a function, an `__init__`, or the fields of a dataclass."""
-    if isinstance(node, ast.ClassDef):
-        functions = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-        if not functions:
-            for field in node.body:
-                if isinstance(field, ast.AnnAssign) and field.value and isinstance(field.target, ast.Name):
-                    yield field.target.id, field.lineno, field.value
-            return
-        node = functions[0]
-    if isinstance(node, ast.FunctionDef):
-        plain, defaults = node.args.args, node.args.defaults
-        pairs = [*zip(plain[len(plain) - len(defaults) :], defaults), *zip(node.args.kwonlyargs, node.args.kw_defaults)]
-        yield from ((argument.arg, argument.lineno, default) for argument, default in pairs if default)
-
-
-def _origin(name: str, module: str, body: Sequence[ast.stmt]) -> str:
-    """The dotted path of a name of a module."""
-    for node in body:
-        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            return f"{node.module}.{name}"
-    return f"{module}.{name}"
-
-
-def with_options(node: Any) -> Any:
-    """A plain configuration whose parts have all of their options: those that are left out get their defaults."""
-    if isinstance(node, list):
-        return [with_options(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    options = options_of(node["_target_"]) if isinstance(node.get("_target_"), str) else {}
-    defaults = {key: option.default for key, option in options.items() if key not in node}
-    return {key: with_options(value) for key, value in node.items()} | defaults
 
 
 def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.config.components import CONF_DIR, locate, options_of, own_targets
+from automodel_lite.config.components import CONF_DIR, locate, own_targets
+from automodel_lite.config.signatures import REQUIRED, arguments_of, options_of
 from automodel_lite.errors import ConfigError
 
 WITH_OPTIONS = sorted(target for target in own_targets() if options_of(target))
@@ -34,6 +36,23 @@ def test_options_are_what_the_signature_says(target: str) -> None:
     for key, option in options_of(target).items():
         default = parameters[key].default
         assert option.default == (list(default) if isinstance(default, tuple) else default)  # YAML has lists alone
+
+
+@pytest.mark.parametrize("target", sorted(own_targets()))
+def test_arguments_read_from_the_source_are_those_of_the_function(target: str) -> None:
+    """Names, types and which ones are required; types that nobody imports stand for objects."""
+    try:
+        found = locate(target)
+    except ConfigError:
+        pytest.skip("an optional package is missing")
+    hints = get_type_hints(found.__init__ if inspect.isclass(found) else found, include_extras=True)
+    parameters = inspect.signature(found).parameters
+    arguments = arguments_of(target)
+    assert list(arguments) == list(parameters)
+    for key, argument in arguments.items():
+        assert (argument.default is REQUIRED) == (parameters[key].default is parameters[key].empty)
+        stands_for_others = "AnObject" in str(argument.hint)
+        assert stands_for_others or argument.hint == hints[key]
 
 
 def test_no_default_stands_twice() -> None:

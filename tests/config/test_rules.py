@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import types
 import typing
@@ -13,10 +12,12 @@ from typing import Any
 import pytest
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config.check import check_config, parameter_hints, rules_of
-from automodel_lite.config.components import locate, own_targets
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import own_targets
 from automodel_lite.config.rules import Duration, OneOf, PathText, Range, UpToTheCores
 from automodel_lite.config.schema import Config
+from automodel_lite.config.signatures import arguments_of
+from automodel_lite.config.values import rules_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import check_launched
 
@@ -151,14 +152,7 @@ RUNTIME = {"max_steps", "cp_size", "run.first_step"}  # handed over by the progr
 def test_every_number_has_a_range() -> None:
     assert list(numbers_without_a_range(typing.get_type_hints(Config, include_extras=True), "")) == []
     for target in sorted(own_targets()):
-        try:
-            found = locate(target)
-        except ConfigError:  # an optional package that is not here
-            continue
-        hints = {
-            key: hint for key, hint in parameter_hints(found).items() if key in inspect.signature(found).parameters
-        }
-        assert hints or not inspect.signature(found).parameters, target
+        hints = {key: argument.hint for key, argument in arguments_of(target).items()}
         assert set(numbers_without_a_range(hints, "")) <= RUNTIME, target
 
 
