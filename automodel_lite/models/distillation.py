@@ -50,7 +50,7 @@ class Distill(DistillationLoss):
     needs_teacher = True
 
     kind: Literal["forward", "reverse", "jsd"] = "forward"  # KL from the teacher, to it, or between both
-    beta: Annotated[float, Range(0, 1)] = 0.5  # of jsd: 0 and 1 are its limits, reverse and forward KL
+    beta: Annotated[float, Range(above=0, below=1)] = 0.5  # of jsd: the teacher's share of the mixture
     temperature: Annotated[float, Range(0.01, 100)] = 1.0  # divides both models' logits
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
 
@@ -64,10 +64,10 @@ class Distill(DistillationLoss):
         return self._of_rows(inputs, inputs.rows_with_teacher(both, inputs.labels_R))
 
     def divergence(self, student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
-        """Returns the divergence [R] of log-probabilities; jsd's limits, which have infinite weights, are KLs."""
-        if self.kind == "forward" or (self.kind == "jsd" and self.beta == 1):
+        """Returns the divergence [R] of log-probabilities."""
+        if self.kind == "forward":
             return _kl(teacher_RV, student_RV)
-        if self.kind == "reverse" or self.beta == 0:
+        if self.kind == "reverse":
             return _kl(student_RV, teacher_RV)
         mixed_RV = torch.logaddexp(teacher_RV + math.log(self.beta), student_RV + math.log(1 - self.beta))
         return self.beta * _kl(teacher_RV, mixed_RV) + (1 - self.beta) * _kl(student_RV, mixed_RV)

@@ -1,16 +1,8 @@
 """What is learned: a loss is a SUM over what it counts, in fp32; the recipe divides by the count of the whole step.
 
 A loss gets `LossInputs` and gives `LossOutput`: the sum, and parts of it for the log. Most losses count label tokens;
-one that counts pairs says so by `num_items`. A value per labeled row is a function of logits that `LossInputs.rows`
-evaluates a chunk at a time:
-
-    @dataclass(frozen=True)
-    class ZLoss(Loss):
-        coefficient: float = 1e-4
-
-        def __call__(self, inputs: LossInputs) -> LossOutput:
-            log_z_R = inputs.rows(lambda logits: logits.logsumexp(-1))
-            ...
+one that counts pairs overrides `num_items`. A value per labeled row is a function of logits that `LossInputs.rows`
+evaluates a chunk at a time; docs/extending.md shows one.
 
 `LossModel` is the module whose forward returns the sum: batch in, sum out. It is the root for FSDP. Only rows that
 carry a label meet the head.
@@ -283,7 +275,9 @@ class LossModel(nn.Module):
 
     A loss runs inside the head's own forward: only there has FSDP gathered its weight.
 
-    parts    those of the last forward; outside training also `cross_entropy`, the plain sum over the label tokens
+    parts        those of the last forward; outside training also `cross_entropy`, the plain sum over the label tokens
+    takes_logits the head computes logits, of which the loss is taken: for losses that ask for it, and where the probe
+                 has seen that it is more than `softcap(hidden @ weight.T)`
     """
 
     def __init__(self, lm: transformers.PreTrainedModel, loss: Loss, balance: Balance | None = None) -> None:
@@ -293,7 +287,7 @@ class LossModel(nn.Module):
         self.balance = balance
         self._teacher: tuple[LossModel, ...] = ()  # in a tuple, it is no submodule: neither trained, sharded nor saved
         self.parts: dict[str, Tensor] = {}
-        self.head_is_product = True  # until the probe has seen that it is not
+        self.takes_logits = loss.needs_logits
         self.softcap: float | None = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
         self.wrap_head()
 
@@ -319,24 +313,24 @@ class LossModel(nn.Module):
 
     @property
     def takes_mixers(self) -> bool:
-        """Does it read `ThdBatch.mixers`?"""
+        """Whether it reads `ThdBatch.mixers`."""
         mixes = any(mixes_rows(model.lm) for model in (self, *self._teacher))
         return mixes or self.balance is not None or self.loss.needs_documents
 
     def forward(self, batch: ThdBatch) -> Tensor:
         """Returns the loss. That of a mixture's balance has gradients in training, but is not part of the value."""
         if self.balance is None or not self.training:
-            return self._sum(batch)
+            return self._loss(batch)
         router_logits: list[Tensor] = []  # layer by layer
         hook = self._found[0].register_forward_hook(lambda *call: router_logits.extend(call[2].router_logits))
         try:
-            loss = self._sum(batch, output_router_logits=True)
+            loss = self._loss(batch, output_router_logits=True)
         finally:
             hook.remove()
         balance = self.balance(router_logits, batch)
         return loss + (balance - balance.detach())
 
-    def _sum(self, batch: ThdBatch, **options: Any) -> Tensor:
+    def _loss(self, batch: ThdBatch, **options: Any) -> Tensor:
         rows = batch.label_rows
         # A pack of padding alone, of a rank that runs short, was made of no rows, and brings no columns.
         brought = batch.columns if len(rows) else self.loss.example_columns(batch) | batch.columns
@@ -353,35 +347,29 @@ class LossModel(nn.Module):
             return total
 
         if not self._teacher:
-            return self._in_head(self._rows(batch, **options), at_head)
+            return self._at_head(self._rows(batch, **options), at_head)
         (teacher,) = self._teacher
         with torch.no_grad():
             teacher_rows = teacher.before_head(batch)
         # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
-        return teacher._in_head(
-            teacher_rows,
-            lambda frozen: self._in_head(self._rows(batch, **options), lambda own: at_head(own, frozen)),
-        )
+        own_rows = self._rows(batch, **options)
+        return teacher._at_head(teacher_rows, lambda theirs: self._at_head(own_rows, lambda own: at_head(own, theirs)))
 
     def before_head(self, batch: ThdBatch) -> Tensor:
-        """Returns the labeled rows before the head [R, C]; [R, V] behind a head that is more than a product."""
+        """Returns the labeled rows before the head [R, C], or logits [R, V]; of a model that nobody has called yet."""
         return self._rows(batch)
 
     def _rows(self, batch: ThdBatch, **options: Any) -> Tensor:
         inputs = {**batch.model_inputs(), **options}
-        if self._takes_logits:
+        if self.takes_logits:
             logits_RV: Tensor = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)
             return logits_RV
         hidden_TC: Tensor = self._found[0](**inputs).last_hidden_state.squeeze(0)
         return hidden_TC.index_select(0, batch.label_rows)
 
-    @property
-    def _takes_logits(self) -> bool:
-        return self.loss.needs_logits or not self.head_is_product
-
-    def _in_head(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
-        """Evaluates `compute` at the head whose `_rows` these are: inside its forward, unless they are logits."""
-        if self._takes_logits:
+    def _at_head(self, rows: Tensor, compute: Callable[[Head], Tensor]) -> Tensor:
+        """Evaluates `compute` at the head of such rows: inside its forward, unless they are logits."""
+        if self.takes_logits:
             return compute(Head(rows))
         result: Tensor = self._found[1](rows, compute=compute)
         return result

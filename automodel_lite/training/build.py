@@ -282,7 +282,7 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
     check_context_parallel(loss_model.lm, mesh.cp, cp_exchange, mesh.device, model.logits)
     model.free_gathered()
     if not loss_model.loss.needs_logits and not all(heads):
-        loss_model.head_is_product = False
+        loss_model.takes_logits = True
         if isinstance(loss_model.loss, PlainLoss):
             loss_model.loss = CrossEntropy()
         name = type(loss_model.loss).__name__
