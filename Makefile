@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving real survey newest site lint clean
+.PHONY: train test test-system test-slow test-newest test-gpu-paths test-serving test-trl real survey newest site lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -50,6 +50,16 @@ real: $(READY)
 # the exported folder in an engine of its own (mlx-lm, on a CPU)
 test-serving: .venv-serving/.ready
 	.venv-serving/bin/python -m pytest -m slow tests/run/test_serving.py
+
+# preference losses and whole runs of pairs against TRL's trainer, in an environment that has it
+test-trl: .venv-trl/.ready
+	.venv-trl/bin/python -m pytest -m slow tests/models/test_preference_trl.py
+
+.venv-trl/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" trl
+	touch $@
 
 .venv-serving/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-serving

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         job = Job(args.work or folder, args.shape, args.precision, *steps, data, folder, pretrained)
         subprocess.run([sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()], env=environment(), check=True)
         names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or args.peers]
-        running = {name: start(name, job, args.peers) for name in names}
+        running = {name: start(name, CONTESTANTS[name], job, args.peers) for name in names}
         for _ in range(job.all_steps - 1):  # the first is part of the start
             names = names[1:] + names[:1]
             for name in names:
@@ -117,9 +117,8 @@ class Running:
         return next((line for line in self.process.stdout if line.startswith(start)), None)
 
 
-def start(name: str, job: Job, peers: str | None) -> Running:
+def start(name: str, contestant: Contestant, job: Job, peers: str | None) -> Running:
     """Its process, after its first step."""
-    contestant = CONTESTANTS[name]
     python = sys.executable
     if contestant.environment is not None:
         python = str(Path(peers or "") / contestant.environment / "bin" / "python")
@@ -146,9 +145,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def print_table(results: dict[str, Result]) -> None:
+def print_table(results: dict[str, Result], unit: str = "real tokens") -> None:
     """Prints median rates with quartiles, peaks, and our ratio to each: the median of the ratios of each turn."""
-    print("\n| contestant | real tokens per CPU-second | quartiles | peak memory | recipe is | quartiles |")
+    print(f"\n| contestant | {unit} per CPU-second | quartiles | peak memory | recipe is | quartiles |")
     print("| --- | --- | --- | --- | --- | --- |")
     ours = results.get("recipe", {}).get("tokens_per_cpu_s", [])
     for name, result in sorted(results.items(), key=lambda i: -statistics.median(i[1].get("tokens_per_cpu_s") or [0])):
@@ -156,11 +155,13 @@ def print_table(results: dict[str, Result]) -> None:
             print(f"| {name} | failed | | | | |")
             continue
         values = result["tokens_per_cpu_s"]
-        low, middle, high = np.percentile(values, [25, 50, 75])
+        low, middle, high = (
+            f"{value:,.0f}" if value > 10 else f"{value:.3f}" for value in np.percentile(values, [25, 50, 75])
+        )
         ratios = [mine / theirs for mine, theirs in zip(ours, values)] or [float("nan")]
         low_ratio, ratio, high_ratio = np.percentile(ratios, [25, 50, 75])
         print(
-            f"| {name} | {middle:,.0f} | {low:,.0f} to {high:,.0f} | {result['peak_gib']:.1f} GiB "
+            f"| {name} | {middle} | {low} to {high} | {result['peak_gib']:.1f} GiB "
             f"| {ratio:.2f} x | {low_ratio:.2f} to {high_ratio:.2f} |"
         )
 

@@ -1,11 +1,12 @@
-"""Store a teacher's likeliest tokens for a data set; loss=distill_topk learns from them without the teacher in memory.
+"""Compute values per label beforehand: a teacher's likeliest tokens, or the reference of a preference loss.
 
-    torchrun recipes/score.py --config-name finetune name=mine model.pretrained=student dataset.path=chats.jsonl \\
+    torchrun recipes/score.py --config-name finetune model.pretrained=student dataset.path=chats.jsonl \\
         loss=distill_topk loss.teacher=teacher loss.top_k=64
+    torchrun recipes/score.py --config-name dpo model.pretrained=start dataset.path=pairs.jsonl
 
 Takes the arguments of train_ft.py, and any mesh. What is stored goes beside the token cache, for every label of the
-training and validation documents: ids and log-probabilities of the top_k tokens. A run that is stopped goes on where it
-was.
+training and validation documents. loss=distill_topk learns from the teacher's tokens without the teacher in memory;
+references are computed by training itself where they are missing. A run that is stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,34 +25,40 @@ from automodel_lite.launched import rank, world_size
 from automodel_lite.models.distillation import DistillTopK
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.training.build import as_teacher, build_model, check_same_vocabulary
-from automodel_lite.training.label_values import teacher_values
+from automodel_lite.training.label_values import check_loss, reference_values, teacher_values
 from automodel_lite.training.plan import build_parts
 
 
 def main(config: Config) -> int:
-    """Scores every set of the data."""
+    """Computes the values of every set of the data."""
     quiet_libraries()
     console = Console(is_silent=rank() != 0)
     parts = build_parts(config)
     loss = parts.loss
-    if not isinstance(loss, DistillTopK):
-        raise ConfigError("recipes/score.py stores what loss=distill_topk learns from: add loss=distill_topk.")
+    if not (loss.needs_reference or isinstance(loss, DistillTopK)):
+        raise ConfigError("recipes/score.py computes what loss=distill_topk or loss=dpo needs: add one of them.")
     data = prepare_data(config, check_sizes(config, world_size()))
+    check_loss(data, loss)
     mesh = init_mesh(config.mesh)
-    teacher = as_teacher(replace(parts, teacher=CausalLM(loss.teacher)))
-    check_same_vocabulary(teacher, data.tokenizer)
-    built = build_model(teacher, data.tokenizer, mesh, trains=False)
-    num_ids = built.plan.config.get_text_config().vocab_size
-    if loss.top_k > num_ids:
-        raise ConfigError(f"loss.top_k={loss.top_k}: the teacher has {num_ids} tokens: use at most as many.")
-    console.say("teacher", f"{loss.teacher}, attention {built.plan.attention}")
-    values = teacher_values(loss, data.packer, config.cache_dir)
+    seed_all(config.seed, "model")
+    if isinstance(loss, DistillTopK):
+        parts = as_teacher(replace(parts, teacher=CausalLM(loss.teacher)))
+        check_same_vocabulary(parts, data.tokenizer)
+        built = build_model(parts, data.tokenizer, mesh, trains=False)
+        num_ids = built.plan.config.get_text_config().vocab_size
+        if loss.top_k > num_ids:
+            raise ConfigError(f"loss.top_k={loss.top_k}: the teacher has {num_ids} tokens: use at most as many.")
+        values = teacher_values(loss, data.packer, config.cache_dir)
+    else:
+        built = build_model(parts, data.tokenizer, mesh)
+        values = reference_values(built, data.packer, config.cache_dir, config.seed)
+    console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")
     sets = {"train": data.packs_of(0).rows} | {name: packs.rows for name, packs in data.val_packs.items()}
     for name, rows in sets.items():
         values.computed(name, rows, built, mesh)
-        found = f"{loss.top_k} tokens for each label of {len(rows):,} documents: {values.folder(name, rows)}"
-        console.say("scored", f"{name}: {found}")
+        console.say("scored", f"{name}: {values.name} for {len(rows):,} documents: {values.folder(name, rows)}")
     mesh.close()
     return 0

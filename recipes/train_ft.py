@@ -39,12 +39,11 @@ from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, sum_coun
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.tools.report import LiveReport
-from automodel_lite.training import resume, start
+from automodel_lite.training import label_values, resume, start
 from automodel_lite.training.build import BuiltModel, build_model
 from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.evaluation import sample_answers, validation_losses
 from automodel_lite.training.guards import Guards
-from automodel_lite.training.label_values import with_values
 from automodel_lite.training.memory import out_of_memory_text
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import build_parts
@@ -111,6 +110,7 @@ class TrainFinetuneRecipe:
         self.guards.memory_text = out_of_memory_text(parts)
         self.data = prepare_data(config, batches)
         show(start.data_lines(self.data))
+        label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         self.guards.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
         resume.compare_sources(self.guards, parts, self.data)
@@ -125,7 +125,7 @@ class TrainFinetuneRecipe:
         seed_all(config.seed, "model")
         with activity("loading the model"):
             self.built = build_model(parts, self.data.tokenizer, self.mesh)
-        self.data = with_values(self.data, self.built, self.mesh, config.cache_dir, config.seed)
+        self.data = label_values.with_values(self.data, self.built, self.mesh, config.cache_dir, config.seed)
         self.model = self.built.model
         show([*start.model_lines(config, self.built, self.mesh), *recomputed])
         check_exportable(config, self.built, self.data)

@@ -42,6 +42,7 @@ from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh, mesh_shape
+from automodel_lite.thd import COLUMNS
 
 
 def check_sizes(config: Config, num_processes: int) -> BatchShape:
@@ -200,6 +201,10 @@ class PlannedPacks(PackSource):
     @property
     def held_out(self) -> Mapping[str, PackedDataset]:
         return self.val_packs or {"all": self.packs_of(0)}
+
+    @property
+    def columns(self) -> set[str]:
+        return {name for name in self.packs_of(0)[0] if name in COLUMNS and COLUMNS[name].is_optional}
 
     @property
     def counts(self) -> dict[str, int]:

@@ -45,7 +45,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
             library_name="peft" if is_adapter else "transformers",
             pipeline_tag="text-generation",
             datasets=[dataset] if _is_hub_name(dataset) else None,
-            tags=["automodel_lite", "sft"],
+            tags=["automodel_lite", _method(config)],
         ),
         template_path=str(_TEMPLATE),
         record=record,
@@ -55,10 +55,17 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
         used_as=repo or folder,
         data=lines.get("data", "").splitlines(),
         packing=packing_of(record),
-        results=[("method", str(config.get("loss", {}).get("_target_", "")).rpartition(".")[2]), *facts_of(record)],
+        results=[("method", _method(config)), *facts_of(record)],
         settings=OmegaConf.to_yaml(OmegaConf.create(settings)),
     )
     path.write_text(scrub(str(card)), encoding="utf-8")
+
+
+def _method(config: dict[str, Any]) -> str:
+    """Returns sft, distillation, or the name of a preference loss: dpo, simpo, orpo."""
+    module, _, name = str(config.get("loss", {}).get("_target_", "")).rpartition(".")
+    kind = module.rpartition(".")[2]
+    return name.lower() if kind == "preference" else kind if kind == "distillation" else "sft"
 
 
 def _is_hub_name(name: object) -> bool:

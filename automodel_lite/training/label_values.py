@@ -33,7 +33,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
 from automodel_lite.models.distillation import DistillTopK
 from automodel_lite.models.fused_head import RowFunction
-from automodel_lite.models.loss import LossInputs, LossOutput, PlainLoss
+from automodel_lite.models.loss import Loss, LossInputs, LossOutput, PlainLoss, check_columns
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.progress import Progress
@@ -42,7 +42,14 @@ from automodel_lite.thd import COLUMNS, to_thd
 from automodel_lite.training.build import BuiltModel
 
 SAVE_EVERY_S = 60.0
+MADE_HERE = frozenset({"reference_log_probs", "teacher_ids", "teacher_log_probs"})
 Columns = Mapping[str, np.ndarray]
+
+
+def check_loss(data: PackSource, loss: Loss) -> None:
+    """Raises ConfigError for a loss that does not fit the data, before a model is loaded; streams are not known yet."""
+    if data.columns is not None:
+        check_columns(loss, {*data.columns, *(loss.required & MADE_HERE)})
 
 
 def with_values(data: PackSource, built: BuiltModel, mesh: Mesh, cache_dir: str | None, seed: int) -> PackSource:

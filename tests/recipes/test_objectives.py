@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from automodel_lite.errors import ConfigError
 from recipes import score
@@ -110,9 +111,36 @@ def test_lora_prefers_against_the_model_without_it(pairs: Path, tmp_path: Path) 
     assert curve(rows)[-1] < curve(rows)[0]
 
 
-def test_a_loss_for_single_answers_refuses_pairs(pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="column answers, which loss=FusedLinearCrossEntropy does not use"):
-        dpo(tmp_path / "run", pairs, "loss=fused_linear_cross_entropy")
+CHATS = [{"messages": [{"role": "user", "content": "Peru?"}, {"role": "assistant", "content": "Lima."}]}] * 50
+
+
+@pytest.mark.parametrize(
+    ("chats", "loss", "said"),
+    [
+        ([], "fused_linear_cross_entropy", "column answers, which loss=FusedLinearCrossEntropy does not use"),
+        (CHATS, "dpo", "loss=Dpo needs the per-token column answers: train on preference pairs"),
+    ],
+    ids=["pairs for single answers", "chats for pairs"],
+)
+def test_a_loss_that_does_not_fit_is_refused_first(
+    chats: list[Row], loss: str, said: str, pairs: Path, tmp_path: Path
+) -> None:
+    """Before the model is read: its folder has no weights."""
+    smallest = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    LlamaConfig(vocab_size=300, **smallest).save_pretrained(tmp_path / "model")
+    if chats:
+        pairs = tmp_path / "chats.jsonl"
+        pairs.write_text("\n".join(map(json.dumps, chats)))
+    model = ("model=pretrained", f"model.pretrained={tmp_path / 'model'}")
+    with pytest.raises(ConfigError, match=said):
+        dpo(tmp_path / "run", pairs, *model, f"loss={loss}", f"dataset.format={'null' if chats else 'preference'}")
+
+
+def test_the_model_card_names_the_method(pairs: Path, tmp_path: Path) -> None:
+    dpo(tmp_path / "run", pairs, "training.max_steps=1")
+    card = (tmp_path / "run/hf/README.md").read_text()
+    assert "- dpo" in card
+    assert "| method | dpo |" in card
 
 
 def test_distillation_from_a_model_to_itself_begins_at_0(pairs: Path, tmp_path: Path) -> None:

@@ -127,6 +127,11 @@ class PackSource(ABC):
         )
 
     @property
+    def columns(self) -> set[str] | None:
+        """Per-token columns beside the labels; None for a stream, whose rows have not been read."""
+        return None
+
+    @property
     def counts(self) -> dict[str, int]:
         """What was read and left out, for metrics.jsonl."""
         return {}
