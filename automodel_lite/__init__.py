@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from automodel_lite.data.packing.plan import plan_packs
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
+    from recipes.train_ft import TrainFinetuneRecipe
 
 __all__ = [
     "PackedDataset",
     "Packer",
+    "TrainFinetuneRecipe",
     "__version__",
     "hf_collater",
     "install_attention",
@@ -44,6 +46,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "TrainFinetuneRecipe":  # recipes/ of a checkout is a part of the package once it is installed
+        return import_module(f"{import_module(f'{__name__}.cli.line').RECIPES_PACKAGE}.train_ft").TrainFinetuneRecipe
     return vars(import_module(f"{__name__}.{_MODULES.get(name, 'api')}"))[name]
 
 

@@ -17,6 +17,8 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.train_ft:main")
 
+from typing import Any
+
 import torch
 
 from automodel_lite.config.components import build
@@ -52,15 +54,7 @@ from automodel_lite.training.state import TrainState
 
 def main(config: Config) -> int:
     """Trains until the planned step, or until it must stop; returns the exit code."""
-    quiet_libraries()
-    config = start.from_run(config)
-    if config.dry_run:
-        return start.dry_run(config)
-    with resume.joined(config) as (config, peers, finished):
-        if finished:
-            Console().print(finished)
-            return 0
-        return TrainFinetuneRecipe(config, peers).train()
+    return TrainFinetuneRecipe.launch(config)
 
 
 class TrainFinetuneRecipe:
@@ -86,6 +80,19 @@ class TrainFinetuneRecipe:
         # used by run()
         self.feed: DeviceFeed
         self.bar: Progress
+
+    @classmethod
+    def launch(cls, config: Config, *more: Any) -> int:
+        """Trains, or continues, or counts a dry run; `more` are arguments of a subclass. Returns the exit code."""
+        quiet_libraries()
+        config = start.from_run(config)
+        if config.dry_run:
+            return start.dry_run(config)
+        with resume.joined(config) as (config, peers, finished):
+            if finished:
+                Console().print(finished)
+                return 0
+            return cls(config, peers, *more).train()
 
     @property
     def num_steps(self) -> int:
