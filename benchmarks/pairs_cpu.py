@@ -33,7 +33,7 @@ PAIRS = {
 DISTILL = {"recipe": Contestant("pairs", "distill_recipe"), "gkd": Contestant("pairs", "distill_gkd", "trl")}
 
 
-def write_rows(path: Path, is_pairs: bool, num_solved: int, num_rows: int = 400) -> None:
+def write_rows(path: Path, is_pairs: bool, num_solved: int, num_rows: int) -> None:
     """Writes pairs, or the chats that their chosen answers are."""
     rows = [json.loads(line) for line in (ROOT / "examples/data/gsm8k_train.jsonl").read_text().splitlines()]
     draw = random.Random(0)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "rows.jsonl"
-        write_rows(data, is_pairs, args.solved)
+        write_rows(data, is_pairs, args.solved, 10 * (args.steps + args.warmup_steps))
         documents = FilesDataset(str(ROOT / "examples/data/gsm8k_train.jsonl"))
         tokenizer = train_bpe_tokenizer(documents, 8192, cache_dir=folder / "tokenizer")
         for seed, which in enumerate(("model", "teacher")):
