@@ -33,6 +33,7 @@ from automodel_lite.models.layers import (
     choose_tile,
     compile_layers,
     decoder_layers,
+    local,
     recompute_layers,
     tile_layers,
     use_fp8,
@@ -110,16 +111,20 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
         if runs_by_rows(lm):
             plan = replace(plan, attention=rows_reason(parts, lm))
         loss = check_model(plan.parts.mesh.cp_exchange, model, mesh)
+    of_teacher = 0  # bytes on each device
     if trains and parts.teacher:
         frozen = as_teacher(parts)
         check_same_vocabulary(frozen, tokenizer)
         teacher = build_model(frozen, tokenizer, mesh, trains=False)
         model.loss_model.learn_from(teacher.model.loss_model)
+        of_teacher = 0 if parts.mesh.cpu_offload else sum(local(p).nbytes for p in teacher.model.parameters())
     compiled = speed_up(plan.parts, model, mesh) if trains else "off"
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
-    plan, reduction = decide_reduction(plan, trained, gpu_bytes(mesh.device))
+    available = gpu_bytes(mesh.device)
+    plan, reduction = decide_reduction(plan, trained, available and available - of_teacher)
     model = replace(model, reduces_every=bool(reduction))
     memory = estimate_memory(plan, trained)
+    memory = replace(memory, weights=memory.weights + of_teacher)
     flops = step_flops(plan.config, plan.size, trained)
     flops = flops.without_frozen(lm) if parts.model.freeze else flops
     return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)

@@ -8,10 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.mesh import init_mesh
+from automodel_lite.training.build import build_model
+from automodel_lite.training.plan import build_parts
 from recipes import score
+from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import Row, config_of, train
 
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo", "Peru": "Lima", "Japan": "Tokyo"}
@@ -141,6 +145,20 @@ def test_the_model_card_names_the_method(pairs: Path, tmp_path: Path) -> None:
     card = (tmp_path / "run/hf/README.md").read_text()
     assert "- dpo" in card
     assert "| method | dpo |" in card
+
+
+def test_a_teacher_is_a_part_of_the_memory(tmp_path: Path) -> None:
+    """In fp32 as much as its student's weights."""
+    smallest = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    tokenizer = byte_tokenizer(MARKED)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **smallest)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    where = (f"model.pretrained={tmp_path / 'model'}", "dataset.path=none", "name=x", "training.precision=fp32")
+    weights = []
+    for preset, more in (("finetune", []), ("distill", [f"teacher.pretrained={tmp_path / 'model'}"])):
+        config = config_of(preset, tmp_path / "run", *where, *more)
+        weights.append(build_model(build_parts(config), tokenizer, init_mesh(config.mesh)).memory.weights)
+    assert weights[1] == 2 * weights[0] > 0
 
 
 def test_distillation_from_a_model_to_itself_begins_at_0(pairs: Path, tmp_path: Path) -> None:
