@@ -38,6 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     shutil.copytree(EXAMPLE / "my_kd", folder / "site/my_kd")
     shutil.copy(PARTS / "my_parts.py", folder / "site")
+    shutil.copytree(PARTS / "conf/attention", folder / "site/my_kd/conf/attention")
     tokenizer = byte_tokenizer(MARKED)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     for name in ("student", "teacher"):
@@ -76,7 +77,7 @@ def curve(rows: list[dict], name: str = "loss") -> list[float]:
 @pytest.mark.system
 def test_it_distils_from_an_empty_folder_on_one_and_two_ranks(site: Path) -> None:
     """With a format and an attention kernel from outside."""
-    more = (f"dataset.path={site / 'dialogs.jsonl'}", "attention={_target_: my_parts.MaskedAttention}")
+    more = (f"dataset.path={site / 'dialogs.jsonl'}", "attention=masked")
     more += ("security.allow_targets=[my_parts]", "packed_sequence.slot_multiple=4")
     one = run(site, "one", 1, *more)
     two = run(site, "two", 2, *more)
@@ -95,7 +96,8 @@ def test_a_student_taught_by_itself_starts_at_0(site: Path) -> None:
 
 def train(site: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{site / 'site'}:{ROOT}", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "automodel_lite", "train", "--config-name", "finetune", *SMALL, *overrides]
+    command = [sys.executable, "-m", "automodel_lite", "train", "--config-dir", str(site / "site/my_kd/conf")]
+    command += ["--config-name", "finetune", *SMALL, *overrides]
     model = [f"model.pretrained={site / 'student'}", f"cache_dir={site / 'cache'}", "security.allow_targets=[my_kd]"]
     return subprocess.run(
         [*command, *model], cwd=site / "empty", env=environment, capture_output=True, text=True, timeout=280
@@ -104,8 +106,7 @@ def train(site: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.system
 def test_weights_of_labels_reach_a_loss_from_outside(site: Path) -> None:
-    loss = "loss={_target_: my_kd.parts.ZLoss, coefficient: 0.0}"
-    done = train(site, "name=z", f"dataset.path={site / 'weighted.jsonl'}", loss)
+    done = train(site, "name=z", f"dataset.path={site / 'weighted.jsonl'}", "loss=z", "loss.coefficient=0.0")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     plain = train(site, "name=plain", f"dataset.path={site / 'weighted.jsonl'}")
     assert plain.returncode == 0, plain.stderr[-3000:]
@@ -121,8 +122,7 @@ def test_weights_of_labels_reach_a_loss_from_outside(site: Path) -> None:
 def test_a_mistake_in_a_format_names_the_line(site: Path) -> None:
     file = site / "wrong.jsonl"
     file.write_text(f"{json.dumps(ROW)}\n" * 3 + '{"dialog": [{"who": "user"}]}\n')
-    form = "dataset.format={_target_: my_kd.parts.dialog, _partial_: true}"
-    done = train(site, "name=wrong", f"dataset.path={file}", form, "tokenize.max_bad_frac=0")
+    done = train(site, "name=wrong", f"dataset.path={file}", "dataset.format._target_=my_kd.parts.dialog")
     assert done.returncode == 2
     assert "wrong.jsonl:4" in done.stderr + done.stdout
 
