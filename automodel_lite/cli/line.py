@@ -21,7 +21,7 @@ RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
 RECIPES = {
     "train": ("train_ft", "fine-tune a Hugging Face causal LM on packed sequences"),
     "prepare": ("prepare_data", "tokenize and pack, and stop"),
-    "score": ("score", "store a teacher's likeliest tokens for distillation"),
+    "score": ("score", "compute a teacher's likeliest tokens or a reference ahead"),
     "inspect": ("inspect_data", "look at documents as tokens, labels and packs"),
     "verify": ("verify", "verify packing, sharding and the loss on your model and data"),
     "evaluate": ("evaluate", "loss and answers on held-out files"),

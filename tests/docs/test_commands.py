@@ -200,6 +200,10 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
         if command.recipe == "train_ft":
             words += ["training.max_steps=3"]
         scripts.append(words)
+    screens = ""
     for words in scripts:
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        screens += done.stdout
+    for loss in re.findall(r"^ {4,}1 +(\d\.\d{4}) ", text, flags=re.MULTILINE):  # of step 1, as the page shows it
+        assert re.search(rf"^ +1 +{loss} ", screens, flags=re.MULTILINE)
