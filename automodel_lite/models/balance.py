@@ -53,6 +53,7 @@ class Balance:
             chosen_TE = torch.zeros_like(probs_TE).scatter_(1, probs_TE.topk(self.top_k).indices, 1.0)
             choices_NE = choices_NE.index_add(0, document_T, chosen_TE * is_real_T[:, None])
             probabilities_NE = probabilities_NE.index_add(0, document_T, probs_TE * is_real_T[:, None])
+        # Label tokens of each document weigh its balance, as they weigh its cross-entropy.
         of_labels = batch.label_rows
         labels_N = choices_NE.new_zeros(num_documents).index_add(0, document_T[of_labels], is_real_T[of_labels])
         known = torch.cat([choices_NE, labels_N[:, None]], 1)

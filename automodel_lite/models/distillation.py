@@ -69,6 +69,7 @@ class Distill(DistillationLoss):
             return _kl(teacher_RV, student_RV)
         if self.kind == "reverse":
             return _kl(student_RV, teacher_RV)
+        # log of the mixture, from logarithms: no probability underflows
         mixed_RV = torch.logaddexp(teacher_RV + math.log(self.beta), student_RV + math.log(1 - self.beta))
         return self.beta * _kl(teacher_RV, mixed_RV) + (1 - self.beta) * _kl(student_RV, mixed_RV)
 
@@ -93,6 +94,7 @@ class DistillTopK(DistillationLoss):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         def both(logits: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
             log_probs = log_probs.float()
+            # All tokens that are not stored are one class, whose probability is what the others leave.
             student = F.log_softmax(logits, -1).gather(-1, ids)
             rest, rest_of_teacher = (torch.log1p(-x.exp().sum(-1).clamp(max=MOST_KNOWN)) for x in (student, log_probs))
             of_rest = rest_of_teacher.exp() * (rest_of_teacher - rest)

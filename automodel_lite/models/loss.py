@@ -32,20 +32,14 @@ from automodel_lite.models.layers import output_head, text_decoder
 from automodel_lite.thd import COLUMNS, MixerExchange, ThdBatch
 
 
-@dataclass(frozen=True)
-class LossShape:
-    """What the loss of a micro-batch works on, for the memory estimate; all of one rank.
+class LossShape(NamedTuple):
+    """What the loss of a micro-batch works on, of one rank; for the memory estimate."""
 
-    num_tokens     rows that may carry a label
-    compute_bytes  of a value in the compute dtype
-    head_gradient_bytes  of the head's gradient in fp32; 0 where the head is frozen
-    """
-
-    num_tokens: float
+    num_tokens: float  # that may carry a label
     vocab_size: int
     hidden_size: int
-    compute_bytes: int
-    head_gradient_bytes: float
+    compute_bytes: int  # of a value in the compute dtype
+    head_gradient_bytes: float  # in fp32; 0 where the head is frozen
 
 
 class LossOutput(NamedTuple):
@@ -207,6 +201,7 @@ class CrossEntropy(PlainLoss):
         logits_RV, weights_R = inputs.head.rows.float(), inputs.columns.get("loss_weights")
         if weights_R is None:
             return LossOutput(F.cross_entropy(logits_RV, inputs.labels_R, reduction="sum"), {})
+        # The sum is divided by the sum of weights of the step, so a weight of 2 is like meeting the label twice.
         losses_R = F.cross_entropy(logits_RV, inputs.labels_R, reduction="none")
         return LossOutput((losses_R * weights_R).sum(), {})
 
@@ -346,6 +341,7 @@ class LossModel(nn.Module):
             self.parts = {name: part.detach() for name, part in parts.items()}
             return total
 
+        # A loss runs inside the head's forward: only there has FSDP gathered its weight.
         if not self._teacher:
             return self._at_head(self._rows(batch, **options), at_head)
         (teacher,) = self._teacher
@@ -390,6 +386,7 @@ class LossModel(nn.Module):
         """Returns logits [T, V], and whether they are `softcap(hidden @ weight.T)`: those of Granite, Cohere, MiniCPM
         and of heads with a bias or an adapter are not.
         """
+        # What enters the head and leaves the layers in a forward of the model itself, scaled or not.
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         head = self._found[1]
@@ -404,6 +401,7 @@ class LossModel(nn.Module):
         is_plain = names == ["weight"] and torch.equal(inputs[0], outputs[0])  # MiniCPM scales in between
         if not is_plain:
             return logits_TV, False
+        # The product alone: a head that scales or biases its logits gives others.
         got_TV: Tensor = head(inputs[0][0], compute=lambda own: own.logits(own.rows))
         # autocast rounds the product of fp32 states to bf16, and two products may round apart
         is_fp32 = inputs[0].dtype == torch.float32 and not torch.is_autocast_enabled(got_TV.device.type)

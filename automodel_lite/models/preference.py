@@ -70,6 +70,7 @@ class PreferenceLoss(Loss):
         """Counts the pairs of the stream."""
         if "answers" not in batch.columns:  # a pack of padding alone
             return 0
+        # A tree counts once, and so does a pair of two documents: its chosen answer is in one of them.
         document_T = torch.repeat_interleave(batch.cu_seqlens_padded.diff())
         return len(document_T[batch.columns["answers"] == CHOSEN].unique())
 
@@ -78,6 +79,7 @@ class PreferenceLoss(Loss):
         losses_P, margins_P = self.pair_losses(chosen, rejected)
         if self.cross_entropy:
             losses_P = losses_P - self.cross_entropy * chosen.mean().log_prob
+        # As many places as documents, so that no number has to be read from the device; most have no pair.
         exists_P = (chosen.num_tokens > 0) & (rejected.num_tokens > 0)
 
         def total(values_P: Tensor) -> Tensor:

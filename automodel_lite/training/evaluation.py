@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean as mean
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ def validation_losses(
     with Progress("validating", -(-len(packs) // packs_per_forward), "batches") as progress:
         for ready in feed:
             loss = model(ready.inputs[0])
+            # Sums and counts stay apart to the end: means of batches would weigh short ones too much.
             for name, value in {"loss": loss, **loss_model.parts}.items():
                 sums[name] = sums[name] + value if name in sums else value.float()
             whole = ready.micro_batches[0]
@@ -69,6 +70,7 @@ def validation_losses(
                 model.module.train()
                 return None
     model.module.train()
+    # Ranks of cp count the same streams; what they sum is their own tokens' share.
     num_items, num_labels = (mesh.sum(counts) / mesh.shape.cp).tolist()
     totals = {name: mesh.sum(value).item() for name, value in sums.items()}
     plain = totals.pop("cross_entropy", None)
@@ -87,6 +89,7 @@ def sample_answers(
         ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
         start = len(ids)
         while len(ids) < start + config.max_new_tokens:
+            # Every rank runs the forward, for the gathered weights; rank 0's choice is all ranks' next token.
             token = model.logits(stream_of(torch.tensor([ids]), mesh.device), num_last=1)[-1].argmax()
             if mesh.root:
                 dist.broadcast(token, src=0)
@@ -96,12 +99,6 @@ def sample_answers(
         answers.append((prompt, str(tokenizer.decode(ids[start:], skip_special_tokens=True)).strip()))
     model.module.train()
     return answers
-
-
-class Metric(Protocol):
-    """A node of `evaluation.metrics`, one's own included: scores one answer."""
-
-    def __call__(self, given: str, expected: str) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -120,14 +117,14 @@ class F1:
 class ExactMatch:
     """The config node `evaluation`: asks held-out questions at the end of the run, and scores the answers.
 
-    metrics   name -> a further score of each answer, such as `F1`; the mean is logged as score/<name>
+    metrics   name -> a further score of each answer, such as `F1`: (given, expected) -> float; logged as score/<name>
     """
 
     num_questions: Count = 24  # asked, the first ones
     max_new_tokens: Positive = 64  # of an answer
     num_shown: Count = 3  # answers printed
     batch_size: Positive = 8  # questions answered at a time
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def ask(self, generator: Generator, held_out: Iterable[Question]) -> tuple[str, dict[str, float]]:
         """Answers the first of the questions greedily; returns lines to print, and scores for metrics.jsonl."""
@@ -153,12 +150,9 @@ def answers_to(
     batch_size: int,
     max_new_tokens: int,
     temperature: float = 0.0,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # of all questions, when these are a part of them
 ) -> list[str]:
-    """Returns the model's answers, in the order of the questions; those of like length share a batch.
-
-    progress   of all questions, when these are a part of them
-    """
+    """Returns the model's answers, in the order of the questions; those of like length share a batch."""
     lengths = [sum(len(str(turn["content"])) for turn in question.messages) for question in questions]
     order = sorted(range(len(questions)), key=lengths.__getitem__)
     answers = [""] * len(questions)

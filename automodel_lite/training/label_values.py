@@ -153,10 +153,11 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
             how = {"mode": "r+"} if done else {"mode": "w+", "dtype": dtype, "shape": shape}
             arrays[column] = np.lib.format.open_memmap(part / f"{column}.npy", **how)
 
-    def save(done: int | None) -> None:
+    def save() -> None:
+        # Values first: a kill in between leaves a place that is computed again.
         for array in arrays.values():
             array.flush()
-        if arrays and done:
+        if arrays:
             progress_file.write_text(json.dumps({"packs": done}))
 
     done = min(mesh.gather(done))  # nodes with caches of their own may have come to different places
@@ -168,11 +169,11 @@ def _compute(values: Values, packs: PackedDataset, built: BuiltModel, mesh: Mesh
             for array, own in zip(arrays.values(), np.split(found, ends[:-1], axis=1)):
                 array[places] = own.reshape(-1, *array.shape[1:])
             if time.monotonic() - saved > SAVE_EVERY_S:
-                save(done)
+                save()
                 saved = time.monotonic()
-    save(None)
+    save()
     if arrays:
-        progress_file.unlink(missing_ok=True)
+        progress_file.unlink()
         try:
             os.rename(part, folder)
         except OSError:  # another node of a shared file system was first
@@ -192,6 +193,7 @@ def _values(
     for of_ranks in assign_to_ranks(np.arange(done, len(packs)), BatchShape(size * mesh.shape.dp, size, mesh.shape.dp)):
         batch = packed_sequence_thd_collater(packs.__getitems__(of_ranks[mesh.dp_rank].tolist()))
         model(cp_shard(to_thd(batch, loss_model.takes_mixers), mesh.cp, exchange).to(mesh.device))
+        # Rows of several ranks are different tokens, or the same ones with the same values (tp).
         own = tuple(loss_model.parts[name].cpu().numpy() for name in ("places", "values"))
         places, values = (np.concatenate(parts) for parts in zip(*mesh.gather(own)))
         yield int((of_ranks != EMPTY_PACK).sum()), places, values
