@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the hub's client is impor
 import argparse
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -58,19 +58,19 @@ def main(argv: list[str] | None = None) -> int:
     base = parts_of(())
     try_model(base.model)
     lengths, documents = lengths_of(config, base, args.document_tokens)
-    job = Job(parts_of, base.model.described({"vocab_size": 8192}), gpu, args.gpus, args.nodes, lengths)
+    job = Job(base, base.model.described({"vocab_size": 8192}), gpu, args.gpus, args.nodes, lengths)
     print(f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; {documents}")
     outcome = make_plans(job)
     if not outcome.plans:
-        print(f"no plan fits: {lost_text(outcome)}", *cures(job), sep="\n")
+        print(f"no plan fits: {lost_text(outcome)}", *cures(job, parts_of), sep="\n")
         return 1
     best = outcome.plans[0]
-    print("", table(outcome.plans, job), "", f"others: {lost_text(outcome)}", "", sep="\n")
+    print("", table(outcome.plans), "", f"others: {lost_text(outcome)}", "", sep="\n")
     tokens = 0 if "assumed" in documents else int(lengths.sum())
     print(duration_text(best, job, config, tokens, args.price_per_gpu_hour))
     print("", command(best, job, args.config_name, overrides), sep="\n")
     if args.json:
-        found = {"plans": [plan.as_json(gpu) for plan in outcome.plans], "lost": dict(outcome.lost)}
+        found = {"plans": [plan.as_json() for plan in outcome.plans], "lost": dict(outcome.lost)}
         args.json.write_text(json.dumps(found, indent=1))
     if args.write:
         write_preset(args.write, args.config_name, [*overrides, *best.overrides])
@@ -101,7 +101,7 @@ def lengths_of(config: Config, parts: Parts, assumed: int) -> tuple[np.ndarray, 
     return lengths, f"{len(lengths):,} documents, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}"
 
 
-def table(plans: list[Plan], job: Job) -> str:
+def table(plans: list[Plan]) -> str:
     """Sizes in GiB of a GPU at its fullest, rates per GPU."""
     sizes = ("peak", "states", "rest", "step s", "tok/s", "MFU", "bound by", "loses by")
     head = ("mesh", "micro x steps", "recomputed", *sizes)
@@ -117,8 +117,8 @@ def table(plans: list[Plan], job: Job) -> str:
                 *(f"{size / 2**30:.1f}" for size in (step.peak, states, max(step.peak - states, 0))),
                 f"{plan.step_s:.3g}",
                 f"{plan.tokens_per_s_per_gpu:,.0f}",
-                f"{plan.mfu(job.gpu):.0%}",
-                plan.bound,
+                f"{plan.mfu:.0%}",
+                max(plan.seconds, key=plan.seconds.__getitem__),
                 plan.loses_by(plans[0]) if number else "",
             )
         )
@@ -150,23 +150,27 @@ def command(best: Plan, job: Job, preset: str, overrides: Sequence[str]) -> str:
     return f"torchrun --nproc-per-node {job.gpus_per_node} {nodes}recipes/train_ft.py {shlex.join(words)}"
 
 
-def cures(job: Job, most_nodes: int = 1024) -> Iterator[str]:
+def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int = 1024) -> Iterator[str]:
     """Yields the smallest world and the largest pack that fit, and which other settings would."""
-    nodes, base = job.nodes, job.parts_of(())
+
+    def fits_with(change: str) -> bool:
+        return bool(make_plans(replace(job, parts=parts_of([change]), more=(change,)), most=1).plans)
+
+    nodes = job.nodes
     while nodes < most_nodes:
         nodes *= 2
         if make_plans(replace(job, nodes=nodes), most=1).plans:
             yield f"  fits {nodes * job.gpus_per_node} GPUs (--nodes {nodes})"
             break
-    size = base.packed_sequence_size // 2
+    size = job.parts.packed_sequence_size // 2
     while size >= 512:
-        if make_plans(job, [f"packed_sequence.packed_sequence_size={size}"], most=1).plans:
+        if fits_with(f"packed_sequence.packed_sequence_size={size}"):
             yield f"  fits with packed_sequence.packed_sequence_size={size}"
             break
         size //= 2
     for change in ("optimizer=adamw_8bit", "peft=lora", "mesh.cpu_offload=true"):
         with suppress(ConfigError):
-            if make_plans(job, [change], most=1).plans:
+            if fits_with(change):
                 yield f"  fits with {change}"
 
 

@@ -124,7 +124,7 @@ class TrainFinetuneRecipe:
         model_config = parts.model.config(self.data.tokenizer)
         check_positions(self.data, model_config)
         report = self.data.report(cost_model(model_config))
-        parts, recomputed = start.choose_recomputation(parts, model_config, report)
+        parts, recomputed = start.decide_recomputation(parts, model_config)
         self.guards.compare("recomputation", dict(recomputed))
         self.mesh = init_mesh(config.mesh)
         start.prepare_process(config.training)

@@ -52,7 +52,7 @@ def finish(
         run.folder.write_status("finished", step, metrics.end_reason or "", newest, is_saved)
     console.print(f"finished at step {run.state.num_steps} of {run.max_steps}: {run.folder.shown}")
     if page.is_drawn:
-        console.say("report", f"{run.folder.shown}/{page.path.name}")
+        console.say("report", f"{run.folder.shown}/report.html")
     console.commands("next", run.folder.next_commands("finished"))
 
 

@@ -5,13 +5,15 @@
     full                              every layer
     offload                           as full, with the inputs in host memory
 
-Each is slower than the one before it, and holds less; what each holds is counted by the simulation.
+Each is slower than the one before it, and holds less; what each holds is counted by the simulation. The planner chooses
+by the same search.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
 from automodel_lite.training.memory import estimate_memory, gib
 from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
@@ -37,8 +39,8 @@ def recomputation_text(parts: Parts) -> str:
 
 
 def usable(num_bytes: int) -> int:
-    """What a step may hold on a GPU of this size: less what the driver, the allocator and workspaces take. By the size
-    that it is sold with, so that GPUs of one kind agree.
+    """Returns what a step may hold on a GPU of this size: less what the driver, the allocator and workspaces take. By
+    the size that it is sold with, so that GPUs of one kind agree.
     """
     nominal = max((size * 10**9 for size in GPUS_GB if size * 10**9 <= num_bytes), default=num_bytes)
     return nominal - SLACK
@@ -49,11 +51,10 @@ def least_recomputation(
 ) -> tuple[Parts, Simulation] | None:
     """Returns the first rung of the ladder whose step holds at most `capacity` bytes, and its step; None without one.
 
-    Full recomputation tells at once whether only offloading is left. A rung between none and full holds about what lies
-    between the two by its share of recomputed layers: which is worth its simulation is read off that line.
+    Where no rung fits, gradients are reduced after every micro-batch, unless that is set, to spare their unsharded sum.
     """
-    rungs = {rung: with_recomputation(plan.parts, *rung) for rung in LADDER}
     found: dict[tuple[str, int], Simulation] = {}
+    rungs = {rung: with_recomputation(plan.parts, *rung) for rung in LADDER}
 
     def fits(rung: tuple[str, int]) -> bool:
         if estimate_memory(replace(plan, parts=rungs[rung]), adapter).total > _HOPELESS * capacity:
@@ -62,37 +63,40 @@ def least_recomputation(
             found[rung] = simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern)
         return found[rung].peak <= capacity
 
+    # Full recomputation tells at once whether only offloading is left. A rung between none and full holds about what
+    # lies between the two by its share of recomputed layers: which is worth its simulation is read off that line.
     if fits(NONE):
         return rungs[NONE], found[NONE]
-    if not fits(FULL):
-        return (rungs[OFFLOAD], found[OFFLOAD]) if fits(OFFLOAD) else None
-    for rung in LADDER[1:-1]:
-        if NONE in found:
-            seems = found[NONE].peak + (found[FULL].peak - found[NONE].peak) / rung[1]
-            if seems > capacity:
-                continue
-        if fits(rung):
-            return rungs[rung], found[rung]
-    raise AssertionError("full recomputation fits, and is on the ladder")
+    if fits(FULL):
+        spared = found[NONE].peak - found[FULL].peak if NONE in found else 0
+        seem = [rung for rung in LADDER[1:-2] if found[FULL].peak + spared * (1 - 1 / rung[1]) <= capacity]
+        chosen = next((rung for rung in seem if fits(rung)), FULL)
+        return rungs[chosen], found[chosen]
+    if fits(OFFLOAD):
+        return rungs[OFFLOAD], found[OFFLOAD]
+    mesh, training = plan.parts.mesh, plan.parts.training
+    if mesh.reduce_every_micro_batch != "auto" or batch_shape(training, plan.shape.dp).micro_steps == 1:
+        return None
+    reduced = replace(plan.parts, mesh=replace(mesh, reduce_every_micro_batch=True))
+    return least_recomputation(replace(plan, parts=reduced), capacity, pattern, adapter)
 
 
-def settle_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tuple[Parts, str]:
+def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tuple[Parts, str]:
     """Returns the parts with the least recomputation that fits, and why.
 
     gpu  bytes of the GPU
     No process group may exist: steps are simulated, where the coarse formulas leave a doubt.
     """
-    parts = plan.parts
-    plain = with_recomputation(parts, *NONE)
-    capacity = usable(gpu)
+    capacity, plain = usable(gpu), with_recomputation(plan.parts, *NONE)
     kept = estimate_memory(replace(plan, parts=plain), adapter).total
     if _CERTAIN * kept <= capacity:
         return plain, f"none: all that is kept is about {gib(kept)} of {gib(capacity)}"
     try:
         found = least_recomputation(plan, capacity, layer_pattern(plan.config), adapter)
     except (NotImplementedError, RuntimeError) as error:  # what cannot be simulated
-        return with_recomputation(parts, *FULL), f"full: the step cannot be counted ({one_line(error, 100)})"
+        return with_recomputation(plan.parts, *FULL), f"full: the step cannot be counted ({one_line(error, 100)})"
     if found is None:
-        return with_recomputation(parts, *OFFLOAD), f"offload, which may still need more than {gib(capacity)}"
+        offloaded = with_recomputation(plan.parts, *OFFLOAD)
+        return offloaded, f"offload, which may still need more than {gib(capacity)}"
     chosen, step = found
     return chosen, f"{recomputation_text(chosen)}: the least that fits, {gib(step.peak)} of {gib(capacity)} are counted"

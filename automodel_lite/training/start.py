@@ -56,7 +56,7 @@ def dry_run(config: Config) -> int:
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, model_config)
     report = data.report(cost_model(model_config))
-    parts, recomputed = choose_recomputation(parts, model_config, report, shape, gpu_bytes(device) or PLANNED_GPU)
+    parts, recomputed = decide_recomputation(parts, model_config, shape, gpu_bytes(device) or PLANNED_GPU)
     made = plan_model(parts, model_config, shape, device)
     adapter = _adapter_weights(made, device)
     made, reduction = decide_reduction(made, adapter, gpu_bytes(device))
@@ -77,12 +77,8 @@ def dry_run(config: Config) -> int:
     return 0
 
 
-def choose_recomputation(
-    parts: Parts,
-    model_config: PretrainedConfig,
-    report: PackingReport | None,
-    shape: MeshShape | None = None,
-    gpu: int | None = None,
+def decide_recomputation(
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape | None = None, gpu: int | None = None
 ) -> tuple[Parts, list[Line]]:
     """Decides training.activation_checkpointing=auto; returns the parts, and a line of the start block that says why.
     Before any process group exists: a step may be simulated.
@@ -96,11 +92,10 @@ def choose_recomputation(
         return parts, []
     if gpu is None:
         return with_recomputation(parts, "none", 1), []
-    from automodel_lite.training.recompute import settle_recomputation  # with the simulation
+    from automodel_lite.training.recompute import choose_recomputation  # with the simulation
 
-    shape = shape or mesh_shape(parts.mesh, world_size())
-    plan = plan_model(parts, model_config, shape, device)
-    parts, reason = settle_recomputation(plan, gpu, _adapter_weights(plan, device))
+    plan = plan_model(parts, model_config, shape or mesh_shape(parts.mesh, world_size()), device)
+    parts, reason = choose_recomputation(plan, gpu, _adapter_weights(plan, device))
     return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 
 

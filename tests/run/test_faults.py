@@ -518,7 +518,12 @@ def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: st
 )
 def test_numbers_that_are_not_finite_are_not_finished(tmp_path: Path, overrides: list[str], said: str) -> None:
     """NaN once was `finished`, exit 0, with nothing saved."""
-    more = ["checkpoint.every_steps=0", "lr_scheduler=constant", "training.max_grad_norm=0", "training.max_nonfinite_steps=9"]
+    more = [
+        "checkpoint.every_steps=0",
+        "lr_scheduler=constant",
+        "training.max_grad_norm=0",
+        "training.max_nonfinite_steps=9",
+    ]
     with pytest.raises(RunStoppedError, match=said):
         train_quick(tmp_path, *overrides, *more)
     assert status_of(tmp_path)["state"] == "failed"

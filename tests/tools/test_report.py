@@ -239,15 +239,15 @@ def test_a_page_that_cannot_be_drawn_warns_once(tmp_path: Path):
 def test_the_page_refreshes_itself_while_the_run_goes_on(tmp_path: Path):
     page = LiveReport(run_folder(tmp_path / "a"), True, lambda topic, text: pytest.fail(text))
     page.update()
-    first = page.path.read_text()
+    first = (page.run / "report.html").read_text()
     assert '<meta http-equiv="refresh"' in first
     with (tmp_path / "a/metrics.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"step": 6, "loss": 0.25}) + "\n")
     page.update()
-    assert page.path.read_text() == first  # not due yet: drawing takes little of the run's time
+    assert (page.run / "report.html").read_text() == first  # not due yet: drawing takes little of the run's time
     page.update(is_last=True)
-    assert '<meta http-equiv="refresh"' not in page.path.read_text()
-    assert "0.2500" in page.path.read_text()
+    assert '<meta http-equiv="refresh"' not in (page.run / "report.html").read_text()
+    assert "0.2500" in (page.run / "report.html").read_text()
 
 
 def test_a_run_of_two_ranks_ends_with_its_report(tmp_path: Path):

@@ -13,9 +13,9 @@ from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training import recompute
 from automodel_lite.training.build import plan_model
 from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputation
-from automodel_lite.training.recompute import LADDER, least_recomputation, settle_recomputation, usable
+from automodel_lite.training.recompute import LADDER, choose_recomputation, least_recomputation, usable
 from automodel_lite.training.simulation import layer_pattern, simulate_by_layers
-from automodel_lite.training.start import choose_recomputation
+from automodel_lite.training.start import decide_recomputation
 
 
 def planned(preset: str, gpus: int, *overrides: str) -> ModelPlan:
@@ -32,7 +32,7 @@ def auto(plan: ModelPlan) -> ModelPlan:
 
 def test_the_8b_preset_recomputes_nothing_on_eight_gpus_of_80_gb() -> None:
     plan = auto(planned("llama3_1_8b", 8))
-    parts, reason = settle_recomputation(plan, 80 * 10**9, None)
+    parts, reason = choose_recomputation(plan, 80 * 10**9, None)
     assert parts.training.activation_checkpointing == "none"
     assert reason.startswith("none: the least that fits, ")
 
@@ -52,7 +52,7 @@ def test_the_rung_before_the_chosen_one_does_not_fit(gigabytes: int) -> None:
 
 def test_what_fits_nothing_is_offloaded_as_far_as_possible() -> None:
     plan = auto(planned("llama3_1_8b", 8))
-    parts, reason = settle_recomputation(plan, 16 * 10**9, None)
+    parts, reason = choose_recomputation(plan, 16 * 10**9, None)
     assert parts.training.activation_checkpointing == "offload"
     assert "may still need more" in reason
 
@@ -60,10 +60,10 @@ def test_what_fits_nothing_is_offloaded_as_far_as_possible() -> None:
 def test_small_models_and_cpus_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "simulate_by_layers", lambda *_: pytest.fail("a step was simulated"))
     plan = auto(planned("qwen3_0_6b", 8, "packed_sequence.packed_sequence_size=2048"))
-    parts, reason = settle_recomputation(plan, 80 * 10**9, None)
+    parts, reason = choose_recomputation(plan, 80 * 10**9, None)
     assert parts.training.activation_checkpointing == "none"
     assert reason.startswith("none: all that is kept is about ")
-    assert choose_recomputation(plan.parts, plan.config, None)[0].training.activation_checkpointing == "none"
+    assert decide_recomputation(plan.parts, plan.config)[0].training.activation_checkpointing == "none"
 
 
 def test_gpus_of_one_kind_agree() -> None:

@@ -6,7 +6,6 @@ index.html.j2   a table of all runs of a folder; once made, every run there keep
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -25,15 +24,11 @@ from automodel_lite.tools.report.read import Curve, RunRecord, read_run
 
 def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
     """(key, value of each run) of every setting in which runs differ; names and folders are left out."""
-    flat = [dict(flatten(record.config)) for record in records]
+    # a part that was not chosen and an option that was not set look the same
+    flat = [{key: str(v) for key, v in flatten(record.config) if v not in (None, {})} for record in records]
     keys = sorted({key for values in flat for key in values} - {"name", "output_dir"})
-    table = [(key, [_setting(values.get(key)) for values in flat]) for key in keys]
+    table = [(key, [values.get(key, "-") for values in flat]) for key in keys]
     return [(key, values) for key, values in table if len(set(values)) > 1]
-
-
-def _setting(value: Any) -> str:
-    """A part that was not chosen and an option that was not set look the same."""
-    return "-" if value in (None, {}) else str(value)
 
 
 INDEX = "index.html"
@@ -41,6 +36,19 @@ MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
 REFRESH_S = 10
 _OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
 _RATES = ("tokens_per_s", "mfu_frac", "tflops_per_s", "data_wait_s")
+_PACKING = (  # of packing.json, by the names that the page shows
+    "documents",
+    "tokens",
+    "longest_tokens",
+    "median_tokens",
+    "packs",
+    "packed_sequence_size",
+    "strategy",
+    "documents_per_pack_mean",
+    "speedup_over_padding",
+    "dropped_documents",
+    "truncated_documents",
+)
 _CURVES = ("loss", "token_accuracy", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
@@ -55,10 +63,6 @@ class LiveReport:
     is_drawn: bool
     warn: Callable[[str, str], None]
     _not_before: float = field(default=0.0, init=False)
-
-    @property
-    def path(self) -> Path:
-        return self.run / "report.html"
 
     def update(self, is_last: bool = False) -> None:
         """Draws the page if it is due; `is_last` always does, without the page's refresh of itself."""
@@ -104,7 +108,7 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
         packing=packing_of(first),
         settings=[(key, value) for key, value in flatten(first.config) if value not in (None, {}, [])],
         next=RunFolder(first.path).next_commands(first.status.get("state", "")),
-        data=_script_json({"runs": [_run_data(record) for record in records]}),
+        data={"runs": [_run_data(record) for record in records]},
     )
 
 
@@ -132,30 +136,26 @@ def _template(name: str) -> Any:
 
 
 def facts_of(record: RunRecord) -> list[tuple[str, str]]:
-    """The numbers that one looks for first."""
-    last = record.rows[-1]
-    facts = [("step", f"{last['step']:,}")]
-    if (loss := record.last("loss")) is not None:
-        facts.append(("loss", f"{loss:.4f}"))
+    """Returns the numbers that one looks for first."""
+    last, typical = record.last, record.typical
+
+    def known(name: str, value: float | None, form: str) -> list[tuple[str, str]]:
+        return [] if value is None else [(name, form.format(value))]
+
+    facts = [("step", f"{record.rows[-1]['step']:,}"), *known("loss", last("loss"), "{:.4f}")]
     for key in record.validation_keys():
-        name, value = key.removeprefix("val_loss/").replace("_", " "), record.last(key) or 0.0
+        name, value = key.removeprefix("val_loss/").replace("_", " "), last(key) or 0.0
         facts.append((f"validation ({name})", f"{value:.4f}"))
         facts.append((f"perplexity ({name})", f"{math.exp(min(value, 700.0)):,.2f}"))
-    if (accuracy := record.last("token_accuracy")) is not None:
-        facts.append(("token accuracy", f"{accuracy:.1%}"))
-    if (right := record.last("answers_right")) is not None:
-        facts.append(("answers right", f"{right:.0f} of {record.last('answers'):.0f}"))
+    facts += known("token accuracy", last("token_accuracy"), "{:.1%}")
+    facts += known("answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}")
     facts.append(("tokens", f"{record.axes()['tokens'][1][-1]:,.0f}"))
     facts.append(("time", duration(sum(record.time_s().values()))))
-    if (rate := record.typical("tokens_per_s")) is not None:
-        facts.append(("tokens/s", f"{rate:,.0f}"))
-    if (mfu := record.typical("mfu_frac")) is not None:
-        facts.append(("MFU", f"{mfu:.1%}"))
-    if (memory := record.last("memory_gib")) is not None:
-        facts.append(("memory", f"{memory:.1f} GiB"))
-    if "fill_frac" in record.packing:
-        facts.append(("fill", f"{record.packing['fill_frac']:.1%}"))
-    if (eta := record.last("eta_s")) is not None and record.status.get("state") == "running":
+    facts += known("tokens/s", typical("tokens_per_s"), "{:,.0f}")
+    facts += known("MFU", typical("mfu_frac"), "{:.1%}")
+    facts += known("memory", last("memory_gib"), "{:.1f} GiB")
+    facts += known("fill", record.packing.get("fill_frac"), "{:.1%}")
+    if (eta := last("eta_s")) is not None and record.status.get("state") == "running":
         facts.append(("left", duration(eta)))
     return facts
 
@@ -181,26 +181,14 @@ def warnings_of(record: RunRecord) -> list[str]:
     """What the start block noted, and steps that were not finite."""
     lines = (line for _, text in record.facts.get("lines", []) for line in text.splitlines())
     noted = [line for line in lines if line.startswith(("NOTE:", "WARNING:"))]
-    bad = [str(row["step"]) for row in record.rows if "loss" in row and not _is_finite(row["loss"])]
+    bad = [str(row["step"]) for row in record.rows if not math.isfinite(float(row.get("loss", 0.0)))]
     return [*noted, *([f"the loss was not finite at steps {', '.join(bad[:10])}"] if bad else [])]
 
 
 def packing_of(record: RunRecord) -> list[tuple[str, str]]:
-    """Of packing.json, how much there is and what was left out."""
-    shown = {
-        "documents": "documents",
-        "tokens": "tokens",
-        "longest_tokens": "longest document, tokens",
-        "median_tokens": "median document, tokens",
-        "packs": "packs",
-        "packed_sequence_size": "tokens per pack",
-        "strategy": "strategy",
-        "documents_per_pack_mean": "documents per pack",
-        "speedup_over_padding": "fewer slots than padded, times",
-        "dropped_documents": "dropped documents",
-        "truncated_documents": "truncated documents",
-    }
-    return [(name, _number(record.packing[key])) for key, name in shown.items() if record.packing.get(key)]
+    """Returns of packing.json how much there is and what was left out."""
+    shown = [(key.replace("_", " "), record.packing[key]) for key in _PACKING if record.packing.get(key)]
+    return [(name, v if isinstance(v, str) else f"{v:,.1f}".removesuffix(".0")) for name, v in shown]
 
 
 def _run_data(record: RunRecord) -> dict[str, Any]:
@@ -228,20 +216,3 @@ def _thinned(steps: list[int], values: list[float]) -> Curve:
         kept += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
     kept = sorted({*kept, 0, len(steps) - 1})
     return [steps[i] for i in kept], [values[i] for i in kept]
-
-
-def _script_json(value: Any) -> Any:
-    """JSON that cannot end the <script> element that holds it."""
-    from markupsafe import Markup
-
-    return Markup(json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _number(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,10 @@ class RunRecord:
 
     def time_s(self) -> dict[str, float]:
         """Phase -> seconds of the whole run."""
-        spent: dict[str, float] = {}
+        spent: Counter[str] = Counter()
         for row in self.rows:
-            for key, value in row.items():
-                if key.startswith("time_s/"):
-                    spent[key.removeprefix("time_s/")] = spent.get(key.removeprefix("time_s/"), 0.0) + value
-        return spent
+            spent.update({key.removeprefix("time_s/"): row[key] for key in row if key.startswith("time_s/")})
+        return dict(spent)
 
 
 def read_run(path: Path) -> RunRecord:
