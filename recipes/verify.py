@@ -42,7 +42,6 @@ from automodel_lite.tools.verify import (
     difference,
     draw_sample,
     first_layers,
-    names,
     table,
     take_gradients,
 )
@@ -118,12 +117,12 @@ class Verification:
     def in_one_process(self) -> Iterator[Check]:
         """Packing, accumulation, layout, and the configured kernel in its precision."""
         model = self.loss_model()
-        counts = names({"documents": self.sample.num_documents, "packs": len(self.batches)})
+        counts = f"{len(self.sample.documents)} documents, {len(self.batches)} packs"
         yield self.check(f"packed = each document alone ({counts})", self.step(model, self.batches))
         whole = self.stream(self.sample.packs)
         yield self.check("one micro-batch of all packs = one per pack", self.step(model, [whole]))
         other = [self.stream([pack]) for pack in self.sample.packed_otherwise()]
-        yield self.check(f"packed otherwise ({names({'packs': len(other)})})", self.step(model, other))
+        yield self.check(f"packed otherwise ({len(other)} packs)", self.step(model, other))
         yield from self.configured_kernel(model)
 
     def configured_kernel(self, model: LossModel) -> Iterator[Check]:
@@ -138,7 +137,7 @@ class Verification:
     def faults(self) -> Iterator[Check]:
         """Three classical bugs, made on purpose where the sample allows it: checks that miss them prove nothing."""
         model = self.loss_model()
-        if self.sample.num_documents > len(self.batches):
+        if len(self.sample.documents) > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
             yield self.check("fault: documents of a pack see each other", self.step(model, leaking), is_fault=True)
         shifted = [shifted_once_more(batch) for batch in self.batches]
@@ -247,7 +246,7 @@ class Verification:
     def say_what_is_checked(self) -> None:
         self.console.say("model", f"{self.plan.config.model_type}, {self.layers_text}")
         self.console.say("sample", self.sample.description)
-        self.console.say("data", f"ids and labels of all {self.sample.num_documents} documents are those of the data")
+        self.console.say("data", f"ids and labels of all {len(self.sample.documents)} documents are those of the data")
         alone = "one process: start it like the training run (torchrun --nproc-per-node ...) to check its mesh"
         shape = self.mesh.shape
         axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"

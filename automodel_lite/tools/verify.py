@@ -7,7 +7,7 @@ A small sample of the packs that training would read, for recipes/verify.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import epoch_order
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset
+from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.tokens.token_rows import TokenRows
@@ -29,6 +29,7 @@ from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.thd import COLUMNS
+from automodel_lite.training.plan import layer_settings, with_layers
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,11 @@ def table(checks: Iterable[Check]) -> str:
     width = max(len(check.name) for check in checks) + 2
     lines = [f"{'':{width}} {'loss':>8} {'gradients':>10} {'grad norm':>10} {'limit':>8}"]
     for check in checks:
-        d = check.difference
-        if check.is_fault:
-            verdict = "noticed" if check.passed else "FAIL: not noticed"
-            limit = ""
-        else:
-            verdict, limit = "PASS" if check.passed else "FAIL", f"{check.limit:.0e}"
-        numbers = f"{d.loss:8.0e} {d.gradients:10.0e} {d.grad_norm:10.0e} {limit:>8}"
-        lines.append(f"{check.name:{width}} {numbers}  {verdict}")
+        d, is_fault = check.difference, check.is_fault
+        verdict = ("noticed" if is_fault else "PASS") if check.passed else ("FAIL: not noticed" if is_fault else "FAIL")
+        numbers = f"{d.loss:8.0e} {d.gradients:10.0e} {d.grad_norm:10.0e}"
+        lines.append(f"{check.name:{width}} {numbers} {'' if is_fault else f'{check.limit:.0e}':>8}  {verdict}")
     return "\n".join(lines)
-
-
-def names(documents: Mapping[str, int]) -> str:
-    """`7 documents, 2 packs`, without plural when there is one."""
-    return ", ".join(f"{count} {noun if count != 1 else noun.removesuffix('s')}" for noun, count in documents.items())
 
 
 LARGEST_PARAMETERS = {"cpu": 60e6, "cuda": 2e9}
@@ -129,36 +121,18 @@ LEAST_LAYERS = 2
 def first_layers(source: CausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> tuple[CausalLM, str]:
     """A model of as many layers as are quickly checked on the device, each kind of layer included; and how many."""
     config = source.config(tokenizer)
-    num_layers = config.num_hidden_layers
-    largest = LARGEST_PARAMETERS[device.type]
-    whole = num_parameters(config)
+    num_layers, largest = config.num_hidden_layers, LARGEST_PARAMETERS[device.type]
+    whole, of_one = (sum(p.numel() for p in describe(one).parameters()) for one in (config, with_layers(config, 1)))
     if whole <= largest or num_layers <= LEAST_LAYERS:
         return source, f"all {num_layers} layers, {whole / 1e6:,.1f} M parameters"
-    one_layer = type(config).from_dict({**config.to_dict(), **cut_settings(config, 1)})
-    per_layer = (whole - num_parameters(one_layer)) / (num_layers - 1)
+    per_layer = (whole - of_one) / (num_layers - 1)
     fitting = int((largest - (whole - num_layers * per_layer)) / per_layer)
-    kept = min(num_layers, max(LEAST_LAYERS, fitting, _layers_with_every_kind(config)))
-    cut = copy(source)
-    cut.overrides = {**source.overrides, **cut_settings(config, kept)}
-    return cut, f"the first {kept} of {num_layers} layers ({whole / 1e6:,.0f} M parameters in all)"
-
-
-def num_parameters(config: PretrainedConfig) -> int:
-    """Of a model of this config, without making it."""
-    return sum(parameter.numel() for parameter in describe(config).parameters())
-
-
-def cut_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Settings of the first layers: their number, and every list that has an entry a layer."""
-    whole = config.num_hidden_layers
-    lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list) and len(value) == whole}
-    return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
-
-
-def _layers_with_every_kind(config: PretrainedConfig) -> int:
-    """As many first layers as hold each kind of `layer_types` once."""
     kinds = config.to_dict().get("layer_types") or []
-    return max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
+    with_all_kinds = max((kinds.index(kind) + 1 for kind in kinds), default=1)
+    kept = min(num_layers, max(LEAST_LAYERS, fitting, with_all_kinds))
+    cut = copy(source)
+    cut.overrides = {**source.overrides, **layer_settings(config, kept)}
+    return cut, f"the first {kept} of {num_layers} layers ({whole / 1e6:,.0f} M parameters in all)"
 
 
 LARGEST_PACK_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -170,41 +144,34 @@ Pack = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """Packs as the loader gives them, and the documents in them."""
+    """Packs as the loader gives them, the documents in them, and how they were packed."""
 
     packs: list[Pack]
     documents: TokenRows
     tokenizer: PreTrainedTokenizerFast
-    pack_size: int
+    packer: Packer
     training_size: int  # packed_sequence.packed_sequence_size of the run
-    slot_multiple: int
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents.offsets) - 1
-
-    def each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def each_document(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Ids and labels, int64, without padding, and the weights of the labels."""
-        ones = np.ones(self.documents.num_tokens, np.float32)
-        weights = self.documents.columns.get("loss_weights", ones)
-        inside = [slice(start, stop) for start, stop in pairwise(self.documents.offsets.tolist())]
-        for tokens in inside:
-            ids, labels = self.documents.input_ids[tokens], self.documents.labels[tokens]
-            yield torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(weights[tokens])
+        columns = {"loss_weights": np.ones(self.documents.num_tokens, np.float32), **self.documents.columns}
+        for start, stop in pairwise(self.documents.offsets.tolist()):
+            ids, labels, weights = (columns[name][start:stop] for name in ("input_ids", "labels", "loss_weights"))
+            yield torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(weights)
 
     @property
     def description(self) -> str:
         """One line for the screen."""
-        text = f"{self.num_documents} documents in {len(self.packs)} packs of {self.pack_size}"
-        if self.pack_size < self.training_size:
-            text += f" (training packs {self.training_size}; longer documents are cut here)"
-        return text
+        size = self.packer.packed_sequence_size
+        text = f"{len(self.documents)} documents in {len(self.packs)} packs of {size}"
+        is_cut = size < self.training_size
+        return f"{text} (training packs {self.training_size}; longer documents are cut here)" if is_cut else text
 
     def packed_otherwise(self) -> list[Pack]:
         """The same documents in other company and order, in packs half as large again."""
-        size = -(-self.pack_size * 3 // 2 // self.slot_multiple) * self.slot_multiple
-        lengths = np.diff(self.documents.offsets)
-        plan = plan_packs(lengths, size, strategy="best_fit", slot_multiple=self.slot_multiple)
+        multiple = self.packer.slot_multiple
+        size = -(-self.packer.packed_sequence_size * 3 // 2 // multiple) * multiple
+        plan = plan_packs(np.diff(self.documents.offsets), size, strategy="best_fit", slot_multiple=multiple)
         packs = PackedDataset(self.documents, plan)
         return [packs[i] for i in reversed(range(len(packs)))]
 
@@ -227,7 +194,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()
     order += [EMPTY_PACK] * (-len(order) % shape.dp)
     documents = _documents(packs, [number for number in order if number != EMPTY_PACK])
-    return Sample([packs[i] for i in order], documents, data.tokenizer, size, training_size, multiple)
+    return Sample([packs[i] for i in order], documents, data.tokenizer, packer, training_size)
 
 
 def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
@@ -238,7 +205,11 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
     found: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS if name in packs[order[0]]}
     for number in order:
         pack = packs[number]
-        for place, (start, length) in enumerate(_places(pack), start=int(plan.offsets[number])):
+        # (start, length) of each document of the pack; a row without packing is one
+        lengths = pack["seq_lens"] if "seq_lens" in pack else pack["attention_mask"].sum()[None]
+        slots = pack.get("seq_lens_padded", lengths)
+        starts = (slots.cumsum(0) - slots)[lengths > 0].tolist()
+        for place, (start, length) in enumerate(zip(starts, lengths[lengths > 0].tolist()), int(plan.offsets[number])):
             row = packs.rows[int(plan.doc_ids[place])]
             first = int(plan.starts[place]) if plan.starts is not None else 0
             last = int(plan.stops[place]) if plan.stops is not None else len(row["input_ids"])
@@ -250,15 +221,3 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
                     )
     offsets = np.cumsum([0, *map(len, found["labels"])])
     return TokenRows({name: np.concatenate(documents) for name, documents in found.items()}, offsets)
-
-
-def _places(pack: Pack) -> Iterator[tuple[int, int]]:
-    """(start, length) of each document of a pack; a row without packing is one."""
-    if "seq_lens" not in pack:
-        yield 0, int(sum(pack["attention_mask"]))
-        return
-    start = 0
-    for length, slot in zip(pack["seq_lens"], pack["seq_lens_padded"]):
-        if length:
-            yield start, length
-        start += slot

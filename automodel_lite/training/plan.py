@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -101,3 +102,19 @@ def with_recomputation(parts: Parts, how: str, every: int) -> Parts:
     """Returns the parts with this activation checkpointing on each `every`-th layer."""
     training = replace(parts.training, activation_checkpointing=how, recompute_every_layers=every)
     return replace(parts, training=training)
+
+
+def layer_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+    """Returns the settings of a model's first layers: their number, and every list that has an entry a layer."""
+    whole = config.num_hidden_layers
+    lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == whole}
+    return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
+
+
+def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Returns the config of the same model with its first layers alone."""
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config()
+    for key, value in layer_settings(text, num_layers).items():
+        setattr(text, key, value)
+    return shorter

@@ -8,7 +8,6 @@ kernels' workspaces come on top. Weights are not read here: a whole tensor besid
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -48,7 +47,7 @@ from automodel_lite.training import optimizers
 from automodel_lite.training.build import as_teacher, assemble, full_batch, plan_model
 from automodel_lite.training.memory import gib
 from automodel_lite.training.optimizers import apply_gradients
-from automodel_lite.training.plan import ModelPlan, Parts
+from automodel_lite.training.plan import ModelPlan, Parts, with_layers
 from automodel_lite.training.tracker import GPU, MemoryTracker, Message, Operation, Work, gpu_tensors
 
 if TYPE_CHECKING:
@@ -151,18 +150,6 @@ def layer_pattern(model_config: PretrainedConfig) -> LayerPattern:
         if all(kinds[i] == kinds[i + period] for i in range(first, total - period)):
             return LayerPattern(total, first, period)
     return LayerPattern(total, 0, total)
-
-
-def with_layers(model_config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Returns the config of the same model with its first layers alone."""
-    shorter = copy.deepcopy(model_config)
-    text = shorter.get_text_config()
-    total = text.num_hidden_layers
-    for key, value in vars(text).items():
-        if isinstance(value, list) and len(value) == total:  # one entry a layer
-            setattr(text, key, value[:num_layers])
-    text.num_hidden_layers = num_layers
-    return shorter
 
 
 def _stretched(one: Simulation, two: Simulation, times: float) -> Simulation:

@@ -27,14 +27,13 @@ from automodel_lite.parallel.sharding import choose_strategy, parallelize
 from automodel_lite.thd import stream_of
 from automodel_lite.training import memory
 from automodel_lite.training.memory import MemoryEstimate, estimate_memory
-from automodel_lite.training.plan import ModelPlan, Parts, build_parts
+from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_layers
 from automodel_lite.training.simulation import (
     LayerPattern,
     Simulation,
     layer_pattern,
     simulate,
     simulate_by_layers,
-    with_layers,
 )
 from automodel_lite.training.start import dry_run, planned_shape
 from automodel_lite.training.tracker import _MADE_IN, Message, Operation, Work
