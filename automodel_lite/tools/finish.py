@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from automodel_lite.config.components import build
@@ -42,7 +41,12 @@ def finish(
         loader = "peft.PeftModel" if built.adapter else "AutoModelForCausalLM"
         console.say("exported", f"{run.folder.shown}/{exported.name}: loads with {loader}.from_pretrained")
         if run.ranks.is_first:
-            _answer_questions(run, exported, built, data, metrics, console.print)
+            if run.config.evaluation:  # with the exported folder, as a user would load it; on the CPU: the GPU is full
+                is_remote = is_remote_code(type(built.model.loss_model.lm))
+                generator = load_generator(str(exported), is_remote, on_cpu=True)
+                answers = build(run.config.evaluation).ask(generator, questions_of(data.documents))
+                console.print(answers.text())
+                metrics.log({"step": run.state.num_steps, **answers.as_row()})
             publish(run.folder.path, exported, run.config.hub, console.say)
         metrics.exported(exported)
     run.check_saved()
@@ -70,14 +74,3 @@ def _exported(run: Guards, built: BuiltModel, data: PackSource) -> Path:
             cure = f"python recipes/export_hf.py {folder} exports it, and so does the same command again."
         reason = one_line(error)
         raise RunStoppedError(f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}") from error
-
-
-def _answer_questions(
-    run: Guards, exported: Path, built: BuiltModel, data: PackSource, metrics: MetricsLog, say: Callable[[str], None]
-) -> None:
-    """With the exported folder, as a user would load it; on the CPU, as the GPU is full."""
-    if run.config.evaluation:
-        generator = load_generator(str(exported), is_remote_code(type(built.model.loss_model.lm)), on_cpu=True)
-        text, scores = build(run.config.evaluation).ask(generator, questions_of(data.documents))
-        say(text)
-        metrics.log({"step": run.state.num_steps, **scores})

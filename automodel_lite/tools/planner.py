@@ -29,8 +29,9 @@ from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_s
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.training.build import plan_model
+from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import ModelPlan, Parts
-from automodel_lite.training.recompute import least_recomputation, recomputation_text, usable
+from automodel_lite.training.recompute import least_recomputation, recomputation_text
 from automodel_lite.training.simulation import Simulation, layer_pattern, simulate
 from automodel_lite.training.tracker import Message, Work
 
@@ -152,11 +153,11 @@ class Plan:
     def overrides(self) -> list[str]:
         """What makes the preset this plan; an axis or a rung that is the default is left out."""
         layout, training, mesh = self.layout, self.parts.training, self.parts.mesh
-        every = training.recompute_every_layers
+        every, is_reduced = training.recompute_every_layers, mesh.reduce_every_micro_batch is True
         return [
             *self.more,
             *(f"mesh.{a}={getattr(layout.shape, a)}" for a in AXES if a == "dp_shard" or getattr(layout.shape, a) > 1),
-            *(["mesh.reduce_every_micro_batch=true"] if mesh.reduce_every_micro_batch is True else []),
+            *([f"mesh.reduce_every_micro_batch={str(is_reduced).lower()}"] if layout.micro_steps > 1 else []),
             f"training.micro_batch_size={layout.micro_batch}",
             f"training.global_batch_size={layout.global_batch}",
             f"training.activation_checkpointing={training.activation_checkpointing}",

@@ -71,13 +71,11 @@ def plan_model(parts: Parts, config: PretrainedConfig, shape: MeshShape, device:
         parts = replace(parts, training=replace(parts.training, activation_checkpointing=how))
     strategy = choose_strategy(parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized)
     dtype = choose_precision(parts.training.precision, device)
-    check_axes(parts, strategy)
-    check_offload(parts, strategy)
+    check_parts(parts, strategy)
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe(config)
-    if parts.model.router_aux_loss:
-        check_balance(parts, described, parts.model.router_aux_loss)
+    balance_of(described, parts.model.router_aux_loss)  # a model without routers is refused
     attention = f"{reason}\n{exchange}".strip()
     return ModelPlan(parts, config, size_of(described), shape, strategy, dtype, kernel, attention)
 
@@ -130,25 +128,34 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
     return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)
 
 
-def check_axes(parts: Parts, strategy: str) -> None:
-    """Raises ConfigError for what transformers' engine, which has the axes tp and ep, does not combine them with."""
-    mesh, training = parts.mesh, parts.training
-    if mesh.tp == mesh.ep == 1:
-        return
-    axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}"
-    if strategy != "fsdp":
-        raise ConfigError(f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.")
-    if not find_spec("transformers.distributed.expert_parallel"):
-        raise ConfigError(
-            f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed: "
-            "pip install -U transformers, or use mesh.dp_shard."
-        )
-    if parts.peft:
-        raise ConfigError(
-            f"{axes} with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard."
-        )
-    if training.fp8 != "none":
-        raise ConfigError(f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.")
+def check_parts(parts: Parts, strategy: str) -> None:
+    """Raises ConfigError for the first of the combinations that do not work."""
+    mesh, training, source = parts.mesh, parts.training, parts.model
+    axes, has_axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}", mesh.tp * mesh.ep > 1
+    refused = {  # problem -> is it there?
+        # tp and ep are transformers' own, and its engine has neither adapters nor scales for them
+        f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.": has_axes and strategy != "fsdp",
+        f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed: pip install -U "
+        "transformers, or use mesh.dp_shard.": has_axes and not find_spec("transformers.distributed.expert_parallel"),
+        f"{axes} with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard.": has_axes
+        and parts.peft,
+        f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.": has_axes
+        and training.fp8 != "none",
+        f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}.": mesh.cpu_offload
+        and strategy != "fsdp",
+        f"mesh.cpu_offload=true with {axes} is not supported: use mesh.dp_shard, or set mesh.cpu_offload=false.": (
+            mesh.cpu_offload and has_axes
+        ),
+        f"model.router_aux_loss={source.router_aux_loss} with training.compile=true: the outputs of the routers are "
+        "recorded, which compiled layers do not support: set training.compile=false.": source.router_aux_loss
+        and training.compile is True,
+        f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.": parts.peft
+        and source.freeze,
+        "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model and "
+        "export it, or remove tokenizer.added_tokens.": parts.peft and source.resize_embeddings,
+    }
+    if problem := next((problem for problem, is_there in refused.items() if is_there), None):
+        raise ConfigError(problem)
 
 
 def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
@@ -223,13 +230,6 @@ def assemble(
     """
     source, peft = parts.model, parts.peft
     source.notes = []
-    if peft and source.freeze:
-        raise ConfigError(f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.")
-    if peft and source.resize_embeddings:
-        raise ConfigError(
-            "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model "
-            "and export it, or remove tokenizer.added_tokens."
-        )
     if peft:
         peft.check(mesh.device, strategy, source.pretrained)
     made: list[tuple[ParallelModel, LoraAdapter | None]] = []
@@ -260,15 +260,12 @@ def assemble(
     model, adapter = made[-1]
     if not parts.mesh.cpu_offload:
         torch.nn.Module.to(model.loss_model, mesh.device)
-    _buffers_to(model.loss_model, mesh.device)
+    # offloaded weights stay on the host, buffers do not
+    for module in model.loss_model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
     model.loss_model.train(trains)
     return model, adapter
-
-
-def _buffers_to(model: torch.nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
@@ -350,7 +347,8 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     began, graphs = time.monotonic(), compiled_graphs()
     try:
         batch = full_batch(parts, embedding_rows(model.loss_model.lm))
-        _try(model, cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device))
+        with model.accumulate(is_last=True):
+            model(cp_shard(batch, mesh.cp, parts.mesh.cp_exchange).to(mesh.device)).backward()
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         if training.compile is True:
             raise
@@ -358,17 +356,10 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
         model.loss_model.loss = plain_loss
         recompute_layers(layers, *how)
         return f"off: {one_line(error, 200)}"
-    return f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
-
-
-def _try(model: ParallelModel, batch: ThdBatch) -> None:
-    """One forward and backward, whose gradients are thrown away."""
-    try:
-        with model.accumulate(is_last=True):
-            model(batch).backward()
     finally:
         for parameter in model.parameters():
             parameter.grad = None
+    return f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
 
 
 def full_batch(parts: Parts, num_ids: int) -> ThdBatch:

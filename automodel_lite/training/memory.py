@@ -34,8 +34,9 @@ from automodel_lite.parallel.sharding import copies_of_experts
 from automodel_lite.training.plan import ModelPlan, Parts
 
 _FP32 = 4  # bytes
+GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
+SLACK = 3 << 30  # bytes of a GPU that the driver, the allocator and the kernels' workspaces take
 PLANNED_GPU = 80 * 10**9  # bytes of a GPU that is only planned
-USABLE_FRAC = 0.9  # of a GPU's memory: the rest is the allocator's and the kernels'
 _TRIED = 256  # rows and columns of the matrix that an optimizer is tried on
 
 
@@ -132,23 +133,23 @@ def decide_reduction(plan: ModelPlan, adapter: int | None, available: int | None
 
     available   bytes of the GPU; None = not known, as on a CPU
     """
-    wish = plan.parts.mesh.reduce_every_micro_batch
-    off, on = (
-        replace(plan, parts=replace(plan.parts, mesh=replace(plan.parts.mesh, reduce_every_micro_batch=is_on)))
-        for is_on in (False, True)
+    mesh, whole = plan.parts.mesh, _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
+    accumulates = plan.strategy == "fsdp" and batch_shape(plan.parts.training, plan.shape.dp).micro_steps > 1
+    # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one early gains little.
+    is_large = available is not None and whole > available / 4
+    is_on = accumulates and (
+        mesh.reduce_every_micro_batch is True or (mesh.reduce_every_micro_batch == "auto" and is_large)
     )
-    summed, reduced = estimate_memory(off, adapter).total, estimate_memory(on, adapter).total
-    if plan.strategy != "fsdp" or summed <= reduced or wish is False:
-        return off, ""
-    if wish is True:
-        return on, "gradients are reduced after every micro-batch, as set"
-    if available is None or summed <= USABLE_FRAC * available:
-        return off, ""
-    whole = _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
-    return on, (
-        f"gradients are reduced after every micro-batch: with their unsharded sum of {gib(whole)} the run would need "
-        f"{gib(summed)} of {gib(available)} (mesh.reduce_every_micro_batch=auto)"
-    )
+    plan = replace(plan, parts=replace(plan.parts, mesh=replace(mesh, reduce_every_micro_batch=is_on)))
+    return plan, f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}" if is_on else ""
+
+
+def usable(num_bytes: int) -> int:
+    """Returns what a step may hold on a GPU of this size: less what the driver, the allocator and workspaces take. By
+    the size that it is sold with, so that GPUs of one kind agree.
+    """
+    nominal = max((size * 10**9 for size in GPUS_GB if size * 10**9 <= num_bytes), default=num_bytes)
+    return nominal - SLACK
 
 
 def gpu_bytes(device: torch.device) -> int | None:

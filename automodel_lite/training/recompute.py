@@ -15,16 +15,9 @@ from dataclasses import replace
 
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
-from automodel_lite.training.memory import estimate_memory, gib
+from automodel_lite.training.memory import estimate_memory, gib, usable
 from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
-from automodel_lite.training.simulation import (
-    GPUS_GB,
-    SLACK,
-    LayerPattern,
-    Simulation,
-    layer_pattern,
-    simulate_by_layers,
-)
+from automodel_lite.training.simulation import LayerPattern, Simulation, layer_pattern, simulate_by_layers
 
 NONE, FULL, OFFLOAD = ("none", 1), ("full", 1), ("offload", 1)
 LADDER = (NONE, ("full", 8), ("full", 4), ("full", 3), ("full", 2), FULL, OFFLOAD)
@@ -36,14 +29,6 @@ def recomputation_text(parts: Parts) -> str:
     """`none`, `full`, `full, every layer of 2`, `offload`."""
     how, every = parts.training.activation_checkpointing, parts.training.recompute_every_layers
     return f"{how}, one layer of {every}" if how != "none" and every > 1 else how
-
-
-def usable(num_bytes: int) -> int:
-    """Returns what a step may hold on a GPU of this size: less what the driver, the allocator and workspaces take. By
-    the size that it is sold with, so that GPUs of one kind agree.
-    """
-    nominal = max((size * 10**9 for size in GPUS_GB if size * 10**9 <= num_bytes), default=num_bytes)
-    return nominal - SLACK
 
 
 def least_recomputation(

@@ -35,11 +35,6 @@ def _warmed_up(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], f
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step))
 
 
-def _line_down(first_step: int, max_steps: int, min_lr_frac: float) -> Callable[[int], float]:
-    """The peak until first_step, then a straight line to min_lr_frac of it."""
-    return lambda step: 1 - (1 - min_lr_frac) * progress_frac(step, first_step, max_steps)
-
-
 def progress_frac(step: int, first_step: int, max_steps: int) -> float:
     """0 at first_step, 1 at max_steps, which is one after the last step: no step is wasted at a rate of 0."""
     return min(1.0, max(0.0, (step - first_step) / max(1, max_steps - first_step)))
@@ -54,10 +49,7 @@ def cosine(
 ) -> LambdaLR:
     """Half a cosine from the peak to min_lr_frac of it."""
     warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
-
-    def down(step: int) -> float:
-        return 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup, max_steps)))
-
+    down = lambda step: 0.5 * (1 + math.cos(math.pi * progress_frac(step, warmup, max_steps)))  # noqa: E731
     return _warmed_up(optimizer, warmup, lambda step: min_lr_frac + (1 - min_lr_frac) * down(step))
 
 
@@ -69,8 +61,7 @@ def linear(
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
     """A straight line from the peak to min_lr_frac of it."""
-    warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
-    return _warmed_up(optimizer, warmup, _line_down(warmup, max_steps, min_lr_frac))
+    return wsd(optimizer, max_steps, warmup_steps, warmup_frac, 1.0, min_lr_frac)
 
 
 def constant(
@@ -80,7 +71,7 @@ def constant(
     warmup_frac: Fraction = 0.03,  # fraction of the steps
 ) -> LambdaLR:
     """The peak after the warm-up, to the end."""
-    return _warmed_up(optimizer, num_warmup(warmup_steps, warmup_frac, max_steps), lambda step: 1.0)
+    return wsd(optimizer, max_steps, warmup_steps, warmup_frac, decay_frac=0.0)
 
 
 def wsd(
@@ -93,5 +84,5 @@ def wsd(
 ) -> LambdaLR:
     """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
     warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
-    decay_start = max(warmup, max_steps - round(decay_frac * max_steps))
-    return _warmed_up(optimizer, warmup, _line_down(decay_start, max_steps, min_lr_frac))
+    start = max(warmup, max_steps - round(decay_frac * max_steps))
+    return _warmed_up(optimizer, warmup, lambda step: 1 - (1 - min_lr_frac) * progress_frac(step, start, max_steps))

@@ -45,7 +45,7 @@ from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_fi
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
 from automodel_lite.training import optimizers
 from automodel_lite.training.build import as_teacher, assemble, full_batch, plan_model
-from automodel_lite.training.memory import gib
+from automodel_lite.training.memory import GPUS_GB, gib, usable
 from automodel_lite.training.optimizers import apply_gradients
 from automodel_lite.training.plan import ModelPlan, Parts, with_layers
 from automodel_lite.training.tracker import GPU, MemoryTracker, Message, Operation, Work, gpu_tensors
@@ -53,10 +53,7 @@ from automodel_lite.training.tracker import GPU, MemoryTracker, Message, Operati
 if TYPE_CHECKING:
     from automodel_lite.models.lora import Lora, LoraAdapter
 
-GPUS_GB = (16, 24, 40, 48, 80, 96, 141, 192)  # that are sold
-SLACK = 3 << 30  # bytes of a GPU that the driver, the allocator and the kernels' workspaces take
 END_OF_BACKWARD = "end of backward"
-_LARGEST = 4  # kinds of tensors that are named
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Simulation:
     @property
     def smallest_gpu_gb(self) -> int | None:
         """The smallest of GPUS_GB that the run fits; None when it fits none."""
-        return next((size for size in GPUS_GB if self.peak + SLACK <= size * 10**9), None)
+        return next((size for size in GPUS_GB if self.peak <= usable(size * 10**9)), None)
 
     @property
     def sent(self) -> dict[str, int]:
@@ -90,7 +87,7 @@ class Simulation:
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{phase} {gib(value)}" for phase, value in self.peaks.items())
-        held = ", ".join(f"{kind} {gib(value)}" for kind, value in [*self.at_peak.items()][: 2 + _LARGEST])
+        held = ", ".join(f"{kind} {gib(value)}" for kind, value in self.at_peak.items())
         axes = ", ".join(f"{axis} {gib(value)}" for axis, value in self.sent.items())
         sent = f"over {axes}" if axes else "nothing"
         fits = f"GPUs of {self.smallest_gpu_gb} GB and more" if self.smallest_gpu_gb else "no GPU of today"

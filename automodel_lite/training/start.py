@@ -27,7 +27,6 @@ from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.launched import launched
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, threads_of, use_threads, world_size
@@ -38,7 +37,15 @@ from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.training.build import BuiltModel, plan_model
 from automodel_lite.training.guards import Guards
-from automodel_lite.training.memory import PLANNED_GPU, decide_reduction, estimate_memory, gpu_bytes, out_of_memory_text
+from automodel_lite.training.memory import (
+    GPUS_GB,
+    PLANNED_GPU,
+    decide_reduction,
+    estimate_memory,
+    gpu_bytes,
+    out_of_memory_text,
+    usable,
+)
 from automodel_lite.training.optimizers import SmallAdamW
 from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
 from automodel_lite.training.schedules import num_warmup
@@ -105,7 +112,7 @@ def _memory(plan: ModelPlan, by_arithmetic: str) -> str:
     """
     if rank() != 0:
         return ""
-    from automodel_lite.training.simulation import GPUS_GB, SLACK, simulate  # a run that trains has no use for it
+    from automodel_lite.training.simulation import simulate  # a run that trains has no use for it
 
     num_ranks = plan.shape.world_size
     try:
@@ -114,7 +121,7 @@ def _memory(plan: ModelPlan, by_arithmetic: str) -> str:
     except RuntimeError as error:  # NotImplementedError too
         return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)} ({type(error).__name__})"
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
-    cure = "" if found.peak + SLACK <= available else f"\n{out_of_memory_text(plan.parts)}"
+    cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(plan.parts)}"
     return f"rank 0 of {num_ranks}, simulated: {found}{cure}"
 
 
@@ -168,22 +175,16 @@ def try_model(source: CausalLM) -> None:
     """
     if source.pretrained and not source.overrides:
         return  # its makers have run it
-    config = source.described({"vocab_size": 64})
-    try:
-        _run_on_meta(describe(config))
-    except Exception as error:  # a model's code may raise anything
-        raise cannot_work(error, source.overrides) from error
-
-
-def _run_on_meta(lm: transformers.PreTrainedModel) -> None:
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     mask = torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS, device="meta")  # one that is made from ids looks at values
+    lm, config = None, source.described({"vocab_size": 64})
     try:
+        lm = describe(config).eval()
         with torch.no_grad():
-            lm.eval()(input_ids=ids, attention_mask=mask, use_cache=False)
-    except RuntimeError as error:  # NotImplementedError too
-        if _SHAPES.search(str(error)):
-            raise
+            lm(input_ids=ids, attention_mask=mask, use_cache=False)
+    except Exception as error:  # a model's code may raise anything
+        if lm is None or not isinstance(error, RuntimeError) or _SHAPES.search(str(error)):
+            raise cannot_work(error, source.overrides) from error
 
 
 def check_master_weights(parts: Parts) -> None:
@@ -250,13 +251,22 @@ def version_line() -> Line:
 
 def plan_lines(report: PackingReport | None, plan: TrainingPlan, config: Config) -> list[Line]:
     """How the documents are packed, and how long the run is."""
-    num_warmup_steps = warmup_steps(config, plan.max_steps)
+    packing = "while it is read: exact_fill over the next 256 documents"
+    if report:
+        head = (
+            f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
+            f"{report.documents_per_pack_mean:.1f} documents per pack, fill {report.fill_frac:.1%} "
+            f"(padded batches: {report.padded_fill_frac:.1%})"
+        )
+        packing = "\n".join([head, *(f"{topic} {text}" for topic, text in report.remarks())])
+    schedule = config.lr_scheduler  # one without a warm-up has neither
+    num_warmup_steps = num_warmup(schedule.get("warmup_steps", 0), schedule.get("warmup_frac", 0.0), plan.max_steps)
     lines = steps_text(plan, report, num_warmup_steps)
     if config.training.global_batch_size == "auto":
         lines += (
             f"\ntraining.global_batch_size=auto: {plan.shape.global_batch_size}, and {num_warmup_steps:,} of warm-up"
         )
-    return [("packing", packing_text(report)), ("steps", lines)]
+    return [("packing", packing), ("steps", lines)]
 
 
 def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
@@ -266,7 +276,6 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
     average = f"of the weights of about {1 / (1 - decay):,.0f} steps (decay {decay}): validated, sampled and exported"
     return [
         ("device", _device(mesh, built.plan)),
-        *([("", warning)] if (warning := uneven_hosts(mesh.shape, launched("LOCAL_WORLD_SIZE", 1))) else []),
         ("model", _model(built)),
         *(("", note) for note in built.plan.parts.model.notes),
         *([("peft", built.adapter.description)] if built.adapter else []),
@@ -277,23 +286,6 @@ def model_lines(config: Config, built: BuiltModel, mesh: Mesh) -> list[Line]:
         *([("average", average)] if decay else []),
         ("memory", f"{built.memory}\n{built.reduction}".strip()),
     ]
-
-
-def uneven_hosts(shape: MeshShape, gpus_per_host: int) -> str:
-    """A warning where copies of the model (HSDP) begin and end inside hosts; empty where they do not.
-
-    Ranks of a copy lie next to each other. A copy inside a host, or of whole hosts, gathers its weights by the fastest
-    links; any other makes several copies share the network of one host at the same time.
-    """
-    ranks_of_copy = shape.world_size // shape.dp_replicate
-    is_even = ranks_of_copy % gpus_per_host == 0 or gpus_per_host % ranks_of_copy == 0
-    if shape.dp_replicate == 1 or is_even:
-        return ""
-    return (
-        f"WARNING: each copy of the model spans {ranks_of_copy} ranks (mesh.dp_shard={shape.dp_shard}), and a host has "
-        f"{gpus_per_host}: copies share hosts, and gather their weights over the network of one another. Choose "
-        f"mesh.dp_shard so that a copy is a host, several, or a part that divides it."
-    )
 
 
 def data_lines(data: PackSource) -> list[Line]:
@@ -333,17 +325,13 @@ def _model(built: BuiltModel) -> str:
     lm, parts = built.model.loss_model.lm, built.plan.parts
     source = parts.model.pretrained or "from scratch"
     dtype = str(built.plan.dtype).removeprefix("torch.")
+    has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
+    experts = f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
     masters = f"{parts.training.master_weights} master weights"
     return (
         f"{lm.config.model_type} {source}: {count(built.plan.size.parameters)} parameters, {dtype} compute, "
-        f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss {built.loss}{_experts(lm)}"
+        f"{f'frozen in {dtype}, adapter in fp32' if built.adapter else masters}, loss {built.loss}{experts}"
     )
-
-
-def _experts(lm: transformers.PreTrainedModel) -> str:
-    """How a mixture's experts are computed; nothing for a dense model."""
-    has_experts = any("Experts" in type(module).__name__ for module in lm.modules())
-    return f", experts {lm.config.get_text_config()._experts_implementation}" if has_experts else ""
 
 
 def count(number: float) -> str:
@@ -352,23 +340,6 @@ def count(number: float) -> str:
         if number >= size:
             return f"{number / size:,.{0 if number >= 100 * size else 1 if number >= 10 * size else 2}f} {unit}"
     return f"{number:.0f}"
-
-
-def packing_text(report: PackingReport | None) -> str:
-    if report is None:
-        return "while it is read: exact_fill over the next 256 documents"
-    head = (
-        f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
-        f"{report.documents_per_pack_mean:.1f} documents per pack, fill {report.fill_frac:.1%} "
-        f"(padded batches: {report.padded_fill_frac:.1%})"
-    )
-    return "\n".join([head, *(f"{topic} {text}" for topic, text in report.remarks())])
-
-
-def warmup_steps(config: Config, max_steps: int) -> int:
-    """0 for a schedule without a warm-up."""
-    schedule = config.lr_scheduler
-    return num_warmup(schedule.get("warmup_steps", 0), schedule.get("warmup_frac", 0.0), max_steps)
 
 
 def steps_text(plan: TrainingPlan, report: PackingReport | None, num_warmup: int) -> str:

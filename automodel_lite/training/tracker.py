@@ -75,8 +75,8 @@ class MemoryTracker(TorchDispatchMode):
         self._axes: dict[str, tuple[str, int, int]] = {}  # name of a process group -> mesh axes, ranks, extent
         self._sizes: dict[int, int] = {}  # storage -> bytes
         self._kinds: dict[int, str] = {}  # storage -> what made it
-        self._events: list[tuple[str, int]] = []  # kind, bytes more or less
-        self._peak, self._num_at_peak = 0, 0
+        self._held: Counter[str] = Counter()  # kind -> bytes
+        self._peak, self._held_at_peak = 0, self._held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self._routed_tokens:
@@ -102,7 +102,11 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._sizes:
             return
         self._sizes[key] = 0
-        self._kinds[key] = self._kind_of(value, func)
+        # collectives gather into memory that is not written yet
+        is_gathered = func.overloadpacket._qualified_op_name in ("aten::empty", "aten::new_empty")
+        is_logits = value.ndim > 1 and value.shape[-1] == self._vocab_size
+        kind = "gathered weights and gradients" if is_gathered else "logits" if is_logits else _MADE_IN[self.phase]
+        self._kinds[key] = _MADE_IN[self.phase] if self.phase in ("load", "optimizer") else kind
         self.resized(key, storage.nbytes())
         weakref.finalize(storage, self._freed, key)
 
@@ -125,27 +129,14 @@ class MemoryTracker(TorchDispatchMode):
 
     def at_peak(self) -> dict[str, int]:
         """What was alive when most was held, the largest kinds first."""
-        held: Counter[str] = Counter()
-        for kind, num_bytes in self._events[: self._num_at_peak]:
-            held[kind] += num_bytes
-        return {kind: num_bytes for kind, num_bytes in held.most_common() if num_bytes > 0}
-
-    def _kind_of(self, value: Tensor, func: Any) -> str:
-        if self.phase == "load":
-            return "weights"
-        if self.phase == "optimizer":
-            return "optimizer states"
-        is_gathered = func.overloadpacket._qualified_op_name in _GATHERED
-        is_logits = value.ndim > 1 and value.shape[-1] == self._vocab_size
-        name = "gathered" if is_gathered else "logits" if is_logits else _MADE_IN[self.phase]
-        return f"{name} {[*value.shape]} {str(value.dtype).removeprefix('torch.')}"
+        return {kind: num_bytes for kind, num_bytes in self._held_at_peak.most_common() if num_bytes}
 
     def _change(self, kind: str, num_bytes: int) -> None:
         self.now += num_bytes
-        self._events.append((kind, num_bytes))
+        self._held[kind] += num_bytes
         self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
         if self.now > self._peak:
-            self._peak, self._num_at_peak = self.now, len(self._events)
+            self._peak, self._held_at_peak = self.now, self._held.copy()
 
     def _freed(self, key: int) -> None:
         self._change(self._kinds.pop(key), -self._sizes.pop(key))
@@ -180,13 +171,14 @@ class MemoryTracker(TorchDispatchMode):
 
 _COUNTED = frozenset({"forward", "backward", "end of backward", "optimizer"})
 _MADE_IN = {  # phase -> what its tensors are
+    "load": "weights",
+    "optimizer": "optimizer states",
     "forward": "activations",
     "backward": "gradients and recomputed activations",
     "end of backward": "gradients and recomputed activations",
     "save": "states to save",
     "export": "weights to export",
 }
-_GATHERED = frozenset({"aten::empty", "aten::new_empty"})  # where collectives put what they gather
 
 
 def _is_group(value: torch.ScriptObject) -> bool:

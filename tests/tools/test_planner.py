@@ -16,8 +16,8 @@ from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.tools.planner import GPUS, Job, Layout, Outcome, calibrated, make_plans, possible, priced
+from automodel_lite.training.memory import usable
 from automodel_lite.training.plan import Parts, build_parts, with_layers
-from automodel_lite.training.recompute import usable
 from automodel_lite.training.simulation import simulate
 
 

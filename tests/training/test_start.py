@@ -17,7 +17,6 @@ from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
-from automodel_lite.config.sizes import MeshShape
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import TrainingPlan
 from automodel_lite.data.packing.plan import plan_packs
@@ -25,7 +24,7 @@ from automodel_lite.data.packing.report import packing_report
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import CausalLM
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.start import prepare_process, steps_text, try_model, try_settings, uneven_hosts
+from automodel_lite.training.start import prepare_process, steps_text, try_model, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import train_quick
@@ -232,25 +231,6 @@ def test_a_run_too_short_to_learn_is_told_so():
         "NOTE: the data are 3 packs, fewer than a step takes: lower packed_sequence.packed_sequence_size or training.global_batch_size for more steps",
         "NOTE: the run ends within its warm-up: lower lr_scheduler.warmup_steps=20",
     ]
-
-
-@pytest.mark.parametrize(
-    ("replicas", "shards", "cp", "is_even"),
-    [
-        (2, 8, 1, True),
-        (2, 16, 1, True),
-        (4, 4, 1, True),
-        (2, 4, 2, True),
-        (2, 12, 1, False),
-        (8, 3, 1, False),
-        (1, 12, 1, True),
-    ],
-)
-def test_copies_of_a_model_that_share_hosts(replicas: int, shards: int, cp: int, is_even: bool) -> None:
-    warning = uneven_hosts(MeshShape(dp_replicate=replicas, dp_shard=shards, cp=cp), 8)
-    assert (warning == "") == is_even
-    if warning:
-        assert f"spans {shards} ranks (mesh.dp_shard={shards}), and a host has 8" in warning
 
 
 def test_products_in_tf32_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
