@@ -22,14 +22,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import launched
-from automodel_lite.models.layers import choose_tile
 from automodel_lite.models.loss import LossShape
-from automodel_lite.models.source import experts_per_token
 from automodel_lite.parallel.sharding import copies_of_experts
 from automodel_lite.training.plan import ModelPlan, Parts
 
@@ -105,27 +102,16 @@ def _activations(plan: ModelPlan, stream: int) -> float:
 
     stream   bytes of a value of the residual stream: under autocast it has the masters' dtype
     """
-    training, shape, size, compute = plan.parts.training, plan.shape, plan.size, plan.dtype.itemsize
-    text = plan.config.get_text_config()
-    local, hidden, chosen = plan.tokens / shape.cp, text.hidden_size, experts_per_token(text) or 1
-    # queries, keys, values and outputs: the mean over the layers; the rest of a layer's weights are three of its MLP
-    shapes = layer_shapes(plan.config)
-    heads = sum((one.num_heads + one.num_kv_heads) * (one.head_dim + one.value_head_dim) for one in shapes)
-    attended = heads / size.num_layers
-    inner = max(size.layer_weights / size.num_layers - hidden * attended, 0) / (3 * hidden)
-    copies = 3 * chosen * hidden if size.expert_weights else 0  # a token's, for each of its experts
-    tile = min(local, choose_tile(training, int(local)) or local)
-    # two norms keep their input in fp32, and what they make of it
-    of_token = stream * 4 * hidden + compute * (4 * hidden + attended / shape.tp + copies)
-    layer = local * of_token + tile * compute * 5 * inner / shape.tp
-    if shape.cp > 1 and plan.parts.mesh.cp_exchange in ("auto", "all_gather"):
-        layer += plan.tokens * compute * attended / 2  # gathered keys and values
+    training, size, hidden = plan.parts.training, plan.size, plan.config.get_text_config().hidden_size
+    local = plan.tokens / plan.shape.cp
+    # products keep their inputs: as many values for a token as there are weights for each of its channels, and some
+    # more; norms keep theirs in fp32
+    products = 1.2 * plan.dtype.itemsize * size.layer_weights / size.num_layers / hidden / plan.shape.tp
+    layer = local * (products + (4 * stream + 12) * hidden)
     how = training.activation_checkpointing
     num_recomputed = 0 if how == "none" else -(-size.num_layers // training.recompute_every_layers)
-    kept = 0.0 if how == "offload" else stream * hidden
-    if how == "selective":  # the results of products and of attention too
-        kept += compute * (attended + 2 * inner + 2 * hidden)
-    return (size.num_layers - num_recomputed) * layer + num_recomputed * local * kept + layer * bool(num_recomputed)
+    kept = 0.0 if how == "offload" else local * stream * hidden
+    return (size.num_layers - num_recomputed) * layer + num_recomputed * kept + layer * bool(num_recomputed)
 
 
 def decide_reduction(plan: ModelPlan, adapter: int | None, available: int | None) -> tuple[ModelPlan, str]:
