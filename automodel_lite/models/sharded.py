@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -93,55 +94,39 @@ class RowFile:
     """
 
     def __init__(self, path: str) -> None:
-        self._checked = safe_open(path, framework="pt")  # nothing is read through it but names, shapes and dtypes
-        self._path, self._file = path, os.open(path, os.O_RDONLY)
-        num_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        self._path, self._checked = path, safe_open(path, framework="pt")  # checks the file, knows shapes and dtypes
+        self.keys, self.__exit__ = self._checked.keys, self._checked.__exit__
         # The format: 8 bytes with the header's length, the header as JSON, then the tensors, row by row.
-        header = json.loads(os.pread(self._file, num_bytes, 8))
-        self.starts = {name: 8 + num_bytes + header[name]["data_offsets"][0] for name in self.keys()}
-
-    def keys(self) -> list[str]:
-        names: list[str] = self._checked.keys()
-        return names
+        with open(path, "rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(num_bytes))
+        self._starts = {name: 8 + num_bytes + header[name]["data_offsets"][0] for name in self.keys()}
 
     def get_slice(self, name: str) -> Any:
+        """Returns what indexes the tensor `name`, as safetensors' own does."""
         known = self._checked.get_slice(name)
-        return Rows(self, self.starts[name], known) if known.get_shape() else known
-
-    def read(self, start: int, values: Tensor) -> None:
-        """Fills `values`, which are contiguous."""
-        buffer: Any = values.view(-1).view(torch.uint8).numpy()
-        rest = memoryview(buffer)
-        # One read may give less than it was asked for: 2 GiB at most on Linux, less on network disks.
-        while rest:
-            num_read = os.preadv(self._file, [rest], start)
-            if not num_read:
-                raise SafetensorError(f"{self._path} ends at byte {start}")
-            start, rest = start + num_read, rest[num_read:]
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._file)
-        self._checked.__exit__(*error)
+        return Rows(self._path, self._starts[name], known) if known.get_shape() else known
 
 
 class Rows:
     """What safetensors' `get_slice` gives: indexed, it is a tensor."""
 
-    def __init__(self, file: RowFile, start: int, known: Any) -> None:
-        self._file, self._start, self._known = file, start, known
+    def __init__(self, path: str, start: int, known: Any) -> None:
+        self._path, self._start, self._known = path, start, known
         self.get_shape, self.get_dtype = known.get_shape, known.get_dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         rows, *rest = index if isinstance(index, tuple) else (index,)
-        shape = self.get_shape()
-        first, end, step = rows.indices(shape[0]) if isinstance(rows, slice) else (0, shape[0], 1)
-        assert step == 1
-        # A slice of no rows gives the dtype without reading anything.
-        values: Tensor = self._known[0:0].new_empty([max(end - first, 0), *shape[1:]])
-        if values.numel():
-            self._file.read(self._start + first * values[0].nbytes, values)
+        shape, empty = self.get_shape(), self._known[0:0]  # a slice of no rows reads nothing
+        first, end, _ = rows.indices(shape[0]) if isinstance(rows, slice) else (0, shape[0], 1)
+        row_bytes = math.prod(shape[1:]) * empty.itemsize
+        num_bytes = max(end - first, 0) * row_bytes
+        read = np.fromfile(self._path, np.uint8, num_bytes, offset=self._start + first * row_bytes)
+        if len(read) < num_bytes:
+            raise SafetensorError(f"{self._path} is {num_bytes - len(read)} bytes short")
+        values = torch.from_numpy(read).view(empty.dtype).view(-1, *shape[1:]) if num_bytes else empty
         inside = (slice(None), *rest)
-        return values[inside].contiguous() if rest else values
+        return values[inside].contiguous()
 
 
 def _open_rows(path: str, **options: Any) -> Any:
