@@ -213,20 +213,20 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     exchange, arguments = plan.exchange, call.arguments
     given = [name for name in layout.tokens if isinstance(arguments.get(name), Tensor)]
     places = [layout.tokens[name] for name in given]
-    streams = [_heads_second(arguments[name], *place) for name, place in zip(given, places)]
+    streams = [_as_stream(arguments[name], *place) for name, place in zip(given, places)]
     weights = {name: arguments[name] for name in layout.weights if isinstance(arguments.get(name), Tensor)}
     if exchange is not None:
         streams = exchange.to_heads([_dealable(x, streams[0].shape[1], exchange.size) for x in streams])
         weights = {name: exchange.part(weight, layout.weights[name]) for name, weight in weights.items()}
-    returns_states = False
+    has_states = layout.has_states
 
     def mix(of_rows: list[Tensor], **boundaries: Any) -> Tensor:
         """[n, L, H, ...] each -> [n, L, H, ...]."""
-        nonlocal returns_states
-        laid_out = {name: _laid_out(x, *place) for name, x, place in zip(given, of_rows, places)}
-        out = call.again(**laid_out, **weights, **boundaries)
-        returns_states = isinstance(out, tuple)
-        return _heads_third(out[0] if isinstance(out, tuple) else out, *places[0])
+        nonlocal has_states
+        out = call.again(**{x: _as_rows(y, *z) for x, y, z in zip(given, of_rows, places)}, **weights, **boundaries)
+        has_states = isinstance(out, tuple)
+        out = out[0] if has_states else out
+        return out.movedim(places[0], (1, 2))
 
     ours = packed_function(call.function, call.name)
     if takes_boundaries(call.function, layout.boundary):
@@ -236,14 +236,13 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
         known = {name: value for name, value in arguments.items() if name in _parameters(ours)} | weights
         document = plan.stream.document
         out = _on_paths(plan.stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs))))
-        returns_states = layout.has_states
     else:
         out = plan.stream.each(mix, streams)
     if exchange is not None:
         out = exchange.from_heads(out)
-    out = _laid_out(out[None], *places[0])
+    out = _as_rows(out[None], *places[0])
     out = out.contiguous() if places[0] == _HEADS else out  # callers take views of it
-    return (out, None) if returns_states else out
+    return (out, None) if has_states else out
 
 
 def _on_paths(rows: DocumentRows, streams: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
@@ -266,24 +265,14 @@ def _with_heads(layout: Layout, arguments: dict[str, Any]) -> Iterator[tuple[Ten
             yield arguments[name], heads
 
 
-def _heads_second(x: Tensor, time: int, heads: int | None) -> Tensor:
+def _as_stream(x: Tensor, time: int, heads: int | None) -> Tensor:
     """[1, ...] -> [T, H, ...]; [T, 1, ...] where all heads share it."""
-    if heads is None:
-        return x.squeeze(0).movedim(time - 1, 0)[:, None]
-    return x.squeeze(0).movedim((time - 1, heads - 1), (0, 1))
+    return x.movedim(time, 1)[0, :, None] if heads is None else x.movedim((time, heads), (1, 2))[0]
 
 
-def _heads_third(x: Tensor, time: int, heads: int | None) -> Tensor:
-    """[n, ...] -> [n, L, H, ...]."""
-    assert heads is not None
-    return x.movedim((time, heads), (1, 2))
-
-
-def _laid_out(x: Tensor, time: int, heads: int | None) -> Tensor:
+def _as_rows(x: Tensor, time: int, heads: int | None) -> Tensor:
     """[n, L, H, ...] -> the layout of the function."""
-    if heads is None:
-        return x.squeeze(2).movedim(1, time)
-    return x.movedim((1, 2), (time, heads))
+    return x.squeeze(2).movedim(1, time) if heads is None else x.movedim((1, 2), (time, heads))
 
 
 def _dealable(x_TH: Tensor, num_heads: int, num_ranks: int) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 CHUNK = 64
@@ -149,19 +150,6 @@ class Chunks:
         """int64 [M, L]: place in the chunk of the first token of each token's document."""
         return self.same.byte().argmax(-1)
 
-    def new_documents(self, dtype: torch.dtype) -> Tensor:
-        """[L, M], -inf where a document begins, else 0."""
-        before = torch.cat([self.before, self.document[:, :-1]], 1)
-        return torch.zeros_like(before, dtype=dtype).masked_fill_(self.document != before, -torch.inf).t()
-
-    def steps(self, x_TC: Tensor) -> Tensor:
-        """[T, C] -> [L, M, C]."""
-        return self.cut(x_TC[:, None])[:, 0].transpose(0, 1)
-
-    def stream(self, x_LMC: Tensor) -> Tensor:
-        """[L, M, C] -> [T, C]."""
-        return self.join(x_LMC.transpose(0, 1)[:, None])[:, 0]
-
     def decays(self, log_decay: Tensor) -> Decays:
         """log_decay [M, H, L, D] of each token.
 
@@ -172,12 +160,14 @@ class Chunks:
         ones = torch.ones(2 * (log_decay.shape[2],), dtype=torch.float64, device=log_decay.device)
         total = (log_decay.double().mT @ ones.triu()).mT
         so_far = total - F.pad(total, (0, 0, 1, 0)).gather(2, self.first[:, None, :, None].expand_as(log_decay))
-        continues = (self.document == self.before)[:, None, :, None]
+        dtype, continues = log_decay.dtype, (self.document == self.before)[:, None, :, None]
         stays = (self.document == self.document[:, -1:])[:, None, :, None]
         return Decays(
-            between=_Between.apply(so_far, self.same, log_decay.dtype),
-            from_before=_exp(so_far.to(log_decay.dtype), continues),
-            to_end=_exp((so_far[:, :, -1:] - so_far).to(log_decay.dtype), stays),
+            # Differences, and their gradients' sums, which nearly cancel, in fp64: that of two long sums would lose its
+            # last digits in fp32.
+            between=_exp((so_far[:, :, :, None] - so_far[:, :, None]).to(dtype), self.same[:, None, :, :, None]),
+            from_before=_exp(so_far.to(dtype), continues),
+            to_end=_exp((so_far[:, :, -1:] - so_far).to(dtype), stays),
         )
 
 
@@ -196,29 +186,6 @@ class Decays:
     between: Tensor
     from_before: Tensor
     to_end: Tensor
-
-
-class _Between(torch.autograd.Function):
-    """so_far fp64 [M, H, L, D], the log of the decay since the document's first token in the chunk, and same [M, L, L],
-    the pairs that count -> `Decays.between`.
-
-    The differences are as exact as in fp64: in fp32 alone, that of two long sums would lose its last digits.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, so_far: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
-        high = so_far.to(dtype)
-        low = (so_far - high).to(dtype)
-        log = (high[:, :, :, None] - high[:, :, None]).add_(low[:, :, :, None] - low[:, :, None])
-        out = _exp(log, same[:, None, :, :, None])
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        """The two sums nearly cancel, so they are sums in fp64."""
-        log_grad = (grad * ctx.saved_tensors[0]).double()
-        return log_grad.sum(3) - log_grad.sum(2), None, None
 
 
 def _exp(log: Tensor, keep: Tensor) -> Tensor:
@@ -361,8 +328,7 @@ def selective_scan(
         hidden_states = _wide(hidden_states)
         # A CPU is fastest token by token, in its cache; elsewhere chunks go side by side.
         chunks = Chunks.of(seq_idx, len(seq_idx) if _has_cache(seq_idx) else CHUNK)
-        streams = (dt, dt * hidden_states, _wide(B.squeeze(1)), _wide(C.squeeze(1)))
-        out: Tensor = _SelectiveScan.apply(chunks, A.to(dt.dtype), *streams)
+        out = _scan(chunks, A.to(dt.dtype), dt, dt * hidden_states, _wide(B.squeeze(1)), _wide(C.squeeze(1)))
         if D is not None:
             out = out + D * hidden_states
         if z is not None:
@@ -370,104 +336,36 @@ def selective_scan(
     return out.to(dtype)
 
 
-class _SelectiveScan(torch.autograd.Function):
+SCAN_STEPS = 16
+"""Tokens of a chunk whose states [C, N] are in memory at once; of those before, the backward pass makes them again."""
+
+
+def _scan(chunks: Chunks, A: Tensor, dt_TC: Tensor, written_TC: Tensor, B_TN: Tensor, C_TN: Tensor) -> Tensor:
     """Each dim of a channel's state decays by itself, so no matrix product does the work of many tokens: their steps
     are taken one after the other, in all chunks at once. With several chunks a first round finds what they pass on.
-
-    Of the states [T, C, N] one in SCAN_STEPS is kept; the backward pass computes those between again.
     """
+    # [L, M, ...]: step by step, of all chunks; a document's first token sees no state.
+    cut = [chunks.cut(x[:, None])[:, 0].transpose(0, 1) for x in (dt_TC, written_TC, B_TN, C_TN)]
+    before = torch.cat([chunks.before, chunks.document[:, :-1]], 1)
+    new = torch.zeros_like(before, dtype=A.dtype).masked_fill_(chunks.document != before, -torch.inf).t()
 
-    @staticmethod
-    def forward(
-        ctx: Any, chunks: Chunks, A: Tensor, dt_TC: Tensor, written_TC: Tensor, B_TN: Tensor, C_TN: Tensor
-    ) -> Tensor:
-        streams = (dt_TC, written_TC, B_TN, C_TN)
-        scan = _Scan(A, chunks.new_documents(A.dtype), *map(chunks.steps, streams))
-        state = scan.no_states()
-        if len(state) > 1:
-            for steps in scan.blocks():
-                state = scan.states(steps, state)[1][-1]
-            state = _states(state, scan.decay_of_chunks())
-        out, kept = torch.empty_like(scan.written), []
-        for steps in scan.blocks():
-            kept.append(state.clone())  # a view would keep the states of the whole block
-            _, states = scan.states(steps, state)
-            out[steps] = (states @ scan.C[steps, :, :, None]).squeeze(-1)
-            state = states[-1]
-        ctx.save_for_backward(A, *streams, *kept)
-        ctx.chunks = chunks
-        return chunks.stream(out)
+    def take_steps(state: Tensor, new: Tensor, dt: Tensor, written: Tensor, B: Tensor, C: Tensor) -> list[Tensor]:
+        decays = torch.addcmul(new[..., None, None], dt[..., None], A).exp()
+        states = []
+        for decay, added in zip(decays.unbind(), (written[..., None] * B[:, :, None]).unbind()):
+            state = torch.addcmul(added, decay, state)
+            states.append(state)
+        return [(torch.stack(states) @ C[..., None]).squeeze(-1), state]
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
-        A, dt_TC, written_TC, B_TN, C_TN, *kept = ctx.saved_tensors
-        steps_of = ctx.chunks.steps
-        scan = _Scan(A, ctx.chunks.new_documents(A.dtype), *map(steps_of, (dt_TC, written_TC, B_TN, C_TN)))
-        grad, blocks = steps_of(grad_TC), list(scan.blocks())[::-1]
-        later = scan.no_states()
-        if len(later) > 1:
-            for steps in blocks:
-                later = scan.gradients(steps, scan.decays(steps), grad, later)[1]
-            later = _states(later.flip(0), scan.decay_of_chunks().flip(0)).flip(0)
-        A_grad = torch.zeros_like(A)
-        dt_grad, written_grad, B_grad, C_grad = map(torch.empty_like, (scan.dt, scan.written, scan.B, scan.C))
-        for steps in blocks:
-            state = kept.pop()
-            decays, states = scan.states(steps, state)
-            of_states, later = scan.gradients(steps, decays, grad, later)
-            written_grad[steps] = (of_states @ scan.B[steps, :, :, None]).squeeze(-1)
-            B_grad[steps] = (scan.written[steps, :, None] @ of_states).squeeze(2)
-            C_grad[steps] = (grad[steps, :, None] @ states).squeeze(2)
-            of_logs = of_states.mul_(decays).mul_(torch.cat([state[None], states[:-1]]))
-            dt_grad[steps] = (of_logs * A).sum(-1)
-            A_grad += of_logs.mul_(scan.dt[steps, ..., None]).sum((0, 1))
-        return None, A_grad, *map(ctx.chunks.stream, (dt_grad, written_grad, B_grad, C_grad))
+    def run(state: Tensor) -> tuple[Tensor, Tensor]:
+        outs = []
+        for steps in zip(*(x.split(SCAN_STEPS) for x in (new, *cut))):
+            out, state = checkpoint(take_steps, state, *steps, use_reentrant=False, preserve_rng_state=False)
+            outs.append(out)
+        return torch.cat(outs), state
 
-
-SCAN_STEPS = 8
-"""Tokens of a chunk whose states are in memory at once."""
-
-
-@dataclass(frozen=True)
-class _Scan:
-    """A [C, N]; new [L, M], -inf where a document begins, else 0; dt, written [L, M, C]; B, C [L, M, N]."""
-
-    A: Tensor
-    new: Tensor
-    dt: Tensor
-    written: Tensor
-    B: Tensor
-    C: Tensor
-
-    def blocks(self) -> Iterator[slice]:
-        for start in range(0, len(self.dt), SCAN_STEPS):
-            yield slice(start, start + SCAN_STEPS)
-
-    def no_states(self) -> Tensor:
-        """Zeros [M, C, N]."""
-        return self.A.new_zeros(self.dt.shape[1], *self.A.shape)
-
-    def decays(self, steps: slice) -> Tensor:
-        """[steps, M, C, N]; 0 where a document begins."""
-        return torch.addcmul(self.new[steps, :, None, None], self.dt[steps, ..., None], self.A).exp_()
-
-    def decay_of_chunks(self) -> Tensor:
-        """[M, C, N], over all steps."""
-        return torch.addcmul(self.new.sum(0)[:, None, None], self.dt.sum(0)[..., None], self.A).exp_()
-
-    def states(self, steps: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The decays and the states after each step [steps, M, C, N]; `state` is the one before."""
-        decays, states = self.decays(steps), self.written[steps, ..., None] * self.B[steps, :, None]
-        for decay, added in zip(decays.unbind(), states.unbind()):
-            state = added.addcmul_(decay, state)
-        return decays, states
-
-    def gradients(self, steps: slice, decays: Tensor, grad: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the states after each step [steps, M, C, N] and of the state before; `later` is what the steps after these
-        add to the last one's.
-        """
-        of_states = grad[steps, ..., None] * self.C[steps, :, None]
-        for decay, of_state in zip(decays.unbind()[::-1], of_states.unbind()[::-1]):
-            later = of_state.add_(later) * decay
-        return of_states, later
+    state = A.new_zeros(len(chunks.document), *A.shape)
+    if len(state) > 1:
+        decay = torch.addcmul(new.sum(0)[:, None, None], cut[0].sum(0)[..., None], A).exp()
+        state = _states(run(state)[1], decay)
+    return chunks.join(run(state)[0].transpose(0, 1)[:, None])[:, 0]

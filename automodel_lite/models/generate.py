@@ -29,27 +29,9 @@ class Generator:
     model: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
-    @torch.no_grad()
-    def answer(
-        self,
-        messages: list[dict[str, str]],
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        is_chat: bool = True,
-        write: Callable[[str], None] | None = None,
-    ) -> str:
-        """Returns the model's turn after `messages`; pieces go to `write` as they come. temperature 0 = the likeliest
-        token.
-
-        is_chat   through the chat template; False: the last message's text is simply continued
-
-        Raises ConfigError for a prompt that is empty or longer than the model's positions, and for one that its chat
-        template or its embedding does not take.
-        """
-        prompt = torch.tensor(prompt_ids(self.tokenizer, messages, is_chat))
-        streamer = _Stream(self.tokenizer, write) if write else None
-        return self._generate([prompt], max_new_tokens, temperature, streamer)[0]
+    def answer(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """Returns the model's turn after `messages`; see `answers`."""
+        return self.answers([messages], **options)[0]
 
     @torch.no_grad()
     def answers(
@@ -60,11 +42,17 @@ class Generator:
         temperature: float = 0.0,
         is_chat: bool = True,
         tools: Sequence[list[Any] | None] | None = None,
+        write: Callable[[str], None] | None = None,
     ) -> list[str]:
-        """Returns the model's turn after each of the chats, as one batch; raises ConfigError as `answer` does.
+        """Returns the model's turn after each of the chats, as one batch. temperature 0 = the likeliest token.
 
-        tools   of each chat, for its template
+        is_chat   through the chat template; False: the last message's text is simply continued
+        tools     of each chat, for its template
+        write     gets the pieces of a single chat's answer as they come
         One at a time where padding would change an answer: a model that runs over it, or no room for it.
+
+        Raises ConfigError for a prompt that is empty or longer than the model's positions, and for one that its chat
+        template or its embedding does not take.
         """
         prompts = [
             torch.tensor(prompt_ids(self.tokenizer, chat, is_chat, own))
@@ -72,8 +60,10 @@ class Generator:
         ]
         # Left padding moves positions: an answer that ends at the model's length would be cut short by its neighbor.
         has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
-        batches = [prompts] if has_room and self.takes_padding else [[ids] for ids in prompts]
-        return [text for batch in batches for text in self._generate(batch, max_new_tokens, temperature)]
+        is_batch = len(prompts) == 1 or (has_room and self.takes_padding)
+        streamer = _Stream(self.tokenizer, write) if write else None
+        batches = [prompts] if is_batch else [[ids] for ids in prompts]
+        return [text for batch in batches for text in self._generate(batch, max_new_tokens, temperature, streamer)]
 
     @cached_property
     def takes_padding(self) -> bool:
@@ -90,13 +80,11 @@ class Generator:
         return bool((alone - beside).abs().max() <= tolerance_std(self.model.dtype) * alone.std())
 
     def _generate(
-        self, prompts: list[Tensor], max_new_tokens: int, temperature: float, streamer: TextStreamer | None = None
+        self, prompts: list[Tensor], max_new_tokens: int, temperature: float, streamer: TextStreamer | None
     ) -> list[str]:
         """Returns what follows each prompt; all at once."""
         max_new_tokens = min(max_new_tokens, *map(self._room_tokens, prompts))
-        choice: dict[str, Any] = {"do_sample": temperature > 0}
-        if temperature > 0:
-            choice["temperature"] = temperature
+        choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         inputs, generate = self._padded(prompts), cast(Any, self.model.generate)
         output = generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **choice)
         # Prompts are padded on the left, so that all answers begin at the same column.

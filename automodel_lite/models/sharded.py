@@ -1,4 +1,4 @@
-"""Weights that each rank reads, or draws, for its own shards only: nothing ever holds the whole model.
+"""Weights that each rank reads for its own shards only: nothing ever holds the whole of a loaded model.
 
     meta device -> `spread` (adapters, tensor and expert parallelism, FSDP) -> DTensors without memory -> parts of them
 
@@ -19,9 +19,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import core_model_loading, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -132,97 +131,6 @@ class Rows:
 def _open_rows(path: str, **options: Any) -> Any:
     """Opens a file in place of `safe_open`, where the engine is about to slice."""
     return RowFile(path) if "backend" in options else safe_open(path, **options)
-
-
-def draw_shards(
-    make: Callable[[], transformers.PreTrainedModel], spread: Spread, device: torch.device
-) -> transformers.PreTrainedModel:
-    """Builds a model from scratch; its random numbers are those that `make()` gives on one process, on any layout.
-
-    Every rank draws the tensors in the order of a single process, one whole tensor at a time, and keeps its parts.
-    """
-    model, draws = describe_shards(make, spread)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for draw in draws:
-            draw()
-    return model
-
-
-def describe_shards(
-    make: Callable[[], transformers.PreTrainedModel], spread: Spread
-) -> tuple[transformers.PreTrainedModel, list[Callable[[], object]]]:
-    """Returns the model, sharded and without memory, and what draws its numbers once it has some.
-
-    A model initializes those inside it before it makes its own parts: constructors and rules draw in turns. What a
-    constructor draws is drawn and dropped, so that the rules get the numbers that they get on one process.
-    """
-    draws: list[Callable[[], object]] = []
-    written: set[int] = set()
-
-    def initialize(model: transformers.PreTrainedModel) -> None:
-        draws.append(partial(_initialize, model, model, written))
-        model.tie_weights(recompute_mapping=False)
-
-    owner = transformers.PreTrainedModel
-    with replaced(owner, "init_weights", initialize), _PostponedDraws(draws), torch.device("meta"):
-        model = make()
-    spread(model)
-    return model, draws
-
-
-def _is_draw(func: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether it fills a tensor with random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags and bool(args) and isinstance(args[0], Tensor)
-
-
-class _PostponedDraws(TorchDispatchMode):
-    """Collects the random numbers that constructors draw on the meta device, which takes none from the generator."""
-
-    def __init__(self, later: list[Callable[[], object]]) -> None:
-        super().__init__()
-        self.later = later
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_draw(func, args):
-            like, *rest = args
-            self.later.append(lambda: func(torch.empty_like(like, device="cpu"), *rest, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-
-class _DrawsOfShards(TorchDispatchMode):
-    """Draws sharded tensors, which a rule meets when it reaches from a layer into its children, as one process does."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (_is_draw(func, args) and isinstance(args[0], DTensor)):
-            return func(*args, **(kwargs or {}))
-        whole = torch.empty(args[0].shape, dtype=torch.float32)
-        func(whole, *args[1:], **(kwargs or {}))
-        keep_part(args[0], whole)
-        return args[0]
-
-
-def _initialize(module: nn.Module, owner: transformers.PreTrainedModel, written: set[int]) -> None:
-    """Initializes as `PreTrainedModel.initialize_weights` does: children first, each by the rule of the model that it
-    belongs to. A tied weight keeps what its first module gave it.
-    """
-    if getattr(module, "_is_hf_initialized", False):
-        return
-    # Children first, as in transformers: a rule may overwrite what its children have drawn.
-    for child in module.children():
-        _initialize(child, child if isinstance(child, transformers.PreTrainedModel) else owner, written)
-    # Whole inside the rule, which may read what it has drawn, and in fp32, as a single process draws it, then cast.
-    shards: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    for name, shard in shards.items():
-        module._parameters[name] = nn.Parameter(torch.empty(shard.shape, dtype=torch.float32), shard.requires_grad)
-    with _DrawsOfShards():
-        owner._initialize_weights(module)
-    for name, shard in shards.items():
-        whole: Any = module._parameters[name]
-        module._parameters[name] = shard
-        if id(shard) not in written:
-            keep_part(shard, whole.detach())
-            written.add(id(shard))
 
 
 @torch.no_grad()

@@ -151,10 +151,12 @@ class CausalLM:
     def build_sharded(
         self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
     ) -> transformers.PreTrainedModel:
-        """Builds the model as `spread` shards it on the meta device, before it has weights; each rank reads, or
-        draws, the parts of its own shards. The same weights as `build` gives. Raises ConfigError as it does.
+        """Builds the model as `spread` shards it, with the weights that `build` gives; raises ConfigError as it does.
+
+        Sharded on the meta device, before it has weights, of which each rank then reads its own parts; whole on each
+        rank first from scratch, and where the parts of a checkpoint do not lie along the shards.
         """
-        from automodel_lite.models.sharded import CannotReadSlicesError, draw_shards, load_shards  # the models' code
+        from automodel_lite.models.sharded import CannotReadSlicesError, load_shards  # with the models' code
 
         config = self._checked_config(tokenizer)
 
@@ -162,15 +164,13 @@ class CausalLM:
             self._freeze(lm)
             spread(lm)
 
-        if not self.pretrained:
-            make = partial(model_class(config).from_config, config, dtype=torch.float32)
-            return draw_shards(make, spread_trained, device).train()
         try:
-            if quantization_of(config) or self._grows(config, tokenizer):
-                raise CannotReadSlicesError  # blocks, scales or rows that are added do not lie along the shards
+            # Blocks, scales and rows that are added do not lie along the shards.
+            if not self.pretrained or quantization_of(config) or self._grows(config, tokenizer):
+                raise CannotReadSlicesError
             return self._load(config, partial(load_shards, spread=spread_trained, device=device), {}).train()
         except CannotReadSlicesError:
-            lm = self.build(tokenizer)  # whole on each rank
+            lm = self.build(tokenizer)
             spread(lm)
             return lm
 

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -35,8 +34,8 @@ from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.models.layers import choose_tile, decoder_layers, freeze_towers, recompute_layers, tile_layers
 from automodel_lite.models.loss import LossModel
-from automodel_lite.models.sharded import Spread, describe_shards
-from automodel_lite.models.source import CausalLM, describe, experts_per_token, model_class
+from automodel_lite.models.sharded import Spread
+from automodel_lite.models.source import CausalLM, describe, experts_per_token
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
@@ -308,7 +307,7 @@ class _UnloadedSource(CausalLM):
         vars(self).update(vars(source))
         self.dtype = torch.float32
         self._modes = fake, held
-        self._make = partial(model_class(model_config).from_config, model_config, dtype=torch.float32)
+        self._model_config = model_config
 
     def build_sharded(
         self, tokenizer: PreTrainedTokenizerBase, spread: Spread, device: torch.device
@@ -317,7 +316,8 @@ class _UnloadedSource(CausalLM):
             freeze_towers(lm, self.dtype)
             spread(lm)
 
-        model, _ = describe_shards(self._make, spread_text)
+        model = describe(self._model_config)
+        spread_text(model)
         fake, held = self._modes
         with fake, held:
             model.to_empty(device=device)

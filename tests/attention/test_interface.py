@@ -203,7 +203,7 @@ def test_positions_that_run_on_are_noticed() -> None:
         return whole(**inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]})
 
     model.forward = forward  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="depend on its place in the pack"):
+    with pytest.raises(ConfigError, match="depend on their place in the pack"):
         check_packing_isolation(model)
 
 
@@ -266,5 +266,5 @@ def test_branches_that_see_each_other_are_found(monkeypatch: pytest.MonkeyPatch)
     install(model, ReferenceAttention())
     check_packing_isolation(model)
     monkeypatch.setattr(interface, "over_tree", leaking)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM: branches of a tree of documents see each other"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM lets branches of a tree of documents see each other"):
         check_packing_isolation(model)
