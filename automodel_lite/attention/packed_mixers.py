@@ -336,7 +336,7 @@ def selective_scan(
     return out.to(dtype)
 
 
-SCAN_STEPS = 16
+SCAN_STEPS = 32
 """Tokens of a chunk whose states [C, N] are in memory at once; of those before, the backward pass makes them again."""
 
 
