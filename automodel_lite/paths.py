@@ -45,12 +45,6 @@ class Nodes:
     before: Tensor
     until: Tensor
 
-    @property
-    def own(self) -> Tensor:
-        """int64 [T]: where each token of the stream is among all paths, in the one of its own node."""
-        ends = self.path_lens.cumsum(0)
-        return concatenated_ranges(ends - (self.end - self.start), ends)
-
 
 def find_nodes(cu_padded: Tensor, position_ids: Tensor, lens: Tensor | None = None) -> Nodes | None:
     """The nodes of a stream, or None where no document branches.
@@ -113,3 +107,16 @@ def concatenated_ranges(starts: Tensor, ends: Tensor) -> Tensor:
     lengths = ends - starts
     first = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     return first + torch.arange(len(first), device=starts.device)
+
+
+def find_pieces(nodes: Nodes) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts a stream where nodes begin and where branches leave them, so that every piece follows the end of another.
+
+    Returns int64 [S] each: where a piece begins, its tokens, and the piece that it follows; -1 where a document begins.
+    """
+    branches = nodes.before[nodes.before >= 0] + 1
+    cuts = torch.cat([nodes.start, branches, nodes.end[-1:]]).unique()
+    starts = cuts[:-1]
+    parents = torch.arange(len(starts)) - 1  # inside a node, the piece before
+    parents[torch.searchsorted(starts, nodes.start)] = torch.searchsorted(starts, nodes.before, right=True) - 1
+    return starts, cuts.diff(), parents

@@ -30,8 +30,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from automodel_lite.paths import Nodes, find_nodes
+from automodel_lite.paths import Nodes, concatenated_ranges, find_nodes, find_pieces
 
+NEAR_TOKENS = 8
+"""Tokens that a convolution may look back; those of transformers' families look back 2 or 3."""
+FILLING_TOKENS = 32
+"""Half a chunk of the mixers that start a branch from its trunk's state."""
 FREE_PADDING_TOKENS, FREE_PADDING_FRAC = 256, 0.1
 """Padding that a tensor of rows may hold: so many tokens, or so much of it. One more tensor is one more call of the
 mixer, which costs a small model on a CPU as much as some hundred tokens.
@@ -72,10 +76,14 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, T
 class TreeRows(Tensors):
     """paths  int64 [Tk]: places in the stream, the path of each node one after the other
     own    int64 [T]: where each token of the stream is among them
+    near   the same of paths that begin NEAR_TOKENS before their node; None in itself
+    pieces of the stream, each behind the end of another (`find_pieces`), never mapped; None where paths are less work
     """
 
     paths: Tensor
     own: Tensor
+    near: DocumentRows | None = None
+    pieces: tuple[Tensor, Tensor, Tensor] | None = field(default=None, metadata=_ON_HOST)
 
 
 @dataclass(frozen=True)
@@ -114,13 +122,15 @@ def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRow
     """The rows of a stream with boundaries `cu_seqlens` (int [N + 1], on the host), or of its trees."""
     if nodes is not None:
         # Each path is a document of its own; what a shared token becomes is taken from the path that it belongs to.
-        of_paths, own = document_rows(cumulative(nodes.path_lens)), nodes.own
-        return replace(
-            of_paths,
-            rows=tuple(nodes.paths[x] for x in of_paths.rows),
-            to_stream=of_paths.to_stream[own],
-            tree=TreeRows(nodes.paths, own),
-        )
+        lens = nodes.end - nodes.start
+        ends, near_lens = nodes.path_lens.cumsum(0), torch.minimum(nodes.path_lens, lens + NEAR_TOKENS)
+        near = rows_of_paths(nodes.paths[concatenated_ranges(ends - near_lens, ends)], near_lens, lens)
+        whole = rows_of_paths(nodes.paths, nodes.path_lens, lens)
+        assert whole.tree is not None
+        pieces = find_pieces(nodes)
+        # Each piece is filled up to whole chunks: where they are short, walking the paths again is less work.
+        saves = len(nodes.until) + FILLING_TOKENS * len(pieces[0]) < len(nodes.paths)
+        return replace(whole, tree=replace(whole.tree, near=near, pieces=pieces if saves else None))
     starts, lens = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     document = torch.repeat_interleave(lens)
     order = lens.argsort(descending=True, stable=True)
@@ -137,6 +147,18 @@ def document_rows(cu_seqlens: Tensor, nodes: Nodes | None = None) -> DocumentRow
     to_stream = first[document] + torch.arange(len(document)) - starts[document]
     cu = cu_seqlens.to(torch.int32)
     return DocumentRows(tuple(rows), to_stream, cu, document[None].to(torch.int32), cu)
+
+
+def rows_of_paths(paths: Tensor, path_lens: Tensor, lens: Tensor) -> DocumentRows:
+    """Returns the rows of paths, the last `lens` tokens of which are their own; int64 [M] each."""
+    of_paths, ends = document_rows(cumulative(path_lens)), path_lens.cumsum(0)
+    own = concatenated_ranges(ends - lens, ends)
+    return replace(
+        of_paths,
+        rows=tuple(paths[x] for x in of_paths.rows),
+        to_stream=of_paths.to_stream[own],
+        tree=TreeRows(paths, own),
+    )
 
 
 def _rows_per_tensor(lens: list[int]) -> list[int]:

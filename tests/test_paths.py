@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from automodel_lite.paths import concatenated_ranges, find_nodes
+from automodel_lite.paths import concatenated_ranges, find_nodes, find_pieces
 from tests.attention.trees import random_rows, tree_of
 
 
@@ -20,7 +20,8 @@ def test_the_nodes_of_three_rows() -> None:
     assert nodes.paths.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 5, 8, 9, 10]
     assert nodes.before.tolist() == [-1, 1, 5]
     assert nodes.until.tolist() == [11, 11, 5, 5, 5, 11, 8, 8, 11, 11, 11]
-    assert nodes.own.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 13, 14, 15]
+    pieces = find_pieces(nodes)
+    assert [x.tolist() for x in pieces] == [[0, 2, 5, 6, 8], [2, 3, 1, 2, 3], [-1, 0, 0, 2, 2]]
 
 
 def test_a_tree_between_documents() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from automodel_lite.attention.packed_mixers import causal_conv1d, gated_delta_rule, mamba2_chunk_scan, selective_scan
-from automodel_lite.thd import DocumentRows, MixerPlan
+from automodel_lite.thd import NEAR_TOKENS, DocumentRows, MixerPlan
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Layout:
     boundary  the argument by which the package's kernel takes the documents; None without
     packed    ours in place of transformers' PyTorch, of the same arguments behind the documents; None without
     has_states  it returns a state, or None, beside its output
+    in_trees    what it needs where documents branch: whole "paths"; the tokens "near" a node; or its trunk's state, if
+                it is ours ("states")
     """
 
     tokens: dict[str, tuple[int, int | None]]
@@ -42,6 +44,7 @@ class Layout:
     boundary: str | None = None
     packed: Callable[..., Tensor] | None = None
     has_states: bool = False
+    in_trees: str = "paths"
 
 
 _CHANNELS, _HEADS = (2, 1), (1, 2)
@@ -50,10 +53,13 @@ _DELTA_RULE = Layout(
     boundary="cu_seqlens",
     packed=gated_delta_rule,
     has_states=True,
+    in_trees="states",
 )
 
 FUNCTIONS: dict[str, Layout] = {
-    "causal_conv1d_fn": Layout({"hidden_states": _CHANNELS}, {"weight": 0, "bias": 0}, "seq_idx", causal_conv1d),
+    "causal_conv1d_fn": Layout(
+        {"hidden_states": _CHANNELS}, {"weight": 0, "bias": 0}, "seq_idx", causal_conv1d, in_trees="near"
+    ),
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
     "mamba2_chunk_scan": Layout(
@@ -61,6 +67,7 @@ FUNCTIONS: dict[str, Layout] = {
         {"A": 0, "D": 0, "dt_bias": 0},
         "seq_idx",
         mamba2_chunk_scan,
+        in_trees="states",
     ),
     "mamba_selective_scan": Layout(
         {"hidden_states": _CHANNELS, "dt": _CHANNELS, "z": _CHANNELS, "B": (2, None), "C": (2, None)},
@@ -228,14 +235,19 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
         out = out[0] if has_states else out
         return out.movedim(places[0], (1, 2))
 
-    ours = packed_function(call.function, call.name)
+    ours, stream = packed_function(call.function, call.name), plan.stream
+    if layout.in_trees == "near" and stream.tree is not None and weights["weight"].shape[-1] <= NEAR_TOKENS:
+        stream = stream.tree.near or stream
     if takes_boundaries(call.function, layout.boundary):
-        boundaries = _boundaries(layout, plan.stream)
-        out = _on_paths(plan.stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0))
+        boundaries = _boundaries(layout, stream)
+        out = _on_paths(stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0))
     elif ours is not None:
         known = {name: value for name, value in arguments.items() if name in _parameters(ours)} | weights
-        document = plan.stream.document
-        out = _on_paths(plan.stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs))))
+        if layout.in_trees == "states" and stream.tree is not None and stream.tree.pieces is not None:
+            out = ours(stream.tree, **known | dict(zip(given, streams)))
+        else:
+            document = stream.document
+            out = _on_paths(stream, streams, lambda xs: ours(document, **known | dict(zip(given, xs))))
     else:
         out = plan.stream.each(mix, streams)
     if exchange is not None:

@@ -7,6 +7,9 @@ chunk's last document writes to the state that it passes on. So a document needs
     documents   0 0 0 0 0 1 | 1 1 2 2 2 3 | 3 3 3 3 3 3       what a chunk starts with:  nothing | of 1 | of 3
                                                               what it passes on:             1   |  3   | 3
 
+Where documents branch (paths.py), chunks are cut from pieces of the stream that follow the end of another each: a chunk
+starts with the state of the chunk that its first token follows on its path.
+
 All compute in fp32 at least, also under autocast. None takes or returns a state: that is for generation.
 
 Legend: T tokens, M chunks of L tokens, H heads, G groups of R heads, D dim of keys, P dim of values, C channels,
@@ -16,7 +19,7 @@ K taps, N dim of a channel's state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +30,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from automodel_lite.thd import TreeRows
 
 CHUNK = 64
 """The work inside a chunk grows with its length, the number of dependent steps falls with it."""
@@ -108,37 +113,70 @@ def _wide(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """document  int [M, L]: the document of each token; -1 behind the end of the stream"""
+    """document  int [M, L]: the document of each token; -1 behind the end of the stream
+    before    int [M, 1]: the document of the token before each chunk; -1 = none
+    parents   the chunk whose state each one starts with; -1 = none
+    places    int64 [M L]: the token at each place of a tree's chunks, T where there is none; None: the stream's order
+    own       int64 [T]: the place of each token
+    """
 
     document: Tensor
+    before: Tensor
+    parents: Sequence[int]
     num_tokens: int
+    places: Tensor | None = None
+    own: Tensor | None = None
 
     @classmethod
-    def of(cls, seq_idx: Tensor, length: int) -> Chunks:
-        """Made, with its masks, by the first layer that asks; others find it by the identity of `seq_idx`."""
-        known = _CHUNKS.setdefault(seq_idx, {})
+    def of(cls, stream: Tensor | TreeRows, length: int) -> Chunks:
+        """Made, with its masks, by the first layer that asks; others find it by the identity of the stream's tensor."""
+        known = _CHUNKS.setdefault(stream.own if isinstance(stream, TreeRows) else stream, {})
         if length not in known:
-            padding = -len(seq_idx) % length
-            document = F.pad(seq_idx, (0, padding), value=-1).unflatten(0, (-1, length))
-            known[length] = cls(document, len(seq_idx))
+            known[length] = cls._of_tree(stream, length) if isinstance(stream, TreeRows) else cls._cut(stream, length)
         return known[length]
+
+    @classmethod
+    def _cut(cls, seq_idx: Tensor, length: int) -> Chunks:
+        document = F.pad(seq_idx, (0, -len(seq_idx) % length), value=-1).unflatten(0, (-1, length))
+        before = F.pad(document[:-1, -1:], (0, 0, 1, 0), value=-1)
+        return cls(document, before, range(-1, len(document) - 1), len(seq_idx))
+
+    @classmethod
+    def _of_tree(cls, tree: TreeRows, length: int) -> Chunks:
+        """Cuts each piece by itself. Its last chunk is filled up with zeros, which leave a state as it is."""
+        assert tree.pieces is not None
+        starts, lens, parents = tree.pieces
+        counts = -(-lens // length)
+        first = counts.cumsum(0) - counts
+        piece = torch.repeat_interleave(counts)
+        behind = length * (torch.arange(len(piece)) - first[piece])  # tokens of the piece before each chunk
+        following = torch.arange(len(piece)) - 1
+        following[first] = torch.where(parents < 0, -1, (first + counts)[parents] - 1)
+        within, num_tokens = torch.arange(length), int(lens.sum())
+        is_token = within < (lens[piece] - behind)[:, None]
+        places = torch.where(is_token, (starts[piece] + behind)[:, None] + within, num_tokens).flatten()
+        own = torch.empty(num_tokens, dtype=torch.int64)
+        own[places[is_token.flatten()]] = is_token.flatten().nonzero().squeeze(1)
+        # One document in each chunk: 0 goes on, -1 is nobody's state.
+        before, document = following.clamp(max=0)[:, None], torch.zeros(len(piece), length, dtype=torch.int64)
+        device = [x.to(tree.own.device, non_blocking=True) for x in (document, before, places, own)]
+        return cls(device[0], device[1], following.tolist(), num_tokens, *device[2:])
 
     def cut(self, x_TH: Tensor) -> Tensor:
         """[T, H, ...] -> [M, H, L, ...]."""
-        padding = self.document.numel() - self.num_tokens
+        padding = 1 if self.places is not None else self.document.numel() - self.num_tokens
         if padding:
             x_TH = F.pad(x_TH, (0,) * (2 * x_TH.ndim - 1) + (padding,))
+        if self.places is not None:
+            x_TH = x_TH.index_select(0, self.places)
         return x_TH.unflatten(0, self.document.shape).transpose(1, 2).contiguous()
 
     def join(self, x_MHL: Tensor) -> Tensor:
         """[M, H, L, ...] -> [T, H, ...]."""
         x_TH = x_MHL.transpose(1, 2).flatten(0, 1)
+        if self.own is not None:
+            return x_TH.index_select(0, self.own)
         return x_TH if len(x_TH) == self.num_tokens else x_TH[: self.num_tokens]
-
-    @cached_property
-    def before(self) -> Tensor:
-        """int [M, 1], the document of the token before each chunk."""
-        return F.pad(self.document[:-1, -1:], (0, 0, 1, 0), value=-1)
 
     @cached_property
     def same(self) -> Tensor:
@@ -197,7 +235,7 @@ def _exp(log: Tensor, keep: Tensor) -> Tensor:
 
 
 def gated_delta_rule(
-    seq_idx: Tensor,
+    stream: Tensor | TreeRows,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -215,7 +253,7 @@ def gated_delta_rule(
     """
     dtype, heads = query.dtype, value.shape[1]
     with torch.autocast(query.device.type, enabled=False):
-        chunks = Chunks.of(seq_idx, CHUNK if g.ndim == 2 else CHUNK_OF_CHANNELS)
+        chunks = Chunks.of(stream, CHUNK if g.ndim == 2 else CHUNK_OF_CHANNELS)
         query, key, value, g, beta = map(_wide, (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
@@ -227,7 +265,8 @@ def gated_delta_rule(
         inputs = torch.cat([v, k * decays.from_before], -1) * beta
         solved = torch.linalg.solve_triangular(by_key * beta, inputs, upper=False, unitriangular=True)
         written, read = solved.split([v.shape[-1], k.shape[-1]], -1)
-        states, written = _delta_states(written, read, k * decays.to_end, decays.from_before[:, :, -1, :, None])
+        decay = decays.from_before[:, :, -1, :, None]
+        states, written = _delta_states(written, read, k * decays.to_end, decay, chunks.parents)
         out = (q * decays.from_before) @ states + by_query @ written
     return chunks.join(out).to(dtype)
 
@@ -241,19 +280,21 @@ def _scores(q: Tensor, k: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
     return by_query, by_key
 
 
-def _delta_states(written: Tensor, read: Tensor, keys: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+def _delta_states(
+    written: Tensor, read: Tensor, keys: Tensor, decay: Tensor, parents: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """The state before each chunk [M, H, D, P], and what its tokens write, now that the state is known [M, H, L, P]."""
-    state = written.new_zeros(*keys.shape[1:2], keys.shape[-1], written.shape[-1])
+    ends = [written.new_zeros(*keys.shape[1:2], keys.shape[-1], written.shape[-1])]  # first what follows nothing
     states, outs = [], []
-    for w, r, k, d in zip(written.unbind(), read.unbind(), keys.mT.unbind(), decay.unbind()):
-        states.append(state)
-        outs.append(torch.baddbmm(w, r, state, alpha=-1))
-        state = torch.baddbmm(state * d, k, outs[-1])
+    for w, r, k, d, parent in zip(written.unbind(), read.unbind(), keys.mT.unbind(), decay.unbind(), parents):
+        states.append(ends[parent + 1])
+        outs.append(torch.baddbmm(w, r, states[-1], alpha=-1))
+        ends.append(torch.baddbmm(states[-1] * d, k, outs[-1]))
     return torch.stack(states), torch.stack(outs)
 
 
 def mamba2_chunk_scan(
-    seq_idx: Tensor,
+    stream: Tensor | TreeRows,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -272,7 +313,7 @@ def mamba2_chunk_scan(
     group share B and C and are one product.
     """
     with torch.autocast(dt.device.type, enabled=False):
-        chunks = Chunks.of(seq_idx, CHUNK)
+        chunks = Chunks.of(stream, CHUNK)
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         dt = _wide((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
@@ -284,7 +325,9 @@ def mamba2_chunk_scan(
         inside = ((c @ b.mT)[:, :, None] * between).flatten(1, 2) @ x
         added = b.mT @ _heads_last(x * decays.to_end, by_group)
         decay = _heads_last(decays.from_before[:, :, -1:].expand(*x.shape[:2], 1, x.shape[-1]), by_group)
-        from_before = (c @ _states(added, decay)).unflatten(-1, (-1, x.shape[-1])).transpose(2, 3).flatten(1, 2)
+        from_before = (
+            (c @ _states(added, decay, chunks.parents)).unflatten(-1, (-1, x.shape[-1])).transpose(2, 3).flatten(1, 2)
+        )
         out = chunks.join(inside + from_before * decays.from_before)
         return out if D is None else out + D[:, None] * hidden_states
 
@@ -294,13 +337,12 @@ def _heads_last(x: Tensor, by_group: tuple[int, int]) -> Tensor:
     return x.unflatten(1, by_group).transpose(2, 3).flatten(3)
 
 
-def _states(added: Tensor, decay: Tensor) -> Tensor:
+def _states(added: Tensor, decay: Tensor, parents: Sequence[int]) -> Tensor:
     """[M, ...]: the state before each chunk."""
-    state = torch.zeros_like(added[0])
-    states = []
-    for a, d in zip(added.unbind(), decay.unbind()):
-        states.append(state)
-        state = torch.addcmul(a, state, d)
+    ends, states = [torch.zeros_like(added[0])], []
+    for a, d, parent in zip(added.unbind(), decay.unbind(), parents):
+        states.append(ends[parent + 1])
+        ends.append(torch.addcmul(a, states[-1], d))
     return torch.stack(states)
 
 
@@ -367,5 +409,5 @@ def _scan(chunks: Chunks, A: Tensor, dt_TC: Tensor, written_TC: Tensor, B_TN: Te
     state = A.new_zeros(len(chunks.document), *A.shape)
     if len(state) > 1:
         decay = torch.addcmul(new.sum(0)[:, None, None], cut[0].sum(0)[..., None], A).exp()
-        state = _states(run(state)[1], decay)
+        state = _states(run(state)[1], decay, chunks.parents)
     return chunks.join(run(state)[0].transpose(0, 1)[:, None])[:, 0]

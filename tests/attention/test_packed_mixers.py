@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from torch import Tensor
 
 from automodel_lite.attention import packed_mixers
 from automodel_lite.attention.mixer_functions import FUNCTIONS, packed_function
+from automodel_lite.paths import find_nodes, find_pieces
 from automodel_lite.thd import document_rows
 from tests.attention.hybrids import HYBRIDS, InFloat64
+from tests.attention.trees import batch_of, random_rows
 
 G, H, D, P, C = 2, 4, 8, 16, 12
 """Groups, heads, dims of keys and values, channels."""
@@ -118,6 +122,31 @@ def test_a_stream_equals_its_documents(name: str, lens: list[int]) -> None:
     theirs = largest_error(output_and_gradients(by_document, name, lens, torch.float32), want)
     assert ours < 1e-5
     assert ours < 3 * theirs
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"])
+def test_a_branch_starts_from_its_trunks_state(name: str, seed: int) -> None:
+    """Against the same function on every path as a whole; nodes of one token, too, and padding."""
+    r = random.Random(seed)
+    batch, _ = batch_of([random_rows(r, 50), random_rows(r, 50, 0), random_rows(r, 50, 2, 3)], 1 + 7 * (seed % 2))
+    nodes = find_nodes(batch.cu_seqlens_padded, batch.position_ids, batch.cu_seqlens.diff())
+    assert nodes is not None
+    assert batch.mixers is not None
+    assert batch.mixers.stream.tree is not None
+    tree, document = replace(batch.mixers.stream.tree, pieces=find_pieces(nodes)), batch.mixers.stream.document
+    function: Any = packed_function(function_of(name, FUNCTION_OF[name]), name)
+
+    def on_tree(name: str, lens: list[int], streams: dict[str, Tensor], **rest: Any) -> Tensor:
+        return function(tree, **streams, **rest)  # type: ignore[no-any-return]
+
+    def on_paths(name: str, lens: list[int], streams: dict[str, Tensor], **rest: Any) -> Tensor:
+        walked = {key: x.index_select(0, tree.paths) for key, x in streams.items()}
+        return function(document, **walked, **rest).index_select(0, tree.own)  # type: ignore[no-any-return]
+
+    lens = [len(batch.labels)]
+    got, want = (output_and_gradients(way, name, lens, torch.float64) for way in (on_tree, on_paths))
+    assert largest_error(got, want) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["causal_conv1d_fn", "mamba_selective_scan"])

@@ -14,7 +14,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 from tests.attention.families import FAMILIES, VOCAB, build, gradients
 from tests.attention.hybrids import HYBRIDS, ONE_OF_EACH_KIND, InFloat64, build_hybrid
-from tests.attention.trees import Row, batch_of, random_rows
+from tests.attention.trees import Row, batch_of, labelled, random_rows
 
 LOSS, GRADIENT = 1e-6, 1e-5
 """fp32, relative; of gradients, to the largest. Hybrids run in fp64: their random weights are large."""
@@ -58,3 +58,23 @@ def test_trees_equal_their_rows(family: str) -> None:
         install(model, ReferenceAttention())
         for multiple in (1, 8):
             assert_equal(as_trees(model, *batch_of(trees, multiple)), want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "lfm2"])
+def test_long_branches_start_from_their_trunks_state(family: str) -> None:
+    """Where walking the paths again would be more work: a trunk of 150 tokens, branches of 40 and more."""
+    r = random.Random(family)
+    trunk, turn = ([r.randrange(3, VOCAB) for _ in range(n)] for n in (150, 60))
+    rows = [[*trunk, *[r.randrange(3, VOCAB) for _ in range(n)]] for n in (40, 70, 90)]
+    rows += [[*trunk[:100], *turn, *[r.randrange(3, VOCAB) for _ in range(n)]] for n in (50, 80)]
+    trees = [[labelled(ids, 100) for ids in rows], [labelled(turn, 1)]]
+    with InFloat64():
+        model = build_hybrid(family).double()
+        want = rows_one_by_one(model, trees)
+        install(model, ReferenceAttention())
+        for multiple in (1, 8):
+            batch, weights = batch_of(trees, multiple)
+            assert batch.mixers is not None
+            assert batch.mixers.stream.tree is not None
+            assert batch.mixers.stream.tree.pieces is not None
+            assert_equal(as_trees(model, batch, weights), want)
