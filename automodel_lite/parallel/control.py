@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.errors import ConfigError, DataError, RunStoppedError
 
-_ERRORS: dict[str, type[Exception]] = {
-    "ConfigError": ConfigError,
-    "DataError": DataError,
-    "RunStoppedError": RunStoppedError,
-    "OSError": OSError,
-}
+T = TypeVar("T")
+SLOW_TIMEOUT_S = 3600  # a slow disk is not a dead rank
 
 
 @dataclass(frozen=True)
@@ -48,51 +42,45 @@ class Control:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
         return agreed.tolist()
 
-    def sum(self, value: int) -> int:
-        if self.group is None:
-            return value
-        total = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(total, group=self.group)
-        return int(total)
-
-    def on_first(self, fn: Callable[[], Any]) -> Any:
-        """Calls fn on rank 0 alone: every rank gets its value (JSON), or its error: the same one of `_ERRORS`, or
-        RuntimeError.
-        """
+    def on_first(self, fn: Callable[[], T]) -> T:
+        """Calls fn on rank 0 alone; every rank returns its value, or raises its error."""
         if self.group is None:
             return fn()
-        failure: Exception | None = None
-        answer: dict[str, Any] = {}
-        if self.is_first:
-            try:
-                answer = {"value": fn()}
-            except Exception as error:
-                failure = error
-                kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), "RuntimeError")
-                number = error.errno if isinstance(error, OSError) else None
-                answer = {"error": kind, "number": number, "text": _decoded(error)}
-        answer = self._from_first(answer)
-        if failure is not None:
-            raise failure
-        if "error" in answer:
-            arguments = (answer["text"],) if answer["number"] is None else (answer["number"], answer["text"])
-            raise _ERRORS.get(answer["error"], RuntimeError)(*arguments)
-        return answer["value"]
+        outcomes: list[Any] = [_outcome(fn)] if self.is_first else [None]
+        dist.broadcast_object_list(outcomes, 0, group=self.group)
+        return _values(outcomes)[0]  # type: ignore[no-any-return]
+
+    def on_all(self, fn: Callable[[], T]) -> list[T]:
+        """Calls fn on every rank; each returns the values of all, in rank order, or raises the error of the first rank
+        that has one.
+        """
+        if self.group is None:
+            return [fn()]
+        outcomes: list[Any] = [None] * self.world_size
+        dist.all_gather_object(outcomes, _outcome(fn), group=self.group)
+        return _values(outcomes)
 
     def barrier(self) -> None:
         if self.group is not None:
             dist.all_reduce(torch.zeros(1), group=self.group)
 
-    def _from_first(self, answer: dict[str, Any]) -> Any:
-        text = json.dumps(answer).encode()
-        size = torch.tensor(len(text))
-        dist.broadcast(size, 0, group=self.group)
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.is_first else torch.empty(int(size)).byte()
-        dist.broadcast(data, 0, group=self.group)
-        return json.loads(data.numpy().tobytes())
+
+def _outcome(fn: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return fn(), None
+    except (OSError, ValueError, RuntimeError) as error:
+        # an error of a library may not survive pickling: those of Python, and ours, are made of their arguments
+        is_plain = type(error).__module__.split(".")[0] in ("builtins", "automodel_lite")
+        return None, error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
-SLOW_TIMEOUT_S = 3600  # a slow disk is not a dead rank
+def _values(outcomes: Sequence[tuple[Any, Exception | None]]) -> list[Any]:
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [value for value, _ in outcomes]
 
 
 def open_control(config: MeshConfig, is_slow: bool = False) -> Control:
@@ -104,7 +92,3 @@ def open_control(config: MeshConfig, is_slow: bool = False) -> Control:
         return Control(None)
     timeout_s = max(config.timeout_s, SLOW_TIMEOUT_S) if is_slow else config.timeout_s
     return Control(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
-
-
-def _decoded(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -16,16 +16,13 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,19 +32,22 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from automodel_lite.config.schema import CheckpointConfig, Config
-from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.errors import ConfigError, RunStoppedError, one_line
 from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub
 from automodel_lite.run import checkpoint_folder as on_disk
 from automodel_lite.run.folder import RunFolder, config_yaml
 from automodel_lite.run.sharded_files import (
+    INDEX,
     BrokenCheckpointError,
-    ShardReader,
-    ShardWriter,
     as_boxes,
     check_fits,
-    check_index,
+    index_text,
+    own_parts,
+    read_index,
+    read_tensors,
     take_boxes,
+    write_parts,
 )
 from automodel_lite.run.staging import HostCopies
 
@@ -55,7 +55,7 @@ JsonState = dict[str, Any]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Frozen weights (the base of an adapter) come from where the model came from; `check_fits` misses a trained one."""
-_BROKEN = (BrokenCheckpointError, CheckpointException, SafetensorError, OSError, ValueError, KeyError, RuntimeError)
+_BROKEN = (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _Save:
     path: Path
     began: float  # time.monotonic()
     num_bytes: int
-    error: BaseException | None = None  # CheckpointException is no Exception
+    error: Exception | None = None
     is_done: bool = False
     thread: threading.Thread | None = None
 
@@ -131,18 +131,23 @@ class Checkpointer:
             return True
         tensors, scalars = flat_state(model, optimizer)
         tensors = as_boxes(tensors)
-        state = json.loads(json.dumps({**state, "optimizer_scalars": scalars}))  # a copy: later changes stay out of it
+        parts, layouts = own_parts(tensors, self.saver.rank, self.saver.world_size)
+        texts = {  # as they are now: what the training changes later stays out of them
+            f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
+            on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
+            "config.yaml": self._config_text,
+        }
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_pending = current, False
         if self.config.mode == "sync" or wait:
-            self._write(current, tensors, state)
+            self._write(current, parts, texts)
             self.finish()
         else:
             try:
-                tensors = self._copies.take(tensors)
+                parts = self._copies.take(parts)
             except (OSError, RuntimeError) as error:  # a host without room for a copy: the other ranks learn of it
                 current.error = error
-            current.thread = threading.Thread(target=self._write, args=(current, tensors, state), daemon=True)
+            current.thread = threading.Thread(target=self._write, args=(current, parts, texts), daemon=True)
             current.thread.start()
         return self.newest == path
 
@@ -173,66 +178,46 @@ class Checkpointer:
             self.say(f"{current.step:7d}  saved {current.path.name} ({_size(current.num_bytes)}, {took_s:.1f} s)")
         else:
             self.failed_step = current.step
-            text = scrub(" ".join(_cause(current.error).split()))[:300]
+            text = scrub(_cause(current.error))
             self.say(f"{current.step:7d}  WARNING: step {current.step} is not saved: {text}; will retry")
 
-    def _write(self, current: _Save, tensors: dict[str, Tensor], state: JsonState) -> None:
+    def _write(self, current: _Save, parts: dict[str, Tensor], texts: dict[str, str]) -> None:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all ranks."""
         temporary = self.folder / f".tmp-{self._token}-{current.path.name}"
-        tensors_folder = temporary / on_disk.TENSORS
-        writer = ShardWriter(tensors_folder, self.saver.rank)
-        try:
-            if self.saver.max([int(current.error is not None)])[0]:
-                raise current.error or OSError("another rank has no memory for a copy of its tensors")
-            self.saver.on_first(lambda: self._begin(current, temporary))
-            dcp.save(
-                tensors,
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self.saver.group,
-                no_dist=self.saver.group is None,
-            )
-            check = partial(self._check_last, tensors_folder)
-            self.saver.on_first(
-                lambda: on_disk.complete(temporary, current.path, state, self._config_text, writer.checksums, check)
-            )
-        except (Exception, CheckpointException) as error:  # any failure: the run continues without this checkpoint
-            current.error = self._cause_of_failure(error, temporary)
-        else:
-            if self.saver.is_first:
-                self._delete_old()
-        finally:
-            current.is_done = True
 
-    def _begin(self, current: _Save, temporary: Path) -> None:
-        self.fence()
-        on_disk.begin(temporary, current.num_bytes)
+        def begin() -> None:
+            self.fence()
+            on_disk.begin(temporary, current.num_bytes)
 
-    def _check_last(self, tensors_folder: Path) -> None:
-        """Before the rename."""
-        check_index(tensors_folder)
-        self.fence()
-
-    def _cause_of_failure(self, error: BaseException, temporary: Path) -> BaseException:
-        """The loss of the folder, on all ranks, where that is why; else nothing is left behind."""
+        def write() -> tuple[str, str] | None:
+            if current.error is not None:
+                raise current.error
+            return write_parts(temporary / on_disk.TENSORS, self.saver.rank, parts)
 
         def clean_up() -> None:
             self.fence()
             shutil.rmtree(temporary, ignore_errors=True)
 
-        try:
-            self.saver.on_first(clean_up)
-        except RunStoppedError as lost:
-            return lost
-        except Exception:  # a rank is gone: the training finds out
-            return error
-        return error
+        def delete_old() -> None:
+            try:
+                on_disk.delete_old(self.folder, self.config)
+            except OSError as error:
+                self.say(f"WARNING: old checkpoints could not be deleted ({error}); will retry after the next save")
 
-    def _delete_old(self) -> None:
         try:
-            on_disk.delete_old(self.folder, self.config)
-        except OSError as error:
-            self.say(f"WARNING: old checkpoints could not be deleted ({error}); will retry after the next save")
+            self.saver.on_first(begin)
+            checksums = dict(filter(None, self.saver.on_all(write)))
+            self.saver.on_first(lambda: on_disk.complete(temporary, current.path, texts, checksums, self.fence))
+            self.saver.on_first(delete_old)
+        except Exception as error:  # any failure: the run continues without this checkpoint
+            current.error = error
+            with suppress(Exception):  # a rank is gone: the training finds out
+                try:
+                    self.saver.on_first(clean_up)
+                except RunStoppedError as lost:  # on all ranks: the folder is another job's, which is why
+                    current.error = lost
+        finally:
+            current.is_done = True
 
     # ------------------------------------------------------------------------------------------------------ loading
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
@@ -248,7 +233,7 @@ class Checkpointer:
             try:
                 state = self._load(self.folder / name, model, optimizer)
             except _BROKEN as error:
-                reasons.append(f"{name} does not load: {' '.join(_cause(error).split())[:300]}")
+                reasons.append(f"{name} does not load: {_cause(error)}")
                 self.say(reasons[-1])
                 continue
             self.newest = self.folder / name
@@ -266,46 +251,35 @@ class Checkpointer:
         return {"complete": [path.name for path in complete], "skipped": skipped}
 
     def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState:
-        self._check_sums(path)
+        shares = self.control.on_all(lambda: on_disk.broken_files(path, self.control.rank, self.control.world_size))
+        if broken := [name for share in shares for name in share]:
+            raise BrokenCheckpointError(f"a file does not match its checksum ({broken[0]})")
         state: JsonState = self.control.on_first(lambda: on_disk.read_state(path))
-        reader = ShardReader(path / on_disk.TENSORS)
         tensors, _ = flat_state(model, optimizer)
         boxes = as_boxes(tensors)
-        self.control.on_first(lambda: check_fits(reader.read_metadata(), boxes))
-        dcp.load(
-            boxes,
-            storage_reader=reader,
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=self.control.group,
-            no_dist=self.control.group is None,
-        )
+
+        def read() -> None:
+            index = read_index(path / on_disk.TENSORS)
+            check_fits(index, boxes)
+            read_tensors(path / on_disk.TENSORS, index, boxes)
+
+        self.control.on_all(read)
         take_boxes(tensors, boxes)
         _set_flat_state(model, optimizer, tensors, state.pop("optimizer_scalars"))
         return state
-
-    def _check_sums(self, path: Path) -> None:
-        """Raises BrokenCheckpointError on every rank when a file has other bytes than were written."""
-        ranks = self.control.world_size
-        broken = on_disk.broken_files(path, self.control.rank, ranks)
-        if self.control.max([len(broken)])[0]:
-            named = f" ({broken[0]})" if broken else ""
-            raise BrokenCheckpointError(f"a file does not match its checksum{named}")
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Restores the trained weights alone from a checkpoint, in place, in one process: for export. Of a run with
     training.ema_decay it is their average.
     """
-    reader = ShardReader(path / on_disk.TENSORS)
-    known = reader.read_metadata().state_dict_metadata.keys()
+    index = read_index(path / on_disk.TENSORS)
     weights: dict[str, Any] = dict(_weights(model))
     averages = {name: f"optimizer.state.{name}.ema" for name in weights}
-    stored = {name: average if average in known else f"model.{name}" for name, average in averages.items()}
-    if missing := sorted(set(stored.values()) - known):
+    stored = {name: average if average in index else f"model.{name}" for name, average in averages.items()}
+    if missing := sorted(set(stored.values()) - index.keys()):
         raise BrokenCheckpointError(f"{path}: {len(missing)} weights are missing, {missing[0]} first")
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    tensors = {stored[name]: value for name, value in weights.items()}
-    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    read_tensors(path / on_disk.TENSORS, index, {stored[name]: value for name, value in weights.items()})
     set_model_state_dict(model, weights, options=_TRAINED)
 
 
@@ -343,13 +317,7 @@ def _set_flat_state(
 
 
 def _cause(error: BaseException) -> str:
-    """The first rank's own words out of the pile that torch.distributed.checkpoint makes of them."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(sorted(error.failures.items())))
-        return f"rank {rank}: {_cause(cause)}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
+    return error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
 
 
 def _size(num_bytes: int) -> str:

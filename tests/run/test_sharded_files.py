@@ -1,0 +1,124 @@
+"""Where each part of a sharded tensor is, and what a save of a thousand ranks costs the first of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
+
+from automodel_lite.run import checkpoint_folder
+from automodel_lite.run.sharded_files import (
+    BrokenCheckpointError,
+    Layout,
+    index_text,
+    own_parts,
+    read_index,
+    read_tensors,
+    write_parts,
+)
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted", "parts"),
+    [
+        (Layout("float32", [7], 3), [(0, 7)], [(3, [(0, 7)])]),
+        (Layout("float32", []), [], [(0, [])]),
+        # 10 rows over 4 ranks: 3, 3, 3, 1
+        (Layout("float32", [10], 0, [[4, 1, 0]]), [(2, 4)], [(0, [(0, 3)]), (1, [(3, 6)])]),
+        (Layout("float32", [10], 0, [[4, 1, 0]]), [(9, 10)], [(3, [(9, 10)])]),
+        # 2 rows over 4 ranks: two have none
+        (Layout("float32", [2], 0, [[4, 1, 0]]), [(0, 2)], [(0, [(0, 1)]), (1, [(1, 2)])]),
+        # rows over every second rank from rank 1 on, columns over neighbors
+        (Layout("float32", [4, 6], 4, [[2, 2, 0], [2, 1, 1]]), [(1, 2), (2, 4)], [(4, [(0, 2), (0, 3)]), (5, [(0, 2), (3, 6)])]),
+        # the same dim twice
+        (Layout("float32", [8], 0, [[2, 2, 0], [2, 1, 0]]), [(3, 5)], [(1, [(2, 4)]), (2, [(4, 6)])]),
+    ],
+    ids=["whole", "scalar", "uneven", "last", "empty", "two_dims", "twice"],
+)  # fmt: skip
+def test_parts_that_overlap(layout: Layout, wanted: list, parts: list) -> None:
+    assert list(layout.parts(wanted)) == parts
+
+
+def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], bool]:
+    """Saves tensors of several layouts, one of them on meshes side by side; reads them cut in other ways."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = {name: torch.randn(5, 6, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("vwxyz")}
+    cuts = {
+        "v": (mesh, [Replicate(), Shard(0)]),
+        "w": (mesh, [Replicate(), Shard(1)]),
+        "x": (mesh, [Shard(1), Shard(0)]),
+        "y": (mesh["a"], [Shard(0)]),
+    }
+    tensors = {"z": whole["z"], **{name: distribute_tensor(whole[name], *cut) for name, cut in cuts.items()}}
+    mine, layouts = own_parts(tensors, rank, world_size)
+    write_parts(Path(folder), rank, mine)
+    if rank == 0:
+        Path(folder, "index.json").write_text(index_text(layouts))
+    dist.barrier()
+    others = init_device_mesh("cpu", (4,))
+    fresh = {name: distribute_tensor(torch.zeros(5, 6), others, [Shard(number % 2)]) for number, name in enumerate("vwxyz")}  # fmt: skip
+    read_tensors(Path(folder), read_index(Path(folder)), fresh)
+    return sorted(mine), all(torch.equal(tensor.full_tensor(), whole[name]) for name, tensor in fresh.items())
+
+
+def test_any_layout_is_read_into_any_other(tmp_path: Path) -> None:
+    keys, equal = zip(*run_ranks(_round_trip, 4, str(tmp_path)))
+    assert equal == (True,) * 4
+    # v by its first replica, w by its second; x by all; y by the mesh of rank 0 alone; z by rank 4 % 4
+    assert keys == (["v@0,0", "x@0,0", "y@0,0", "z@0,0"], ["v@3,0", "x@3,0"], ["w@0,0", "x@0,3", "y@3,0"], ["w@0,3", "x@3,3"])  # fmt: skip
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(json.dumps({"version": 1, "tensors": {}}))
+    with pytest.raises(BrokenCheckpointError, match="its format is version 1, and this program reads 2"):
+        read_index(tmp_path)
+
+
+def _save_as_rank_0_of_1024(folder: Path) -> tuple[float, int]:
+    """CPU seconds of rank 0 for all that grows with the ranks, for the 3 x 291 tensors of an 8B; bytes of the index."""
+    mesh = DeviceMesh("cpu", torch.arange(1024).view(2, 512))
+    tensors = {}
+    for number in range(873):
+        size = torch.Size((4096 + 1024 * (number % 4), 4096))
+        part = (
+            torch.zeros(-(-size[0] // 512), 4096)
+            if number % 100 == 0
+            else torch.zeros(1).expand(-(-size[0] // 512), 4096)
+        )
+        tensors[f"model.layers.{number}.mlp.gate_proj.weight"] = DTensor.from_local(
+            part, mesh, [Replicate(), Shard(0)], run_check=False, shape=size, stride=(4096, 1)
+        )
+    began = time.process_time()
+    mine, layouts = own_parts(tensors, 0, 1024)
+    text = index_text(layouts)
+    spent = time.process_time() - began
+    assert len(mine) == 437  # every second one is written by the other replica
+    temporary = folder / ".tmp-step"
+    checkpoint_folder.begin(temporary, 0)
+    checksums = {}
+    for rank in range(1024):
+        (temporary / f"tensors/rank_{rank:05d}.safetensors").write_bytes(b"shard")
+        checksums[f"rank_{rank:05d}.safetensors"] = "00000000"
+    began = time.process_time()
+    texts = {"tensors/index.json": text, "state.json": "{}"}
+    checkpoint_folder.complete(temporary, folder / "step_00000001", texts, checksums, lambda: None)
+    return spent + time.process_time() - began, len(text)
+
+
+def test_a_save_of_1024_ranks_costs_the_first_2_cpu_seconds(tmp_path: Path) -> None:
+    dist.init_process_group("fake", rank=0, world_size=1024)
+    try:
+        cpu_s, index_bytes = _save_as_rank_0_of_1024(tmp_path)
+    finally:
+        dist.destroy_process_group()
+    print(f"{cpu_s:.2f} CPU-s, index {index_bytes / 1e6:.2f} MB")
+    assert cpu_s < 2
+    assert index_bytes < 5e6
