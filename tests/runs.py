@@ -146,7 +146,6 @@ def _train_raw(raw: DictConfig, stop_at: int = 0, stop_by: signal.Signals = sign
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         train_ft.TrainFinetuneRecipe.step = real_step  # type: ignore[method-assign]
-        SIGNALS._stop_watching()  # its thread would take the next run's pause for a hang, and end this process
         SIGNALS.__init__()  # type: ignore[misc]  # what this run was told is not for the next one
     return code, screen.getvalue()
 

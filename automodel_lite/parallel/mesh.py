@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
 import resource
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,101 +84,58 @@ class Mesh:
             dist.destroy_process_group()
 
 
-class Rendezvous:
-    """Where the ranks meet; one object per process. The jobs of a sweep run in the same ranks, one after the other, and
-    each has its process groups under its own prefix in the launcher's store: under the same names the second job would
-    find the keys of the first, and hang.
+LINE_EVERY_S = 30.0
+_START_S = 600.0  # for rank 0 to start
+
+
+@lru_cache(maxsize=1)
+def launchers_store() -> dist.Store:
+    """Returns the launcher's store, where the ranks meet; raises ConfigError when its address is wrong, with a line
+    every 30 s until then.
     """
-
-    def __init__(self) -> None:
-        self._store: dist.Store | None = None
-        self._of_job: dist.Store | None = None
-
-    def of_job(self, number: int) -> Rendezvous:
-        """From now on groups belong to this job of a sweep."""
-        if "RANK" in os.environ:
-            self._of_job = dist.PrefixStore(f"job{number}", self._launchers())
-        return self
-
-    def store(self) -> dist.Store | None:
-        """For messages between the ranks of this job, before and beside its groups; None without a launcher."""
-        if "MASTER_ADDR" not in os.environ:
-            return None
-        return dist.PrefixStore("words", self._of_job or self._launchers())
-
-    def _launchers(self) -> dist.Store:
-        """The launcher's store; raises ConfigError when its address is wrong, with a line every 30 s until then."""
-        if self._store is not None:
-            return self._store
-        host, port = os.environ["MASTER_ADDR"], launched("MASTER_PORT", 0)
+    host, port = os.environ["MASTER_ADDR"], launched("MASTER_PORT", 0)
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR={host} is no host that this one knows ({error.strerror}).") from None
+    began, timeout = time.monotonic(), timedelta(seconds=LINE_EVERY_S)
+    while True:
         try:
-            socket.getaddrinfo(host, port)
-        except OSError as error:
-            raise ConfigError(f"MASTER_ADDR={host} is no host that this one knows ({error.strerror}).") from None
-        with _lines_every(LINE_EVERY_S, f"waiting for rank 0 at {host}:{port}"):
-            try:
-                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
-                    self._store = next(dist.rendezvous("env://", timeout=_START))[0]
-                else:  # nobody waits in there for all ranks: who is missing is named by `Peers`
-                    self._store = dist.TCPStore(
-                        host, port, world_size(), rank() == 0, _START, wait_for_workers=False, multi_tenant=True
-                    )
-            except dist.DistError as error:
-                cause = (
-                    "is taken by another program, or two processes have RANK=0" if rank() == 0 else "does not answer"
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
+                store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
+            else:  # nobody waits in there for all ranks: who is missing is named by `Peers`
+                is_first = rank() == 0
+                store = dist.TCPStore(
+                    host, port, world_size(), is_first, timeout, wait_for_workers=False, multi_tenant=True
                 )
+        except dist.DistError as error:
+            waited_s = time.monotonic() - began
+            if rank() == 0 or waited_s >= _START_S:
+                cause = "does not answer" if rank() else "is taken by another program, or two processes have RANK=0"
                 raise ConfigError(
                     f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set the same free port "
                     "on every node."
                 ) from None
-        return self._store
-
-    def open_group(self, backend: str, timeout: timedelta) -> None:
-        """The default process group, over all ranks; without a launcher this process alone."""
-        if "RANK" not in os.environ:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-            return
-        allow_sockets(world_size())
-        store = self._of_job or dist.PrefixStore("groups", self._launchers())
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
-        # a rank that fails at once would close connections that others still open, and theirs would be the first error
-        if store.add("connected", 1) == world_size():
-            store.set("all_connected", "")
-        store.wait(["all_connected"], timeout)
-
-    def agree(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-        """The end of a job: closes what it left open, waits for all ranks, and returns the outcome of each."""
-        if dist.is_initialized():
-            dist.destroy_process_group()  # ranks that wait for this one in a collective of gloo leave it
-        if self._of_job is None:
-            return [outcome]
-        self._of_job.set(f"outcome{rank()}", json.dumps(outcome))
-        keys = [f"outcome{number}" for number in range(world_size())]
-        self._of_job.wait(keys, _FOREVER)
-        return [json.loads(self._of_job.get(key)) for key in keys]
+            if launched("LOCAL_RANK", 0) == 0:
+                text = f"[rank {rank()}] waiting for rank 0 at {host}:{port} ({waited_s:.0f} s)"
+                print(text, file=sys.stderr, flush=True)
+        else:
+            store.set_timeout(timedelta(seconds=_START_S))
+            return store
 
 
-@contextmanager
-def _lines_every(seconds: float, text: str) -> Iterator[None]:
-    """A line of the first process of a node for what takes long; the call inside may hold the main thread."""
-    is_over, began = threading.Event(), time.monotonic()
-
-    def say() -> None:
-        while not is_over.wait(seconds):
-            print(f"[rank {rank()}] {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
-
-    if launched("LOCAL_RANK", 0) == 0:
-        threading.Thread(target=say, daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
-
-
-RENDEZVOUS = Rendezvous()
-LINE_EVERY_S = 30.0
-_START = timedelta(minutes=10)  # for rank 0 to start
-_FOREVER = timedelta(days=30)
+def _open_group(backend: str, timeout: timedelta) -> None:
+    """Opens the default process group, over all ranks; without a launcher this process alone."""
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    allow_sockets(world_size())
+    store = dist.PrefixStore("groups", launchers_store())
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
+    # a rank that fails at once would close connections that others still open, and theirs would be the first error
+    if store.add("connected", 1) == world_size():
+        store.set("all_connected", "")
+    store.wait(["all_connected"], timeout)
 
 
 def allow_sockets(num_ranks: int) -> None:
@@ -245,6 +199,6 @@ def init_mesh(config: MeshConfig) -> Mesh:
         return Mesh(shape, device, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        RENDEZVOUS.open_group(backend, timedelta(seconds=config.timeout_s))
+        _open_group(backend, timedelta(seconds=config.timeout_s))
     sizes = (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
     return Mesh(shape, device, init_device_mesh(device.type, sizes, mesh_dim_names=AXES))

@@ -31,7 +31,7 @@ import automodel_lite
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RanksDifferError, one_line
 from automodel_lite.launched import launched, rank, world_size
-from automodel_lite.parallel.mesh import LINE_EVERY_S, RENDEZVOUS
+from automodel_lite.parallel.mesh import LINE_EVERY_S, launchers_store
 from automodel_lite.parallel.processes import ProcessId, this_process
 from automodel_lite.redact import scrub
 
@@ -42,6 +42,7 @@ _BEAT_EVERY_LOOKS = 10
 _SILENT_S, _DEAD_S = 25.0, 60.0  # without a heartbeat: named, and taken for dead
 _START_S = 600.0  # for a rank that has not started
 _LATEST_S = 3600.0  # for one that has: reading data may take as long on a slow node
+_SILENT = f"no heartbeat for {_DEAD_S:.0f} s: its host may be down"
 _GONE = "ended without a message (killed, out of memory, or a crash)"
 MAY_DIFFER = ("cache_dir", "training.num_threads")
 """Settings that may differ between nodes."""
@@ -64,8 +65,8 @@ class Peers:
         if self._store.add(f"claims/{rank()}", 1) > 1:
             other = json.loads(self._store.get(f"process/{rank()}"))
             raise ConfigError(
-                f"two processes of this job have RANK={rank()}: {_here()}, process {this_process().pid}, and process "
-                f"{other['pid']} on {other['host']}: number them from 0 to {world_size() - 1}."
+                f"two processes of this job have RANK={rank()}: process {this_process().pid} on {socket.gethostname()}, "
+                f"and process {other['pid']} on {other['host']}: number them from 0 to {world_size() - 1}."
             )
         self._store.set(f"process/{rank()}", json.dumps(asdict(this_process())))
         threading.Thread(target=self._watch, daemon=True).start()
@@ -76,61 +77,61 @@ class Peers:
         """
         if self._store is None:
             return
+        store, differs = self._store, [f"{topic}/differs"]
+        here = f"rank {rank()} ({socket.gethostname()})"
         mine = {key: _text(value) for key, value in {"WORLD_SIZE": world_size(), **facts}.items()}
         try:
-            self._exchange(self._store, topic, mine)
+            if rank() == 0:
+                store.set(f"{topic}/facts", json.dumps({"here": here, "facts": mine}))
+            self._wait(lambda: store.check([f"{topic}/facts"]), lambda: [0])
+            first = json.loads(store.get(f"{topic}/facts"))
+            lines = [
+                f"  {key}: {first['facts'].get(key, 'not set')} on {first['here']}, {mine.get(key, 'not set')} on {here}"
+                for key in {**first["facts"], **mine}
+                if first["facts"].get(key) != mine.get(key)
+            ]
+            if lines:
+                store.set(differs[0], "\n".join(lines))
+            self._meet(f"{topic}/at", lambda: store.check(differs))
+            if not store.check(differs):
+                return
+            text = store.get(differs[0]).decode()
+            with suppress(PeerError, dist.DistError):  # rank 0 may hold the store: it leaves last
+                self._meet(f"{topic}/read", lambda: False, _OWN_ERROR_S)
         except dist.DistError as error:
             raise _no_store(error) from None
-
-    def _exchange(self, store: dist.Store, topic: str, mine: dict[str, str]) -> None:
-        if rank() == 0:
-            store.set(f"{topic}/facts", json.dumps({"host": socket.gethostname(), "facts": mine}))
-        else:
-            self._wait(store, lambda: store.check([f"{topic}/facts"]), lambda: [0])
-            first = json.loads(store.get(f"{topic}/facts"))
-            if differing := _differences(first["facts"], mine):
-                lines = [f"  {key}: {a} on rank 0 ({first['host']}), {b} on {_here()}" for key, a, b in differing]
-                store.set(f"{topic}/differs", "\n".join(lines))
-        self._meet(store, f"{topic}/at", lambda: store.check([f"{topic}/differs"]))
-        if not store.check([f"{topic}/differs"]):
-            return
-        told = store.get(f"{topic}/differs").decode()
-        with suppress(PeerError, dist.DistError):  # rank 0 may hold the store: it leaves last
-            self._meet(store, f"{topic}/read", lambda: False, _OWN_ERROR_S)
         raise RanksDifferError(
-            f"the processes of this job do not agree on its {topic}:\n{told}\nStart the same command on every node, "
+            f"the processes of this job do not agree on its {topic}:\n{text}\nStart the same command on every node, "
             "with the same files and versions."
         )
 
-    def _meet(self, store: dist.Store, place: str, is_settled: Callable[[], bool], latest_s: float = _LATEST_S) -> None:
+    def _meet(self, place: str, is_settled: Callable[[], bool], latest_s: float = _LATEST_S) -> None:
         """Waits until every rank has come to this place, or the matter is settled without them."""
+        store = self._store
+        assert store is not None
         store.set(f"{place}/{rank()}", "")
         store.add(place, 1)
-        is_done = lambda: store.add(place, 0) >= world_size() or is_settled()  # noqa: E731
         missing = lambda: [r for r in range(world_size()) if not store.check([f"{place}/{r}"])]  # noqa: E731
-        self._wait(store, is_done, missing, latest_s)
+        self._wait(lambda: store.add(place, 0) >= world_size() or is_settled(), missing, latest_s)
 
-    def _wait(
-        self,
-        store: dist.Store,
-        is_done: Callable[[], bool],
-        missing: Callable[[], list[int]],
-        latest_s: float = _LATEST_S,
-    ) -> None:
+    def _wait(self, is_done: Callable[[], bool], missing: Callable[[], list[int]], latest_s: float = _LATEST_S) -> None:
         """Waits, with a line every 30 s that names the ranks that are missing; raises PeerError when one has failed, or
         is too late.
         """
+        store = self._store
+        assert store is not None
         began = time.monotonic()
         next_line = began + LINE_EVERY_S
         while not is_done():
             if store.check(["failure"]):
-                raise self._failure(store)
+                raise self._failure()
             now = time.monotonic()
             if now < min(next_line, began + latest_s):
                 time.sleep(_LOOK_EVERY_S / 10)
                 continue
-            absent = [r for r in missing() if not store.check([f"process/{r}"])]
-            text = f"{_named(absent)}: not started" if absent else f"{_named(missing())}: still reading"
+            late = missing()
+            absent = [r for r in late if not store.check([f"process/{r}"])]
+            text = f"{_named(absent)}: not started" if absent else f"{_named(late)}: still reading"
             if now >= began + (min(latest_s, _START_S) if absent else latest_s):
                 raise PeerError(f"{text} after {now - began:.0f} s: look at the nodes of this job.", 1)
             if now >= next_line:
@@ -154,21 +155,15 @@ class Peers:
 
     def cause(self) -> PeerError | None:
         """Returns the first error of the job, for a rank that only noticed it; None when nobody records any."""
-        if self._store is None:
-            return None
         end = time.monotonic() + _CAUSE_WITHIN_S
         try:
-            while time.monotonic() < end:
-                if self.has_failed():
-                    return self._failure(self._store)
+            while self._store is not None and time.monotonic() < end:
+                if self._store.check(["failure"]):
+                    return self._failure()
                 time.sleep(_LOOK_EVERY_S / 5)
         except (dist.DistError, RuntimeError) as error:
             return _no_store(error)
         return None
-
-    def has_failed(self) -> bool:
-        """Returns whether any rank has failed."""
-        return self._store is not None and self._store.check(["failure"])
 
     def stop(self) -> None:
         """Ends the watch: this rank ends as it should, or has said why not."""
@@ -177,76 +172,70 @@ class Peers:
             with suppress(dist.DistError, RuntimeError):
                 self._store.set(f"left/{rank()}", "")
 
-    def _failure(self, store: dist.Store) -> PeerError:
-        told = json.loads(store.get("failure"))
-        return PeerError(f"rank {told['rank']} on {told['host']}: {told['text']}", told["code"])
+    def _failure(self) -> PeerError:
+        assert self._store is not None
+        first = json.loads(self._store.get("failure"))
+        return PeerError(f"rank {first['rank']} on {first['host']}: {first['text']}", first["code"])
 
     def _watch(self) -> None:
-        assert self._store is not None
-        listener, neighbors = _Listener(self._store), _Neighbors(self._store)
+        """In a thread: ends this rank when another one has failed, and records one that can no longer do it itself."""
+        store = self._store
+        assert store is not None
+        # the ranks of this host: whether their processes live can be seen
+        first = max(0, rank() - launched("LOCAL_RANK", 0))
+        last = min(first + launched("LOCAL_WORLD_SIZE", world_size()), world_size())
+        neighbors: dict[int, ProcessId] = {}
+        silence = _Silence(store)
         looks = 0
         try:
             while not self._is_over.wait(_LOOK_EVERY_S):
                 looks += 1
                 if looks % _BEAT_EVERY_LOOKS == 0:
-                    self._store.add(f"beats/{rank()}", 1)
-                    if rank() == 0 and (dead := listener.silent_rank()):
-                        self._record(dead[0], dead[1], f"no heartbeat for {_DEAD_S:.0f} s: its host may be down", 1)
-                if gone := neighbors.gone():
-                    self._record(gone[0], gone[1], _GONE, 1)
-                if self.has_failed() and not self._is_over.wait(_OWN_ERROR_S):
-                    self.leave(self._failure(self._store))
+                    store.add(f"beats/{rank()}", 1)
+                    if rank() == 0 and (dead := silence.longest()) is not None:
+                        self._record(dead, _host_of(store, dead), _SILENT, 1)
+                for other in range(first, last):
+                    if other not in neighbors and other != rank() and store.check([f"process/{other}"]):
+                        neighbors[other] = ProcessId(**json.loads(store.get(f"process/{other}")))
+                for other, process in neighbors.items():
+                    if process.is_gone() and not store.check([f"left/{other}"]):
+                        self._record(other, process.host, _GONE, 1)
+                if store.check(["failure"]) and not self._is_over.wait(_OWN_ERROR_S):
+                    self.leave(self._failure())
                     return
         except (dist.DistError, RuntimeError) as error:
             if not self._is_over.wait(_OWN_ERROR_S):
                 self.leave(_no_store(error))
 
 
-class _Neighbors:
-    """The ranks of this host: whether their processes live can be seen."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        first = rank() - launched("LOCAL_RANK", 0)
-        last = min(first + launched("LOCAL_WORLD_SIZE", world_size()), world_size())
-        self._unknown = {number for number in range(max(first, 0), last) if number != rank()}
-        self._known: dict[int, ProcessId] = {}
-
-    def gone(self) -> tuple[int, str] | None:
-        """Returns rank and host of one whose process is gone and did not end as it should."""
-        for number in [number for number in self._unknown if self._store.check([f"process/{number}"])]:
-            self._unknown.remove(number)
-            self._known[number] = ProcessId(**json.loads(self._store.get(f"process/{number}")))
-        for number, process in self._known.items():
-            if process.is_gone() and not self._store.check([f"left/{number}"]):
-                return number, process.host
-        return None
-
-
-class _Listener:
-    """Rank 0 listens to all heartbeats. Silence is counted in its own rounds: a job that is suspended as a whole (a
-    laptop, SLURM) goes on as if no time had passed.
+class _Silence:
+    """The seconds since each rank's last heartbeat, as rank 0 hears them. They are counted in its own rounds: a job
+    that is suspended as a whole (a laptop, SLURM) goes on as if no time had passed.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> last count, seconds without another
 
-    def silent_rank(self) -> tuple[int, str] | None:
-        """Returns rank and host of one that is taken for dead; names those that are silent."""
-        for number in range(1, world_size()):
-            count = self._store.add(f"beats/{number}", 0)
-            last, silent_s = self._beats.get(number, (0, 0.0))
-            silent_s = silent_s + _LOOK_EVERY_S * _BEAT_EVERY_LOOKS if count == last else 0.0
-            self._beats[number] = count, silent_s
-            if count == 0 or silent_s < _SILENT_S or self._store.check([f"left/{number}"]):
+    def longest(self) -> int | None:
+        """Returns a rank that is taken for dead; names those that are silent."""
+        round_s = _LOOK_EVERY_S * _BEAT_EVERY_LOOKS
+        for other in range(1, world_size()):
+            count = self._store.add(f"beats/{other}", 0)
+            last, silent_s = self._beats.get(other, (0, 0.0))
+            silent_s = silent_s + round_s if count == last else 0.0
+            self._beats[other] = count, silent_s
+            if count == 0 or silent_s < _SILENT_S or self._store.check([f"left/{other}"]):
                 continue  # not started yet (who waits for it says so), or heard of
-            host = json.loads(self._store.get(f"process/{number}"))["host"]
             if silent_s >= _DEAD_S:
-                return number, host
-            if silent_s % LINE_EVERY_S < _LOOK_EVERY_S * _BEAT_EVERY_LOOKS:
-                _print(f"rank {number} on {host} is silent ({silent_s:.0f} s)")
+                return other
+            if silent_s % LINE_EVERY_S < round_s:
+                _print(f"rank {other} on {_host_of(self._store, other)} is silent ({silent_s:.0f} s)")
         return None
+
+
+def _host_of(store: dist.Store, other: int) -> str:
+    return str(json.loads(store.get(f"process/{other}"))["host"])
 
 
 _jobs_begun = 0
@@ -259,8 +248,9 @@ def open_peers(is_new_job: bool = False) -> Peers:
     """
     global _jobs_begun
     _jobs_begun += is_new_job
-    store = RENDEZVOUS.store() if world_size() > 1 else None
-    return Peers(None if store is None else dist.PrefixStore(str(max(_jobs_begun, 1)), store.clone()))  # type: ignore[attr-defined]
+    if world_size() == 1:
+        return Peers(None)
+    return Peers(dist.PrefixStore(f"peers of job {max(_jobs_begun, 1)}", launchers_store().clone()))  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -298,17 +288,8 @@ def _no_store(error: BaseException) -> PeerError:
     return PeerError(f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}", 1)
 
 
-def _differences(first: dict[str, str], mine: dict[str, str]) -> list[tuple[str, str, str]]:
-    keys = dict.fromkeys([*first, *mine])
-    return [(k, first.get(k, "not set"), mine.get(k, "not set")) for k in keys if first.get(k) != mine.get(k)]
-
-
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _here() -> str:
-    return f"rank {rank()} ({socket.gethostname()})"
 
 
 def _named(ranks: list[int]) -> str:

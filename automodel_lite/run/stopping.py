@@ -3,17 +3,13 @@
 TERM and USR1 are what schedulers send, INT is Ctrl-C, HUP comes when the terminal is closed (not under nohup). Before
 the first step there is nothing to save: the process leaves at once. From then on a signal is a request; the ranks agree
 on it at a step boundary, save, and exit with code 75, after Ctrl-C with 130. A second Ctrl-C exits at once, without a
-save.
-
-A rank whose peers are gone never reaches that boundary: it waits in a collective, where no Python handler runs. A
-thread notices, and ends it.
+save. (A rank whose peers are gone never reaches that boundary: `Peers` ends it.)
 """
 
 from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 import sys
 import threading
@@ -27,18 +23,14 @@ from automodel_lite.config.rules import seconds_of
 
 if TYPE_CHECKING:  # the command line needs no torch
     from automodel_lite.parallel.control import Control
-    from automodel_lite.parallel.peers import Peers
     from automodel_lite.run.checkpoint import Checkpointer
     from automodel_lite.run.lock import RunLock
-    from automodel_lite.run.watchdog import Watchdog
 
 PREEMPTED_EXIT = 75  # "try again later" (EX_TEMPFAIL): the run goes on when the same command is started again
 STARTED = time.monotonic()
 INTERRUPTED_EXIT = 130  # as a shell reports Ctrl-C
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
-_GIVE_UP_S = 10.0
-_LOOK_EVERY_S = 0.5
 _SECOND_AFTER_S = 1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is no second one
 _TIME_IS_UP = 100  # no signal
 
@@ -56,7 +48,6 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0  # the number of the last signal
-        self.boundary_reached = threading.Event()  # the ranks have agreed on the last signal
         self._is_deferred = False
 
     def install(self) -> None:
@@ -72,12 +63,9 @@ class StopSignals:
         if self.received:
             raise StoppedEarly(self.received)
 
-    def watch(
-        self, watchdog: Watchdog, peers: Peers, boundary: StepBoundary, last_words: Callable[[str, str], None]
-    ) -> None:
-        """Starts the thread that ends this process, wherever it is, at a second Ctrl-C; and when it hangs after a stop
-        signal: at once when another rank has failed, else when its step goes on for 10 s or three of the longest steps
-        more.
+    def watch(self, last_words: Callable[[str, str], None]) -> None:
+        """From now on a second Ctrl-C ends this process wherever it is. In a thread: where the main thread waits in a
+        collective, no Python handler runs.
 
         last_words   is called with the state and the reason before the process ends
         """
@@ -85,30 +73,17 @@ class StopSignals:
         os.set_blocking(theirs, False)
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
 
-        def leave(state: str, reason: str, code: int) -> None:
-            last_words(state, reason)
-            print(reason, file=sys.stderr, flush=True)
-            os._exit(code)
-
         def wait() -> None:
-            is_requested, interrupted_at, waited_s = False, None, 0.0
-            signaled = select.poll()  # select() takes no descriptor over 1,023
-            signaled.register(ours, select.POLLIN)
+            first_at: float | None = None
             while True:
-                is_waiting = is_requested and not self.boundary_reached.is_set()
-                ready = signaled.poll(1000 * _LOOK_EVERY_S if is_waiting else None)
-                numbers = os.read(ours, 64) if ready else b""
-                for number in numbers:
-                    is_requested |= number in _STOPPING
-                    if number == signal.SIGINT:
-                        interrupted_at = interrupted_at or time.monotonic()
-                        if time.monotonic() - interrupted_at > _SECOND_AFTER_S:
-                            leave("interrupted", "a second Ctrl-C: exited without a save", INTERRUPTED_EXIT)
-                if ready or not is_waiting:
+                if signal.SIGINT not in os.read(ours, 64):
                     continue
-                waited_s = waited_s + _LOOK_EVERY_S if watchdog.doing.startswith("in step") else 0.0
-                if peers.has_failed() or waited_s > max(_GIVE_UP_S, 3 * boundary.longest_s):
-                    leave("failed", "stopping without a save because the other ranks are gone", 1)
+                first_at = first_at or time.monotonic()
+                if time.monotonic() - first_at > _SECOND_AFTER_S:
+                    reason = "a second Ctrl-C: exited without a save"
+                    last_words("interrupted", reason)
+                    print(reason, file=sys.stderr, flush=True)
+                    os._exit(INTERRUPTED_EXIT)
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -175,7 +150,6 @@ class StepBoundary:
             self.lock.check_held()
         if number and self.stop_reason is None:
             self.stop_reason = reason_of(number)
-            SIGNALS.boundary_reached.set()
         if not any_busy:
             self.saves.finish()
 

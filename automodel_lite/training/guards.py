@@ -107,7 +107,7 @@ class Guards:
         """Before the first step, a signal ends the process; from now on it is a request to save and exit."""
         self.max_steps = max_steps
         SIGNALS.defer()
-        SIGNALS.watch(self.watchdog, self.peers, self.boundary, self._record_end)
+        SIGNALS.watch(self._record_end)
 
     def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> None:
         """Looks at the numbers of the step before, which the device has finished, and agrees on a stop."""
