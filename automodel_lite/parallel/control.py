@@ -92,3 +92,8 @@ def open_control(config: MeshConfig, is_slow: bool = False) -> Control:
         return Control(None)
     timeout_s = max(config.timeout_s, SLOW_TIMEOUT_S) if is_slow else config.timeout_s
     return Control(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+
+def all_ranks() -> Control:
+    """Returns the ranks of the default process group; this process alone without one."""
+    return Control(dist.group.WORLD if dist.is_initialized() else None)

@@ -62,13 +62,14 @@ class Peers:
         """
         if self._store is None:
             return
+        mine = this_process()
         if self._store.add(f"claims/{rank()}", 1) > 1:
             other = json.loads(self._store.get(f"process/{rank()}"))
             raise ConfigError(
-                f"two processes of this job have RANK={rank()}: process {this_process().pid} on {socket.gethostname()}, "
-                f"and process {other['pid']} on {other['host']}: number them from 0 to {world_size() - 1}."
+                f"two processes of this job have RANK={rank()}: process {mine.pid} on {mine.host}, and process "
+                f"{other['pid']} on {other['host']}: number them from 0 to {world_size() - 1}."
             )
-        self._store.set(f"process/{rank()}", json.dumps(asdict(this_process())))
+        self._store.set(f"process/{rank()}", json.dumps(asdict(mine)))
         threading.Thread(target=self._watch, daemon=True).start()
 
     def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
@@ -85,11 +86,11 @@ class Peers:
                 store.set(f"{topic}/facts", json.dumps({"here": here, "facts": mine}))
             self._wait(lambda: store.check([f"{topic}/facts"]), lambda: [0])
             first = json.loads(store.get(f"{topic}/facts"))
-            lines = [
-                f"  {key}: {first['facts'].get(key, 'not set')} on {first['here']}, {mine.get(key, 'not set')} on {here}"
-                for key in {**first["facts"], **mine}
-                if first["facts"].get(key) != mine.get(key)
-            ]
+            lines = []
+            for key in {**first["facts"], **mine}:
+                a, b = (facts.get(key, "not set") for facts in (first["facts"], mine))
+                if a != b:
+                    lines.append(f"  {key}: {a} on {first['here']}, {b} on {here}")
             if lines:
                 store.set(differs[0], "\n".join(lines))
             self._meet(f"{topic}/at", lambda: store.check(differs))

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -32,6 +31,7 @@ from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local, text_part
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, is_remote_code
+from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel, fully_shard_model
 from automodel_lite.run.checkpoint_folder import MARK
@@ -69,12 +69,13 @@ def _written(folder: Path, step: int) -> Iterator[Path]:
         os.rename(temporary, folder)
         shutil.rmtree(aside, ignore_errors=True)
 
+    ranks = all_ranks()
     try:
-        _together(begin)
+        ranks.on_first(begin)
         yield temporary
-        _together(end)
+        ranks.on_first(end)
     except BaseException:
-        if _is_first():
+        if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -141,8 +142,8 @@ def export_adapter(
     gathered: dict[str, Any] = get_model_state_dict(model, options=options)  # empty on other ranks
     weights = {name.removeprefix("lm."): value for name, value in gathered.items()}
     with _written(folder, step) as temporary:
-        _together(lambda: adapter.save(temporary, weights))
-        _together(lambda: tokenizer.save_pretrained(temporary))
+        all_ranks().on_first(lambda: adapter.save(temporary, weights))
+        all_ranks().on_first(lambda: bool(tokenizer.save_pretrained(temporary)))
 
 
 @trim_malloc()
@@ -181,33 +182,12 @@ def export_hf(
         _compare_logits(got_TV, expected_TV, min(dtypes.values(), key=lambda d: d.itemsize), has_fp8(lm))
 
     with _written(folder, step) as temporary:
-        _together(lambda: _write_settings(temporary, lm, tokenizer, dtype))
-        _together(lambda: write_weights(temporary, lm, dtypes, is_alone=mesh is None), is_mine=mesh is not None)
-        _together(lambda: take_over(lm, temporary))
-        _together(check, is_mine=mesh is not None)
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _together(act: Callable[[], object], is_mine: bool = False) -> None:
-    """One stage, done by the first rank, and by the others where it is theirs too; an error of one rank is raised on
-    all of them.
-    """
-    error: Exception | None = None
-    try:
-        if is_mine or _is_first():
-            act()
-    except Exception as failure:
-        error = failure
-    if dist.is_initialized():
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if error is None else str(error))
-        if error is None and (found := next(filter(None, texts), None)):
-            error = RuntimeError(found)
-    if error:
-        raise error
+        ranks = all_ranks()
+        on_each: Callable[[Callable[[], None]], object] = ranks.on_all if mesh else ranks.on_first
+        ranks.on_first(lambda: _write_settings(temporary, lm, tokenizer, dtype))
+        on_each(lambda: write_weights(temporary, lm, dtypes, is_alone=mesh is None))
+        ranks.on_first(lambda: take_over(lm, temporary))
+        on_each(check)
 
 
 def generation_config(

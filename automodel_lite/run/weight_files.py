@@ -1,7 +1,7 @@
 """A model's weights as safetensors files under the names of its family's checkpoints, written by all ranks together.
 
-One parameter after the other is gathered, so that a rank holds its shards and one whole tensor; each file is written by
-one rank, in the order of its header, and different ranks write at the same time.
+One parameter after the other is gathered, so that a rank holds its shards, one whole tensor, and on the host the file
+that it writes next; different ranks write at the same time.
 
 An export also takes over things from the checkpoint that the model came from. Some of its weights are not part of the
 model that transformers builds (layers that predict several tokens), some are stored in fp32 among bf16 ones (decays of
@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -154,23 +152,11 @@ def _add(folder: Path, ours: dict[str, Path], theirs: dict[str, Path]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
-LARGEST_FILE_BYTES = 5 << 30
+LARGEST_FILE_BYTES = 1 << 30
 LEAST_FILE_BYTES = 64 << 20
 """A model is split so far that each rank has a file to write, but into no smaller ones."""
 _LAYER = re.compile(r".*?\.\d+\.|")
 """`model.layers.3.` of a parameter's name."""
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -191,19 +177,6 @@ class WeightFile:
     writer: int  # rank
     groups: list[Group]
 
-    def header(self) -> bytes:
-        """Length, JSON; padded so that the data begin at a multiple of 8 bytes."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for group in self.groups:
-            for name, weight in group.weights.items():
-                start, end = end, end + weight.nbytes
-                shape = list(weight.shape)
-                entries[name] = {"dtype": _CODES[weight.dtype], "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
 
 def write_weights(
     folder: Path, lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype], is_alone: bool = False
@@ -212,16 +185,18 @@ def write_weights(
 
     dtypes     of the parameters, by their names in the model
     is_alone   one rank calls it, which has the whole model
-    Raises OSError when a file's bytes on the disk have another checksum than those that were written.
+    Raises OSError for a file that cannot be written, when all ranks have gathered the rest.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not is_alone else (0, 1)
-    files = plan_files(groups_of(lm, dtypes), ranks)
-    mine = {file.name: _Writer(folder / file.name, file.header()) for file in files if file.writer == rank}
-    for file, weight in gathered_weights(lm, files, dtypes, rank):
-        mine[file.name].write(weight)
-        del weight
-    for writer in mine.values():
-        writer.close()
+    files, failure = plan_files(groups_of(lm, dtypes), ranks), ""
+    for file, weights in gathered_files(lm, files, dtypes, rank, ranks):
+        try:
+            save_file(weights, folder / file.name, metadata={"format": "pt"})
+            durable.sync(folder / file.name)
+        except (OSError, SafetensorError) as error:
+            failure = failure or f"{file.name} could not be written: {error}"
+    if failure:
+        raise OSError(failure)
     if rank == 0 and len(files) > 1:
         names = {name: file.name for file in files for group in file.groups for name in group.weights}
         size = sum(group.num_bytes for file in files for group in file.groups)
@@ -245,29 +220,27 @@ def plan_files(groups: list[Group], ranks: int) -> list[WeightFile]:
     return [WeightFile(name, i % ranks, part) for i, (name, part) in enumerate(zip(names, parts))]
 
 
-def gathered_weights(
-    lm: transformers.PreTrainedModel, files: list[WeightFile], dtypes: dict[str, torch.dtype], rank: int
-) -> Iterator[tuple[WeightFile, Tensor]]:
-    """Gathers one group of parameters after the other (a collective), and yields the weights of the files that `rank`
-    writes, in their order.
+def gathered_files(
+    lm: transformers.PreTrainedModel, files: list[WeightFile], dtypes: dict[str, torch.dtype], rank: int, ranks: int
+) -> Iterator[tuple[WeightFile, dict[str, Tensor]]]:
+    """Gathers one group of parameters after the other (a collective), and yields the files that `rank` writes with
+    their weights on the host.
     """
     state = _unique(lm)
-    for file, group in _in_turn(files):
-        whole = {name: _whole(state[name], dtypes.get(name)) for name in group.parameters}
-        written = as_saved(lm, whole) if file.writer == rank else None
-        del whole  # before the next is gathered
-        if written is not None:
-            for name, weight in group.weights.items():
-                assert written[name].shape == weight.shape
-                yield file, written.pop(name).to(weight.dtype)
-
-
-def _in_turn(files: list[WeightFile]) -> Iterator[tuple[WeightFile, Group]]:
-    """The first group of each file, then the second of each: while one rank writes, the others continue."""
-    for groups in zip_longest(*(file.groups for file in files)):
-        for file, group in zip(files, groups):
-            if group is not None:
-                yield file, group
+    # In rounds of a file for each rank, the first group of each, then the second: all are full at the same time, so
+    # that a rank which writes keeps nobody waiting for its part of the next gather.
+    for start in range(0, len(files), ranks):
+        now, weights = files[start : start + ranks], dict[str, Tensor]()
+        for groups in zip_longest(*(file.groups for file in now)):
+            for file, group in zip(now, groups):
+                if group is None:
+                    continue
+                whole = {name: _whole(state[name], dtypes.get(name)) for name in group.parameters}
+                if file.writer == rank:
+                    saved = as_saved(lm, whole)
+                    weights |= {name: saved[name].to(meta.dtype).contiguous() for name, meta in group.weights.items()}
+                del whole  # before the next is gathered
+        yield from ((file, weights) for file in now if file.writer == rank)
 
 
 def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
@@ -312,32 +285,3 @@ def _whole(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """On the CPU; a collective for a shard, which travels in the dtype of the file."""
     value = value if dtype is None else value.to(dtype)
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
-
-
-class _Writer:
-    """A file that is written from its first byte to its last, and then read again."""
-
-    def __init__(self, path: Path, header: bytes) -> None:
-        self.path, self.error = path, None  # type: Path, OSError | None
-        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by close()
-        self.checksum = zlib.crc32(header)
-        self.file.write(header)
-
-    def write(self, weight: Tensor) -> None:
-        if self.error:
-            return  # the other ranks continue, and learn of it at the end
-        data: Any = weight.contiguous().flatten().view(torch.uint8).numpy()
-        self.checksum = zlib.crc32(data, self.checksum)
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-
-    def close(self) -> None:
-        if self.error:
-            raise self.error
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        if durable.checksum(self.path) != f"{self.checksum:08x}":
-            raise OSError(f"{self.path.name} does not read back as it was written")

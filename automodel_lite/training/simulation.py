@@ -40,7 +40,7 @@ from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.run.checkpoint import flat_state
-from automodel_lite.run.weight_files import gathered_weights, groups_of, plan_files
+from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
 from automodel_lite.thd import AttentionOptions, Segments, ThdBatch
 from automodel_lite.training import optimizers
 from automodel_lite.training.build import as_teacher, assemble, full_batch, plan_model
@@ -270,8 +270,8 @@ def _save_and_export(
     if parts.peft is None:
         dtypes = {name: value.dtype for name, value in model.lm.state_dict().items()}
         files = plan_files(groups_of(model.lm, dtypes), shape.world_size)
-        for _, weight in gathered_weights(model.lm, files, dtypes, rank=0):
-            del weight
+        for _ in gathered_files(model.lm, files, dtypes, rank=0, ranks=shape.world_size):
+            pass
 
 
 def _groups_of_fsdp(model: nn.Module) -> frozenset[str]:
