@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from automodel_lite.attention.spec import layer_shapes
+from automodel_lite.attention.spec import LayerShape, layer_shapes
 from automodel_lite.models.flops import ModelSize, model_size, step_flops
-from automodel_lite.parallel.exchange import sent_bytes
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.parallel.sharding import choose_strategy, copies_of_experts
 from automodel_lite.training.memory import estimate_memory
@@ -117,6 +116,22 @@ def _exchange_bytes(exchange: str, model: PretrainedConfig, tokens: float, cp_si
     name = exchange if exchange in ("all_to_all", "ring") else "all_gather"
     sent = [sent_bytes(name, layer, int(tokens), cp_size, _BF16) for layer in layer_shapes(model) if layer.num_heads]
     return float(sum(forward * (2 if is_recomputed else 1) + backward for forward, backward in sent))
+
+
+def sent_bytes(exchange: str, layer: LayerShape, num_tokens: int, cp_size: int, value_bytes: int) -> tuple[int, int]:
+    """Returns the bytes that leave a rank in the forward and in the backward pass of one attention layer.
+
+    num_tokens  of the whole stream
+    """
+    own = num_tokens // cp_size * value_bytes
+    if exchange == "all_to_all":
+        # where ranks outnumber the key heads, each head is sent to several of them
+        heads, kv_heads = layer.num_heads, max(layer.num_kv_heads, cp_size)
+        features = (heads + kv_heads) * (layer.head_dim + layer.value_head_dim)
+        traded = own * features * (cp_size - 1) // cp_size
+        return traded, traded
+    gathered = own * layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) * (cp_size - 1)
+    return gathered, gathered * (2 if exchange == "ring" else 1)
 
 
 def _tensor_parallel_bytes(

@@ -17,6 +17,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
@@ -24,7 +26,7 @@ from automodel_lite.data.prepare import check_positions, check_sizes, prepare_da
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_generator
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, use_threads, world_size
+from automodel_lite.parallel.mesh import Mesh, init_mesh, rank, threads_of, world_size
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -46,7 +48,7 @@ def main(config: Config) -> int:
     for topic, text in data_lines(data):
         console.say(topic, text)
     mesh = init_mesh(config.mesh)
-    use_threads(config.training.num_threads)
+    torch.set_num_threads(threads_of(config.training.num_threads)[0])
     print_losses(parts, data, mesh, console)
     if config.evaluation and rank() == 0:
         generator = load_generator(str(parts.model.pretrained), parts.model.source["trust_remote_code"])

@@ -30,7 +30,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, use_threads, world_size
+from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh, mesh_shape, rank, threads_of, world_size
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.console import Console, quiet_libraries
@@ -72,7 +72,7 @@ class Verification:
         try_settings(config, parts)
         self.sample: Sample = draw_sample(config, shape)
         self.mesh: Mesh = init_mesh(config.mesh)
-        use_threads(config.training.num_threads)
+        torch.set_num_threads(threads_of(config.training.num_threads)[0])
         source, self.layers_text = first_layers(parts.model, self.sample.tokenizer, self.mesh.device)
         self.batches = [self.stream([pack]) for pack in self.sample.packs]
         model_config = source.config(self.sample.tokenizer)

@@ -14,6 +14,7 @@ Before a run trains, its settings, its data and the model's arithmetic over the 
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,7 @@ from automodel_lite.parallel.exchange import (
     AllGatherKV,
     OwnedDocumentMixers,
     Ulysses,
-    check_heads_divide,
+    heads_divide,
 )
 from automodel_lite.parallel.ring import Ring
 from automodel_lite.paths import concatenated_ranges, find_nodes
@@ -46,20 +47,16 @@ from automodel_lite.thd import (
     stream_of,
 )
 
-EXCHANGES = ("all_gather", "all_to_all", "ring")
-
 
 def cp_shard(batch: ThdBatch, cp_mesh: DeviceMesh | None, exchange: str = "all_gather") -> ThdBatch:
     """This rank's part of a batch: T / cp tokens, the boundaries of the whole stream, and its attention plan.
 
     cp_mesh   the context-parallel axis; None or size 1 gives the batch back
-    exchange  one of EXCHANGES
-    Raises ValueError when a document slot is not a multiple of `2 * cp`, ConfigError for an unknown exchange.
+    exchange  all_gather, all_to_all or ring
+    Raises ValueError when a document slot is not a multiple of `2 * cp`.
     """
     if cp_mesh is None or cp_mesh.size() == 1:
         return batch
-    if exchange not in EXCHANGES:
-        raise ConfigError(f"mesh.cp_exchange={exchange} is unknown: use one of {', '.join(EXCHANGES)}.")
     group, cp_size, cp_rank = cp_mesh.get_group(), cp_mesh.size(), cp_mesh.get_local_rank()
     cu = batch.cu_seqlens_padded
     mine = shard_indices(cu, cp_size, cp_rank)
@@ -252,29 +249,28 @@ def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: st
             f"packed_sequence.packed_sequence_size={packed_sequence_size} must be a multiple of {2 * cp_size} "
             f"(2 * mesh.cp): use {good}."
         )
-    if exchange == "all_to_all":
-        for layer in layer_shapes(model_config):
-            if layer.num_heads:
-                check_heads_divide(cp_size, layer.num_heads, layer.num_kv_heads)
+    for layer in layer_shapes(model_config) if exchange == "all_to_all" else ():
+        if layer.num_heads and not heads_divide(cp_size, layer.num_heads, layer.num_kv_heads):
+            raise ConfigError(
+                f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {layer.num_heads} query heads, "
+                f"and divide or be divided by the {layer.num_kv_heads} key/value heads: use "
+                "mesh.cp_exchange=all_gather, which has no such limit."
+            )
 
 
-def check_ranks_read_alike(batch: ThdBatch, cp_mesh: DeviceMesh | None) -> None:
-    """The ranks that share a pack (over cp or tp) must read the same: compares a hash of one batch (not yet sharded).
-
-    Raises ConfigError on every rank of the group when they differ.
+def check_ranks_read_alike(batch: ThdBatch, axis: DeviceMesh | None) -> None:
+    """Raises ConfigError on every rank of an axis that shares packs (cp, tp) unless all of them read the same batch,
+    which is not sharded yet.
     """
-    if cp_mesh is None or cp_mesh.size() == 1:
+    if axis is None or axis.size() == 1:
         return
-    own = torch.stack([_hash(x) for x in (batch.input_ids, batch.labels, batch.cu_seqlens_padded)]).to(
-        cp_mesh.device_type
-    )
-    largest, smallest = own.clone(), own.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=cp_mesh.get_group())
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=cp_mesh.get_group())
-    if not torch.equal(largest, smallest):
+    content = b"".join(x.numpy().tobytes() for x in (batch.input_ids, batch.labels, batch.cu_seqlens_padded))
+    digests = [""] * axis.size()
+    dist.all_gather_object(digests, hashlib.sha256(content).hexdigest(), group=axis.get_group())
+    if len(set(digests)) > 1:
         raise ConfigError(
-            f"the {cp_mesh.size()} ranks that share a pack read different packs (hash of token ids, labels "
-            "or boundaries): give all of them the same data, seed and packed_sequence settings."
+            f"the {axis.size()} ranks that share a pack read different packs (hash of token ids, labels or "
+            "boundaries): give all of them the same data, seed and packed_sequence settings."
         )
 
 
@@ -312,9 +308,3 @@ def check_context_parallel(
             f"{type(model).__name__} is not exact over mesh.cp={cp} ranks (logits off by {worst.item():.1e} standard "
             "deviations): a layer mixes tokens outside attention; set mesh.cp=1."
         )
-
-
-def _hash(values: Tensor) -> Tensor:
-    """int64: a sum over values and places, with wrap-around."""
-    values = values.long()
-    return ((values + 1) * (torch.arange(len(values)) * 2654435761 + 40503)).sum()

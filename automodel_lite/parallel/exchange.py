@@ -13,7 +13,7 @@ MixerExchange      of a layer that mixes tokens in other ways, one of two: all-t
 All are exact. The autograd functions are our own: torch.distributed.nn.functional.all_gather gave wrong gradients on
 gloo for non-contiguous ones, with the loss right to 12 digits. Nothing here waits for the device.
 
-`mesh.cp_exchange=auto` follows a rule of bytes, per rank and attention layer; tests count them in the process group.
+`mesh.cp_exchange=auto` compares bytes per rank and attention layer; tests count them in the process group.
 
     sent per layer                    forward                            backward
     all_gather                        (cp - 1) kv                        (cp - 1) kv
@@ -39,7 +39,6 @@ from torch import Tensor
 
 from automodel_lite.attention.kernel import AttentionKernel, BlockKernel
 from automodel_lite.attention.spec import LayerShape
-from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, DocumentRows, Tensors
 
 if torch.__version__ >= "2.13":  # compared as versions; 2.13 renamed both and warns about the old names
@@ -184,7 +183,7 @@ class Ulysses(Heads):
     """One all-to-all for q, k and v together, one for the output."""
 
     def attend(self, kernel: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
-        """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D]; see `check_heads_divide`."""
+        """See `Exchange`. The kernel gets [T, Hq / cp, D] and [T, max(Hkv / cp, 1), D]; see `heads_divide`."""
         q, k, v, _, options = inputs
         if k.shape[1] < self.size:
             k, v = (x.repeat_interleave(self.size // k.shape[1], 1) for x in (k, v))
@@ -239,38 +238,12 @@ class OwnedDocumentMixers(Heads):
 
 
 def heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Can an all-to-all deal these heads out to `cp_size` ranks?"""
+    """Returns whether an all-to-all can distribute these heads to `cp_size` ranks."""
     return num_heads % cp_size == 0 and (num_kv_heads % cp_size == 0 or cp_size % num_kv_heads == 0)
 
 
-def check_heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises ConfigError for heads that an all-to-all cannot distribute to `cp_size` ranks."""
-    if not heads_divide(cp_size, num_heads, num_kv_heads):
-        raise ConfigError(
-            f"mesh.cp={cp_size} with mesh.cp_exchange=all_to_all must divide the {num_heads} query heads, and divide "
-            f"or be divided by the {num_kv_heads} key/value heads: use mesh.cp_exchange=all_gather, which has no "
-            "such limit."
-        )
-
-
 MUCH_KV_GIB = 2.0
-"""Gathered keys and values, of one layer while it runs, or of all until the backward pass, that are too many."""
-
-
-def sent_bytes(exchange: str, layer: LayerShape, num_tokens: int, cp_size: int, value_bytes: int) -> tuple[int, int]:
-    """Returns the bytes that leave a rank in the forward and in the backward pass of one attention layer.
-
-    num_tokens  of the whole stream
-    """
-    own = num_tokens // cp_size * value_bytes
-    if exchange == "all_to_all":
-        # Where ranks outnumber the key heads, each head is sent to several of them.
-        heads, kv_heads = layer.num_heads, max(layer.num_kv_heads, cp_size)
-        features = (heads + kv_heads) * (layer.head_dim + layer.value_head_dim)
-        traded = own * features * (cp_size - 1) // cp_size
-        return traded, traded
-    gathered = own * _kv_features(layer) * (cp_size - 1)
-    return gathered, gathered * (2 if exchange == "ring" else 1)
+"""Gathered keys and values of one layer, while it runs, that are too many."""
 
 
 def choose_exchange(
@@ -282,32 +255,15 @@ def choose_exchange(
     ring where a layer's gathered keys would fill memory; else the all-gather, which works for every model.
     """
     attending = [layer for layer in layers if layer.num_heads]
-    sizes = num_tokens, cp_size, value_bytes
-    sent = {name: sum(sum(sent_bytes(name, x, *sizes)) for x in attending) for name in ("all_gather", "all_to_all")}
-    divides = all(heads_divide(cp_size, layer.num_heads, layer.num_kv_heads) for layer in attending)
-    if divides and sent["all_to_all"] < sent["all_gather"]:
-        return "all_to_all", f"it sends {sent['all_to_all'] / sent['all_gather']:.2f} x the bytes of an all-gather"
-    gib = max((_kv_features(layer) for layer in attending), default=0) * num_tokens * value_bytes / 2**30
+    # where ranks outnumber the key heads, an all-to-all sends each of them to several ranks
+    traded = sum((x.num_heads + max(x.num_kv_heads, cp_size)) * (x.head_dim + x.value_head_dim) for x in attending)
+    gathered = cp_size * sum(map(_kv_features, attending))
+    if traded < gathered and all(heads_divide(cp_size, x.num_heads, x.num_kv_heads) for x in attending):
+        return "all_to_all", f"it sends {traded / gathered:.2f} x the bytes of an all-gather"
+    gib = max(map(_kv_features, attending), default=0) * num_tokens * value_bytes / 2**30
     if gib > MUCH_KV_GIB and isinstance(kernel, BlockKernel):
         return "ring", f"an all-gather would hold {gib:.1f} GiB of keys and values in each layer"
     return "all_gather", f"it holds {gib:.2g} GiB of keys and values in each layer"
-
-
-def checkpointing_hint(
-    layers: Sequence[LayerShape], num_tokens: int, cp_size: int, value_bytes: int, exchange: str
-) -> str | None:
-    """Returns a sentence when the gathered keys and values of all layers would fill memory until the backward pass.
-
-    32 layers x 8 heads x (128 + 128) x 2 bytes x 131072 tokens = 16 GiB.
-    """
-    gib = sum(map(_kv_features, layers)) * value_bytes * num_tokens / 2**30
-    if cp_size == 1 or exchange != "all_gather" or gib < MUCH_KV_GIB:
-        return None
-    return (
-        f"mesh.cp={cp_size} keeps {gib:.1f} GiB of gathered keys and values on each rank until the backward "
-        "pass: training.activation_checkpointing=full gathers them again instead; mesh.cp_exchange=ring never holds "
-        "all of them."
-    )
 
 
 def _kv_features(layer: LayerShape) -> int:

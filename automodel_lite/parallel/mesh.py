@@ -150,11 +150,6 @@ def allow_sockets(num_ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def use_threads(num_threads: int) -> None:
-    """Sets the CPU threads of this process; 0 chooses."""
-    torch.set_num_threads(threads_of(num_threads)[0])
-
-
 def threads_of(num_threads: int) -> tuple[int, str]:
     """(threads, why): as set, else OMP_NUM_THREADS, else this process's share of the cores that it may use."""
     if num_threads:

@@ -19,6 +19,7 @@ import os
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from automodel_lite.parallel.processes import ProcessId, this_process
 
 PULSE_S = 5.0
 _WATCH_PULSES = 4  # so many without a change, and the holder is taken for dead
-_PULSE_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -36,37 +36,29 @@ class Holder(ProcessId):
 
     token: str  # of this very lock
     job: str  # of SLURM, with the number of its restart; "" outside
-    pulse: str = "0" * _PULSE_DIGITS  # the last field, of one width: it is written over in place
+    pulse: int = 0  # the last field: written over in place, the text only grows
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", SLURM job {self.job.split('.')[0]}" if self.job else "")
 
 
 class RunLock:
-    """Held by rank 0 from `acquire` to the end of the `with` block, or until the process ends in whatever way."""
+    """Held by rank 0 from `acquire` to `release`, or until the process ends in whatever way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.token: str | None = None  # of the holder of this run, once it is held: by rank 0, for all
         self.is_lost = False  # noticed by the pulse
-        self._is_holder = self._has_made_folder = False
         self._stop = threading.Event()
         slurm = os.environ.get("SLURM_JOB_ID")
         job = f"{slurm}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if slurm else ""
         self._mine = Holder(**asdict(this_process()), token=uuid.uuid4().hex, job=job)
-        self._file: int | None = None  # descriptor of the lock's own file, wherever its name has gone
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+        self._file = -1  # descriptor of the lock's own file, wherever its name has gone
 
     def check(self, pulse_s: float = PULSE_S) -> Holder | None:
-        """Raises ConfigError when another live job holds the lock; watches for some 20 s when that is not clear.
-
-        Returns the dead holder of a lock that may be taken over. Makes nothing: a run that is refused for another
-        reason leaves no folder.
+        """Returns the dead holder of a lock that may be taken over, None for a free one; watches for some 20 s when
+        that is not clear. Raises ConfigError when another live job holds it. Makes nothing: a run that is refused for
+        another reason leaves no folder.
         """
         holder = self._holder()
         if holder is None or self._is_dead(holder, pulse_s):
@@ -92,7 +84,6 @@ class RunLock:
         be written.
         """
         try:
-            self._has_made_folder = not self.path.parent.exists()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 dead = self.check(pulse_s)
@@ -100,7 +91,7 @@ class RunLock:
                     break
         except OSError as error:
             raise ConfigError(f"output_dir={self.path.parent} cannot be written: {error.strerror}.") from None
-        self.token, self._is_holder = self._mine.token, True
+        self.token = self._mine.token
         threading.Thread(target=self._heartbeat, args=(pulse_s,), daemon=True).start()
         return self.token
 
@@ -108,10 +99,6 @@ class RunLock:
         """Returns whether the lock is still this run's. Any rank that knows the token may call it."""
         holder = self._holder()
         return holder is not None and holder.token == self.token
-
-    def is_taken(self) -> bool:
-        """Returns whether the lock was this run's, and is no longer."""
-        return self.token is not None and not self.is_held()
 
     def check_held(self) -> None:
         """The fence before everything that is written: raises RunStoppedError when the lock is another job's."""
@@ -131,21 +118,11 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Gives the lock back, if it is still ours."""
+        """Gives the lock back, if it is still ours: of the ranks, which all know the token, the one that took it."""
         self._stop.set()
-        if not self._is_holder:
-            return
-        self._is_holder, held = False, self._mine
-        self._mine = replace(held, token=uuid.uuid4().hex)  # we succeed ourselves, so that no other job does
-        try:
-            if self._create(self._claim_path(held)):
-                if (current := _read(self.path)) is not None and current.token == held.token:
-                    self.path.unlink(missing_ok=True)
-                self._claim_path(held).unlink(missing_ok=True)
-            if self._has_made_folder:
-                self.path.parent.rmdir()  # it was made for the lock alone, unless something is in it
-        except OSError:
-            return  # the folder is gone or cannot be written: a dead process holds no lock
+        with suppress(OSError, ConfigError):  # the folder is gone or cannot be written: a dead process holds no lock
+            if self.token == self._mine.token and self.is_held():
+                self.path.unlink()
 
     def _holder(self) -> Holder | None:
         """The last in the chain of successors; None without a lock."""
@@ -196,17 +173,12 @@ class RunLock:
 
     def _heartbeat(self, pulse_s: float) -> None:
         """Writes the pulse into the lock's own file: when another job's has taken its name, nobody reads ours."""
-        pulse = 0
         while not self._stop.wait(pulse_s):
-            pulse += 1
-            text = json.dumps(asdict(replace(self._mine, pulse=f"{pulse:0{_PULSE_DIGITS}d}"))).encode()
-            try:
-                assert self._file is not None
-                os.pwrite(self._file, text, 0)
+            self._mine = replace(self._mine, pulse=self._mine.pulse + 1)
+            with suppress(OSError, ConfigError):  # a disk that is full or away: the next pulse may get through
+                os.pwrite(self._file, json.dumps(asdict(self._mine)).encode(), 0)
                 os.fsync(self._file)
                 self.is_lost = not self.is_held()
-            except (OSError, ConfigError):
-                continue  # a disk that is full or away: the next pulse may get through
 
 
 def _read(path: Path) -> Holder | None:
@@ -216,7 +188,6 @@ def _read(path: Path) -> Holder | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        reason = f"{path} cannot be read ({error.strerror}): it names the job that uses the folder."
-        raise ConfigError(reason) from None
+        raise ConfigError(f"{path}, which names the job that uses the folder: {error.strerror}.") from None
     except (ValueError, TypeError, RecursionError):
         return Holder("", "", 0, "", token="torn", job="")

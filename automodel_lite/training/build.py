@@ -41,7 +41,7 @@ from automodel_lite.models.layers import (
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, PlainLoss
 from automodel_lite.models.source import describe, embedding_rows
 from automodel_lite.parallel.context_parallel import check_context_parallel, check_cp_settings, cp_shard
-from automodel_lite.parallel.exchange import checkpointing_hint, choose_exchange
+from automodel_lite.parallel.exchange import choose_exchange
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import (
     ParallelModel,
@@ -295,7 +295,7 @@ def check_model(cp_exchange: str, model: ParallelModel, mesh: Mesh) -> str:
 def with_exchange(
     parts: Parts, config: PretrainedConfig, kernel: AttentionKernel, dtype: torch.dtype
 ) -> tuple[Parts, str]:
-    """The parts with `mesh.cp_exchange=auto` decided, and lines that say how; none without context parallelism.
+    """The parts with `mesh.cp_exchange=auto` decided, and a line that says how; none without context parallelism.
 
     Raises ConfigError where the model, the kernel or the pack size rule context parallelism out.
     """
@@ -309,10 +309,8 @@ def with_exchange(
     if exchange == "ring":
         require_blocks(kernel)
     check_cp_settings(config, cp, exchange, size)
-    lines = [f"cp_exchange=auto takes {exchange}: {reason}"] if reason else []
-    if parts.training.activation_checkpointing == "none":
-        lines += filter(None, [checkpointing_hint(layers, num_tokens, cp, dtype.itemsize, exchange)])
-    return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), "\n".join(lines)
+    line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
+    return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line
 
 
 DOCUMENT_TOKENS = 1024  # the most of each document that stands for the data

@@ -65,14 +65,14 @@ class Guards:
         `at_end` is called in any case, unless the folder is another job's by then.
         """
         self.peers.leave = self._end_with_peer
-        with self.lock:
-            try:
-                with recorded(self.folder, self.watchdog, self.lock, self.peers, lambda: self.memory_text, self.place):
-                    yield
-            finally:
-                self.watchdog.stop()
-                if not self.lock.is_taken():
-                    at_end()
+        try:
+            with recorded(self.folder, self.watchdog, self.lock, self.peers, lambda: self.memory_text, self.place):
+                yield
+        finally:
+            self.watchdog.stop()
+            if self.lock.token is None or self.lock.is_held():
+                at_end()
+            self.lock.release()
 
     def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
         """Raises RanksDifferError on every rank when these facts are not the same on all of them."""

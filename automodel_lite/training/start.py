@@ -29,7 +29,7 @@ from automodel_lite.data.prepare import check_positions, check_sizes, prepare_da
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
-from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, threads_of, use_threads, world_size
+from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, threads_of, world_size
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
@@ -231,7 +231,7 @@ def from_run(config: Config) -> Config:
 
 def prepare_process(config: TrainingConfig) -> None:
     """Threads and kernels of this process, before the first kernel runs."""
-    use_threads(config.num_threads)
+    torch.set_num_threads(threads_of(config.num_threads)[0])
     use_deterministic(config.deterministic)
     if config.tf32:
         torch.set_float32_matmul_precision("high")

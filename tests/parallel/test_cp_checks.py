@@ -20,7 +20,7 @@ from automodel_lite.parallel.context_parallel import (
     check_cp_settings,
     check_ranks_read_alike,
 )
-from automodel_lite.parallel.exchange import checkpointing_hint, choose_exchange
+from automodel_lite.parallel.exchange import choose_exchange
 from tests.attention.families import BASE, build, documents, stream
 from tests.ranks import run_ranks
 
@@ -47,15 +47,6 @@ def test_heads_must_divide_for_all_to_all() -> None:
 
 
 WIDE = [LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, value_head_dim=128)] * 32
-
-
-def test_gathered_keys_and_values_call_for_activation_checkpointing() -> None:
-    hint = checkpointing_hint(WIDE, 131072, 4, 2, "all_gather")
-    assert hint is not None
-    assert "16.0 GiB" in hint
-    assert checkpointing_hint(WIDE, 131072, 4, 2, "all_to_all") is None
-    assert checkpointing_hint(WIDE, 4096, 4, 2, "all_gather") is None
-    assert checkpointing_hint(WIDE, 131072, 1, 2, "all_gather") is None
 
 
 CHOICES = {
