@@ -3,7 +3,7 @@
     process/3           who rank 3 is: host, process number, start
     beats/3             grows while it lives
     left/3              it ended as it should
-    settings/facts      of rank 0: every setting and version; each rank compares its own before the first step
+    settings/3          every setting and version of rank 3, which rank 0 compares with its own before the first step
     failure             the first error of any rank, the one record of who failed first; every rank exits with it
 
 A process group would not do: a failed rank does not join the collective in which the others wait for mesh.timeout_s.
@@ -76,68 +76,57 @@ class Peers:
         """Every rank calls it. Raises RanksDifferError on all of them when any rank's facts are not those of rank 0,
         and PeerError when a rank fails meanwhile or does not come.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
-        store, differs = self._store, [f"{topic}/differs"]
-        here = f"rank {rank()} ({socket.gethostname()})"
         mine = {key: _text(value) for key, value in {"WORLD_SIZE": world_size(), **facts}.items()}
+        here, lines = f"rank {rank()} ({socket.gethostname()})", list[str]()
         try:
-            if rank() == 0:
-                store.set(f"{topic}/facts", json.dumps({"here": here, "facts": mine}))
-            self._wait(lambda: store.check([f"{topic}/facts"]), lambda: [0])
-            first = json.loads(store.get(f"{topic}/facts"))
-            lines = []
-            for key in {**first["facts"], **mine}:
-                a, b = (facts.get(key, "not set") for facts in (first["facts"], mine))
-                if a != b:
-                    lines.append(f"  {key}: {a} on {first['here']}, {b} on {here}")
-            if lines:
-                store.set(differs[0], "\n".join(lines))
-            self._meet(f"{topic}/at", lambda: store.check(differs))
-            if not store.check(differs):
-                return
-            text = store.get(differs[0]).decode()
-            with suppress(PeerError, dist.DistError):  # rank 0 may hold the store: it leaves last
-                self._meet(f"{topic}/read", lambda: False, _OWN_ERROR_S)
+            if (
+                rank() == 0
+            ):  # alone compares, one rank after the other: the store has little to do, whatever their number
+                for other in range(1, world_size()):
+                    self._wait(store, topic, range(other, world_size()))
+                    there, theirs = json.loads(store.get(f"{topic}/{other}"))
+                    for key in {**mine, **theirs}:
+                        a, b = mine.get(key, "not set"), theirs.get(key, "not set")
+                        lines += [f"  {key}: {a} on {here}, {b} on {there}"] if a != b else []
+                store.set(f"{topic}/0", json.dumps(lines))
+            else:
+                store.set(f"{topic}/{rank()}", json.dumps([here, mine]))
+                self._wait(store, topic, range(1))
+                lines = json.loads(store.get(f"{topic}/0"))
         except dist.DistError as error:
             raise _no_store(error) from None
-        raise RanksDifferError(
-            f"the processes of this job do not agree on its {topic}:\n{text}\nStart the same command on every node, "
-            "with the same files and versions."
-        )
+        if lines:
+            if rank() == 0:
+                time.sleep(_OWN_ERROR_S)  # it may hold the store, which the others have still to read
+            differing = "\n".join(lines)
+            raise RanksDifferError(
+                f"the processes of this job do not agree on its {topic}:\n{differing}\nStart the same command on every "
+                "node, with the same files and versions."
+            )
 
-    def _meet(self, place: str, is_settled: Callable[[], bool], latest_s: float = _LATEST_S) -> None:
-        """Waits until every rank has come to this place, or the matter is settled without them."""
-        store = self._store
-        assert store is not None
-        store.set(f"{place}/{rank()}", "")
-        store.add(place, 1)
-        missing = lambda: [r for r in range(world_size()) if not store.check([f"{place}/{r}"])]  # noqa: E731
-        self._wait(lambda: store.add(place, 0) >= world_size() or is_settled(), missing, latest_s)
-
-    def _wait(self, is_done: Callable[[], bool], missing: Callable[[], list[int]], latest_s: float = _LATEST_S) -> None:
-        """Waits, with a line every 30 s that names the ranks that are missing; raises PeerError when one has failed, or
-        is too late.
+    def _wait(self, store: dist.Store, topic: str, ranks: range) -> None:
+        """Waits for what the first of these ranks writes, with a line every 30 s that names those that are missing;
+        raises PeerError when one has failed, or is too late.
         """
-        store = self._store
-        assert store is not None
         began = time.monotonic()
         next_line = began + LINE_EVERY_S
-        while not is_done():
+        while not store.check([f"{topic}/{ranks[0]}"]):
             if store.check(["failure"]):
                 raise self._failure()
+            time.sleep(_LOOK_EVERY_S / 10)
             now = time.monotonic()
-            if now < min(next_line, began + latest_s):
-                time.sleep(_LOOK_EVERY_S / 10)
+            if now < next_line:
                 continue
-            late = missing()
-            absent = [r for r in late if not store.check([f"process/{r}"])]
+            next_line += LINE_EVERY_S
+            late = [number for number in ranks if not store.check([f"{topic}/{number}"])]
+            absent = [number for number in late if not store.check([f"process/{number}"])]
             text = f"{_named(absent)}: not started" if absent else f"{_named(late)}: still reading"
-            if now >= began + (min(latest_s, _START_S) if absent else latest_s):
+            if now >= began + (_START_S if absent else _LATEST_S):
                 raise PeerError(f"{text} after {now - began:.0f} s: look at the nodes of this job.", 1)
-            if now >= next_line:
-                next_line += LINE_EVERY_S
-                _print(f"waiting for {text} ({now - began:.0f} s)")
+            _print(f"waiting for {text} ({now - began:.0f} s)")
 
     def tell(self, error: BaseException, doing: str = "") -> None:
         """Records that this rank ends with an error, unless another one was first."""
@@ -242,16 +231,16 @@ def _host_of(store: dist.Store, other: int) -> str:
 _jobs_begun = 0
 
 
-def open_peers(is_new_job: bool = False) -> Peers:
-    """Returns the ranks of the job that this process is at; the words of the same ranks' next job are apart.
+def open_peers() -> Peers:
+    """Returns the ranks of the job that this process is at; what the same ranks' next job writes is apart.
 
     A client of the store for itself alone: one that waits in a `get` holds its lock, and `check` would wait with it.
     """
     global _jobs_begun
-    _jobs_begun += is_new_job
+    _jobs_begun += 1
     if world_size() == 1:
         return Peers(None)
-    return Peers(dist.PrefixStore(f"peers of job {max(_jobs_begun, 1)}", launchers_store().clone()))  # type: ignore[attr-defined]
+    return Peers(dist.PrefixStore(f"peers of job {_jobs_begun}", launchers_store().clone()))  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -208,7 +208,6 @@ class Checkpointer:
             self.saver.on_first(begin)
             checksums = dict(filter(None, self.saver.on_all(write)))
             self.saver.on_first(lambda: on_disk.complete(temporary, current.path, texts, checksums, self.fence))
-            self.saver.on_first(delete_old)
         except Exception as error:  # any failure: the run continues without this checkpoint
             current.error = error
             with suppress(Exception):  # a rank is gone: the training finds out
@@ -216,6 +215,9 @@ class Checkpointer:
                     self.saver.on_first(clean_up)
                 except RunStoppedError as lost:  # on all ranks: the folder is another job's, which is why
                     current.error = lost
+        else:
+            if self.saver.is_first:
+                delete_old()
         finally:
             current.is_done = True
 

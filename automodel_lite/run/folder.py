@@ -31,10 +31,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from automodel_lite.config.check import with_defaults
-from automodel_lite.config.components import moved_target
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
-from automodel_lite.errors import FORMER_KEYS, ConfigError, one_line, shown
+from automodel_lite.errors import ConfigError, one_line, shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
@@ -188,16 +187,14 @@ class RunFolder:
             training = replace(training, global_batch_size=saved.get("training", {}).get("global_batch_size"))
         if packed.get("slot_multiple", 1) is None:
             packed = {**packed, "slot_multiple": saved.get("packed_sequence", {}).get("slot_multiple")}
-            self._check_slots(packed["slot_multiple"] or 1, config.mesh.cp)
+            slots, cp = packed["slot_multiple"] or 1, config.mesh.cp
+            if cp > 1 and slots % (2 * cp):
+                raise ConfigError(
+                    f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and {self.path} was started with "
+                    f"packed_sequence.slot_multiple={slots}: use another mesh.cp, or start a new run with name=... "
+                    f"(packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and {cp})."
+                )
         return replace(config, training=training, packed_sequence=packed)
-
-    def _check_slots(self, slot_multiple: int, cp: int) -> None:
-        if cp > 1 and slot_multiple % (2 * cp):
-            raise ConfigError(
-                f"mesh.cp={cp} needs documents padded to multiples of {2 * cp}, and {self.path} was started with "
-                f"packed_sequence.slot_multiple={slot_multiple}: use another mesh.cp, or start a new run with "
-                f"name=... (packed_sequence.slot_multiple={2 * cp} from the start fits mesh.cp=1 and {cp})."
-            )
 
     def finished_message(self, config: Config) -> str | None:
         """The message for a finished run that is started again; None when there is work to do."""
@@ -309,24 +306,7 @@ def saved_config(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({reason}): restore it, for instance from the newest checkpoint's folder, or "
             "start a new run with name=... ."
         )
-    found = {str(key): _with_moved_targets(value) for key, value in saved.items()}
-    for former, now in FORMER_KEYS.items():
-        group, _, name = former.partition(".")
-        part = found.get(group, {})
-        if name in part and part.get("_target_", "Mixture").endswith("Mixture"):
-            value = part.pop(name)
-            part |= {now.partition(".")[2]: value} if now else {}
-    return found
-
-
-def _with_moved_targets(node: Any) -> Any:
-    """The parts of a run that an older version began, under the names that they have now."""
-    if isinstance(node, list):
-        return [_with_moved_targets(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    found = {key: _with_moved_targets(value) for key, value in node.items()}
-    return found | ({"_target_": moved_target(found["_target_"])} if isinstance(found.get("_target_"), str) else {})
+    return {str(key): value for key, value in saved.items()}
 
 
 _FREE = frozenset(resumable_settings())

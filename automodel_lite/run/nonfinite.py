@@ -82,12 +82,7 @@ class NonfiniteSteps:
         loss_sum, grad_norm = numbers.read()
         if math.isfinite(loss_sum) and math.isfinite(grad_norm):
             self.in_a_row = 0
-        else:
-            self._record(step, pack_ids, batches, loss_sum, grad_norm)
-
-    def _record(
-        self, step: int, pack_ids: Sequence[int], batches: Sequence[ThdBatch], loss_sum: float, grad_norm: float
-    ) -> None:
+            return
         self.in_a_row += 1
         where = self.folder / f"step_{step:08d}"
         facts = {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss_sum, "grad_norm": grad_norm}
@@ -95,15 +90,15 @@ class NonfiniteSteps:
             _dump(where, self.rank, facts, batches)
         except (OSError, SafetensorError) as error:
             self.say(f"WARNING: {where} cannot be written: {error}")
+        packs = ", ".join(map(str, pack_ids[:8])) + (f" and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else "")
         what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
         if self.in_a_row > self.max_in_a_row:
             raise RunStoppedError(
-                f"{what}, the {_ordinal(self.in_a_row)} time in a row: the run stops; training.max_nonfinite_steps="
-                f"{self.max_in_a_row} are skipped. The packs {_first_few(pack_ids)} are dumped in {where}; no "
-                "checkpoint was written since the last good step. Look at the data, lower optimizer.lr, or raise the "
-                "warm-up."
+                f"{what}, {self.in_a_row} times in a row: the run stops; training.max_nonfinite_steps="
+                f"{self.max_in_a_row} are skipped. The packs {packs} are dumped in {where}; no checkpoint was written "
+                "since the last good step. Look at the data, lower optimizer.lr, or raise the warm-up."
             )
-        self.say(f"{step:7d}  WARNING: {what}: not applied; packs {_first_few(pack_ids)}, dumped in {where}")
+        self.say(f"{step:7d}  WARNING: {what}: not applied; packs {packs}, dumped in {where}")
 
 
 def _dump(where: Path, rank: int, facts: dict[str, object], batches: Sequence[ThdBatch]) -> None:
@@ -114,12 +109,3 @@ def _dump(where: Path, rank: int, facts: dict[str, object], batches: Sequence[Th
         for name in ("input_ids", "labels", "position_ids", "cu_seqlens"):
             tensors[f"{name}_{number}"] = vars(batch)[name].cpu().contiguous().clone()
     save_file(tensors, where / f"rank_{rank:05d}.safetensors")
-
-
-def _first_few(pack_ids: Sequence[int]) -> str:
-    shown = ", ".join(map(str, pack_ids[:8]))
-    return f"{shown} and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else shown
-
-
-def _ordinal(number: int) -> str:
-    return {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")

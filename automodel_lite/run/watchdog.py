@@ -1,9 +1,10 @@
 """The stacks of a rank that makes no progress, in its log; and a record when it is killed.
 
 A call that holds the interpreter's lock stops every thread, so another process keeps the time, in a session of its own
-that no Ctrl-C reaches. It reads what the rank is doing, a line at each `enter`, and sends a signal when the next is
-late: faulthandler writes the stack of the main thread, which is safe because it is that thread's own. A thread writes
-all stacks when it gets the lock. (faulthandler's own timer walks running threads: one healthy rank in 400 crashed.)
+that no Ctrl-C reaches. It reads what the rank is doing, a line at each `enter`, and sends a signal and a line when the
+next is late: faulthandler writes the stack of the main thread, which is safe because it is that thread's own. A thread
+writes all stacks when it gets the lock. (faulthandler's own timer walks running threads: one healthy rank in 400
+crashed.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ class Watchdog:
         self.log = run / "logs" / f"rank_{rank:05d}.log"
         self.doing = "setting up"  # for error reports, too
         self._since = time.monotonic()
-        self._is_over = threading.Event()
         self._file: TextIO | None = None
         self._timer: subprocess.Popen[bytes] | None = None
 
@@ -47,12 +47,13 @@ class Watchdog:
         faulthandler.register(_SIGNAL, self._file, all_threads=False)
         facts = json.dumps([str(self.run), self.rank, token, self.after_s])
         command = [sys.executable, "-I", "-S", __file__, facts]
+        pipe = subprocess.PIPE
         self._timer = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
         )
         assert self._timer.stdin
         os.set_blocking(self._timer.stdin.fileno(), False)  # a timer that hangs must not hold up its rank
-        threading.Thread(target=self._write_all_stacks, daemon=True).start()
+        threading.Thread(target=self._write_all_stacks, args=(self._timer,), daemon=True).start()
         self.enter(self.doing)
 
     def enter(self, doing: str) -> None:
@@ -65,7 +66,6 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stops watching: the rank ends normally, or has recorded why not."""
-        self._is_over.set()
         if self._timer is None:
             return
         self._send("")
@@ -81,16 +81,12 @@ class Watchdog:
             with suppress(OSError):  # it is gone, or hangs: the training goes on without it
                 os.write(self._timer.stdin.fileno(), doing.encode() + b"\n")
 
-    def _write_all_stacks(self) -> None:
-        """In a thread: the stacks of all others, each time that the rank has been late for another `after_s`."""
+    def _write_all_stacks(self, timer: subprocess.Popen[bytes]) -> None:
+        """In a thread: writes the stacks of all others whenever the timer says that the rank is late."""
         from automodel_lite.redact import scrub  # not in the other process, which has no packages
 
-        num_written, since = 0, self._since
-        while self.after_s and not self._is_over.wait(min(_LOOK_EVERY_S, self.after_s / 2)):
-            num_written, since = (num_written if since == self._since else 0), self._since
-            if time.monotonic() - since < (num_written + 1) * self.after_s:
-                continue
-            num_written += 1
+        assert timer.stdout
+        while timer.stdout.readline():
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             lines = [f"Timeout ({self.after_s:g} s)! {time.strftime('%F %T')} {self.doing}\n"]
             for number, frame in sys._current_frames().items():
@@ -106,7 +102,7 @@ def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
     parent, doing, text = os.getppid(), "setting up", b""
     due = time.monotonic() + after_s
     while os.getppid() == parent:
-        if select.select([0], [], [], _LOOK_EVERY_S)[0]:
+        if select.select([0], [], [], min(_LOOK_EVERY_S, after_s / 2 or _LOOK_EVERY_S))[0]:
             *lines, text = (text + os.read(0, 1 << 16)).split(b"\n")
             if b"" in lines:
                 return
@@ -116,7 +112,9 @@ def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
                 time.sleep(_LOOK_EVERY_S / 10)  # a closed pipe is always ready
         if after_s and time.monotonic() >= due:
             due = time.monotonic() + after_s
-            os.kill(parent, _SIGNAL)
+            with suppress(OSError):  # it is gone
+                os.kill(parent, _SIGNAL)
+                os.write(1, b"late\n")
     # the rank was killed: STATUS.json says so, if the folder is still this run's
     status = run / "STATUS.json"
     facts = json.loads(status.read_text())

@@ -37,7 +37,7 @@ def joined(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
 
     Raises RanksDifferError when the ranks were started differently, and ConfigError when the folder is another run's.
     """
-    folder, peers = RunFolder(config.output_dir), open_peers(is_new_job=True)
+    folder, peers = RunFolder(config.output_dir), open_peers()
     peers.leave = lambda error: leave(str(error), error.exit_code, is_shown=is_first_here())
     with together(peers):
         config = folder.with_saved_layout(config)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _compare(rank: int, world_size: int, facts: list[dict[str, Any]]) -> tuple[str, float]:
-    began, peers = time.monotonic(), open_peers(is_new_job=True)
+    began, peers = time.monotonic(), open_peers()
     try:
         peers.compare("settings", facts[rank])
     except RanksDifferError as error:
@@ -96,7 +96,7 @@ def test_a_run_of_different_settings_does_not_start(tmp_path: Path, override: st
 
 
 def _meet_a_mistake(rank: int, world_size: int, waits_in: str) -> str:
-    peers = open_peers(is_new_job=True)
+    peers = open_peers()
     heard: list[str] = []
     peers.leave = lambda error: heard.append(str(error))
     try:
@@ -162,7 +162,7 @@ def test_under_torchrun_it_is_printed_by_that_rank_and_by_rank_0_and_ends_all(tm
 
 
 def _die(rank: int, world_size: int, ready: str) -> str:
-    peers = open_peers(is_new_job=True)
+    peers = open_peers()
     heard: list[str] = []
     peers.leave = lambda error: heard.append(str(error))
     try:
@@ -198,7 +198,7 @@ def _wait_alone(rank: int, world_size: int) -> str:
     """Rank 0 of three, of which the others never come."""
     os.environ |= {"WORLD_SIZE": "3"}
     said = io.StringIO()
-    peers = open_peers(is_new_job=True)
+    peers = open_peers()
     with redirect_stderr(said), pytest.MonkeyPatch.context() as patch, suppress(PeerError):
         patch.setattr("automodel_lite.parallel.peers.LINE_EVERY_S", 0.3)
         patch.setattr("automodel_lite.parallel.peers._START_S", 1.0)

@@ -129,17 +129,12 @@ def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Pat
 
 
 def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: Path) -> None:
-    """Its parts stood in other modules, and it did not know every setting of today."""
+    """It did not know every setting of today."""
     folder, config = RunFolder(tmp_path), quick_config(tmp_path)
     folder.open(config, global_batch_size=4, slot_multiple=1)
     config = folder.with_saved_layout(config)
-    text = folder.config.read_text().replace("automodel_lite.training.schedules.", "automodel_lite.training.schedule.")
-    text = text.replace("  ema_decay: 0.0\n", "").replace(
-        "automodel_lite.training.optimizers.", "automodel_lite.training.optim."
-    )
-    assert text.count("training.schedule.") + text.count("training.optim.") == 2
-    text = text.replace("  num_proc: null\n", "  num_proc: null\n  num_shards: 1\n  shard: null\n")
-    assert text.count("num_shards: 1") == 1
+    text = folder.config.read_text().replace("  ema_decay: 0.0\n", "")
+    assert text != folder.config.read_text()
     folder.config.write_text(text)
     folder.check(config)
     assert load_run_config(folder).optimizer == config.optimizer

@@ -84,7 +84,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     results = run_ranks(_train_with_bad_steps, 2, str(tmp_path), {3: 0, 4: 0}, options)
     for code, text in results:
         assert code == 1
-        assert "step 4: the loss or the gradient is not finite (gradient norm nan), the 2nd time in a row" in text
+        assert "step 4: the loss or the gradient is not finite (gradient norm nan), 2 times in a row" in text
         assert "training.max_nonfinite_steps=1" in text
     complete, _ = checkpoint_folder.survey(tmp_path / "checkpoints")
     assert complete[0].name == "step_00000002"
