@@ -32,12 +32,23 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
         fsdp_size=shape.dp_shard * shape.cp,
         dp_replicate_size=shape.dp_replicate,
     )
-    dense, experts = _meshes(mesh, axes)
+    # The same ranks twice: for dense layers, and for experts, of which the ranks that ep leaves over have copies.
+    sizes: dict[str, Any] = {"fsdp": axes.fsdp_size, "tp": shape.tp, "efsdp": axes.efsdp_size, "ep": shape.ep}
+    dense, experts = (
+        init_device_mesh(
+            mesh.device.type,
+            (shape.dp_replicate, *(sizes[name] for name in names)),
+            mesh_dim_names=("dp_replicate", *names),
+        )
+        for names in (("fsdp", "tp"), ("efsdp", "ep"))
+    )
     try:
         tp_plan, ep_plan, _ = lm._resolve_parallel_plans(axes)
         # The plan may cut a tied weight twice; tied again afterwards, both names are one sharded parameter.
         if shape.tp > 1:
-            _untie(lm)
+            for name in lm.all_tied_weights_keys:  # the plan cuts both parameters, which must be there
+                module, _, weight = name.rpartition(".")
+                setattr(lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach()))
             apply_tensor_parallelism(lm, dense["tp"], tp_plan)
             lm.tie_weights(recompute_mapping=False)
             model.wrap_head()
@@ -46,16 +57,20 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
     except ValueError as error:
         reason = one_line(error)
         raise ConfigError(f"mesh.tp={shape.tp} mesh.ep={shape.ep}: {reason}") from None
+    replicated = ("dp_replicate",) if shape.dp_replicate > 1 else ()
     if shape.ep > 1:
-        _shard_experts(lm, ep_plan, experts[_replicated("efsdp", shape)], axes, policy)
-    return dense[_replicated("fsdp", shape)]
-
-
-def _untie(lm: Any) -> None:
-    """Gives a tied weight a parameter under each of its names: the plan cuts both, which must be there."""
-    for name in lm.all_tied_weights_keys:
-        module, _, weight = name.rpartition(".")
-        setattr(lm.get_submodule(module), weight, nn.Parameter(lm.get_parameter(name).detach()))
+        # Experts get units of their own, so that the layers' FSDP leaves them alone. An expert has seen the tokens of
+        # all batches: its gradient is divided by their number, after a sum where copies of it exist, as in the engine.
+        efsdp = (*replicated, "efsdp")
+        expert_mesh = experts[efsdp]
+        for name, module in lm.named_modules():
+            if ep_plan.get(name) == "ep_dispatch_experts":
+                fully_shard(module, mesh=expert_mesh, mp_policy=policy)
+                module.set_gradient_divide_factor(float(axes.dp_size))
+                if axes.efsdp_size > 1:
+                    module.set_force_sum_reduction_for_comms(True)
+    fsdp = (*replicated, "fsdp")
+    return dense[fsdp]
 
 
 def check_sizes(config: Any, shape: MeshShape) -> None:
@@ -65,36 +80,3 @@ def check_sizes(config: Any, shape: MeshShape) -> None:
         raise ConfigError(
             f"mesh.tp={shape.tp} must divide the {heads} query heads and the {kv_heads} key/value heads of the model."
         )
-
-
-def _meshes(mesh: Mesh, axes: DistributedConfig) -> tuple[DeviceMesh, DeviceMesh]:
-    """Returns the same ranks twice, as the engine lays them out: for dense layers, and for experts, which have copies
-    on the ranks that ep leaves over (efsdp). New process groups; every rank calls it.
-    """
-    layouts: dict[tuple[str, ...], Any] = {
-        ("dp_replicate", "fsdp", "tp"): (axes.dp_replicate_size, axes.fsdp_size, axes.tp_size),
-        ("dp_replicate", "efsdp", "ep"): (axes.dp_replicate_size, axes.efsdp_size, axes.ep_size),
-    }
-    dense, experts = (
-        init_device_mesh(mesh.device.type, sizes, mesh_dim_names=names) for names, sizes in layouts.items()
-    )
-    return dense, experts
-
-
-def _replicated(axis: str, shape: MeshShape) -> str | tuple[str, str]:
-    return ("dp_replicate", axis) if shape.dp_replicate > 1 else axis
-
-
-def _shard_experts(
-    lm: Any, ep_plan: dict[str, str], mesh: DeviceMesh, axes: DistributedConfig, policy: MixedPrecisionPolicy
-) -> None:
-    """Shards experts as the engine's own wrapping does: an expert has seen the tokens of all batches, so that its
-    gradient is divided by their number, after a sum where copies of it exist.
-    """
-    for name, module in lm.named_modules():
-        # Experts get units of their own, so that the layers' FSDP leaves them alone.
-        if ep_plan.get(name) == "ep_dispatch_experts":
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-            module.set_gradient_divide_factor(float(axes.dp_size))
-            if axes.efsdp_size > 1:
-                module.set_force_sum_reduction_for_comms(True)

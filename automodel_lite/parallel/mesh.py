@@ -169,9 +169,6 @@ def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     with contextlib.suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
         return math.inf if quota == "max" else max(1.0, int(quota) / int(period))
-    with contextlib.suppress(OSError, ValueError):  # version 1 of cgroups
-        quota, period = ((root / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return math.inf if int(quota) <= 0 else max(1.0, int(quota) / int(period))
     return math.inf
 
 

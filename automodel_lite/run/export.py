@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,13 @@ def _written(folder: Path, step: int) -> Iterator[Path]:
         write_file(temporary / MARK, json.dumps({"step": step, "files": ours}))
         if folder.is_dir():
             for path in _users_own(folder, ours):
-                _copy(path, temporary / path.name)
+                is_folder = path.is_dir() and not path.is_symlink()
+                copy = (
+                    partial(shutil.copytree, symlinks=True)
+                    if is_folder
+                    else partial(shutil.copy2, follow_symlinks=False)
+                )
+                copy(path, temporary / path.name)
             os.rename(folder, aside)
         os.rename(temporary, folder)
         shutil.rmtree(aside, ignore_errors=True)
@@ -88,13 +95,6 @@ def _users_own(folder: Path, ours: list[str]) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         names = {path.name for path in folder.iterdir() if not _WEIGHTS.fullmatch(path.name)}
     return [folder / name for name in sorted(names - {*ours, MARK})]
-
-
-def _copy(path: Path, target: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        shutil.copy2(path, target, follow_symlinks=False)
-    else:
-        shutil.copytree(path, target, symlinks=True)
 
 
 _PROBE_TOKENS = 16

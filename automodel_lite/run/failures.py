@@ -62,25 +62,20 @@ def recorded(
         raise
     except Exception as error:
         at, raised = f"rank {rank} on {host}, {watchdog.doing}", error
-        if isinstance(error, (ConfigError, DataError, RunStoppedError)):
-            reason = str(error)
-        elif is_out_of_memory(error):
-            reason = _out_of_memory(error, at, memory())
-            raised = RunStoppedError(reason)
+        if is_out_of_memory(error):
+            raised = RunStoppedError(_out_of_memory(error, at, memory()))
         elif is_lost_peer(error):
             raised = peers.cause() or RunStoppedError(
                 f"{at}: another rank ended without a message (killed, out of memory, or its host is down), or did not "
                 f"answer within mesh.timeout_s: {one_line(error)}"
             )
-            reason = str(raised)
         elif _LOST_WORKER.match(str(error)):
-            reason = (
+            raised = RunStoppedError(
                 f"a data worker of {at}, is gone: {one_line(error)} Most often the host ran out of memory: lower "
                 "dataloader.num_workers. Run the same command again to continue from the newest checkpoint."
             )
-            raised = RunStoppedError(reason)
-        else:
-            reason = f"rank {rank}, {watchdog.doing}: {type(error).__name__}: {error}"
+        is_sentence = isinstance(raised, (ConfigError, DataError, RunStoppedError))
+        reason = str(raised) if is_sentence else f"rank {rank}, {watchdog.doing}: {type(error).__name__}: {error}"
         if not isinstance(raised, PeerError):
             peers.tell(raised, watchdog.doing)
         if lock.is_held():

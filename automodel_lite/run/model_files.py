@@ -11,20 +11,33 @@ _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 32  # of a file of weights; its header is the first
 
 
+def local_folder(source: str | None, revision: str | None = None) -> Path | None:
+    """Returns the folder that holds a model: `source` itself, or a hub model's cached snapshot; None for a model from
+    scratch, or one that is not here.
+    """
+    if not source or Path(source).is_dir():
+        return Path(source) if source else None
+    try:
+        cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def model_files(pretrained: str | None, revision: str | None = None) -> dict[str, str]:
-    """Returns name -> digest of each configuration and weight file of a folder, or of a hub model's cached snapshot.
+    """Returns name -> digest of each configuration and weight file of a `local_folder`.
 
     Small files are hashed whole, large ones by their size and 32 blocks spread over them, the header among them:
-    weights that were trained further differ in each block. Empty for a model from scratch, or one that is not here.
+    weights that were trained further differ in each block.
     """
-    folder = _folder_of(pretrained, revision) if pretrained else None
+    folder = local_folder(pretrained, revision)
     if folder is None:
         return {}
     found = sorted(path for pattern in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(pattern))
-    return {path.name: sampled_digest(path) for path in found if not path.name.startswith(("tokenizer", "special_"))}
+    return {path.name: _sampled_digest(path) for path in found if not path.name.startswith(("tokenizer", "special_"))}
 
 
-def sampled_digest(path: Path) -> str:
+def _sampled_digest(path: Path) -> str:
     """Returns 16 hex digits of a file's size and some of its blocks; all of them, when it is small."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -36,13 +49,3 @@ def sampled_digest(path: Path) -> str:
                 file.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1))
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()[:16]
-
-
-def _folder_of(pretrained: str, revision: str | None) -> Path | None:
-    if Path(pretrained).is_dir():
-        return Path(pretrained)
-    try:
-        cached = try_to_load_from_cache(pretrained, "config.json", revision=revision)
-    except ValueError:  # no name that the hub could have
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None

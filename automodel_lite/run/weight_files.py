@@ -16,6 +16,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,24 +32,11 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.models.source import quantization_of
 from automodel_lite.run import durable
+from automodel_lite.run.model_files import local_folder
 
 _NO_SETTINGS = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"})
 INDEX = "model.safetensors.index.json"
 _OF_PROCESSORS = ("*processor*.json",)
-
-
-def original_folder(lm: transformers.PreTrainedModel) -> Path | None:
-    """Where the model's checkpoint lies, the hub's in its cache; None for a model from scratch."""
-    source = lm.config._name_or_path
-    if not source:
-        return None
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        revision = getattr(lm.config, "_commit_hash", None)
-        return Path(snapshot_download(source, revision=revision, local_files_only=True))
-    except (OSError, ValueError):
-        return None
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -59,6 +46,11 @@ def weight_files(folder: Path) -> dict[str, Path]:
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path)
     return found
+
+
+def _original(lm: transformers.PreTrainedModel) -> Path | None:
+    """Where the checkpoint lies that the model came from; None for a model from scratch."""
+    return local_folder(lm.config._name_or_path, getattr(lm.config, "_commit_hash", None))
 
 
 def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -74,28 +66,23 @@ def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> di
     for name, value in model.state_dict().items():
         if not value.is_floating_point():
             continue
-        is_kept = kept is not None and kept.search(name) is not None
-        result[name] = torch.float32 if is_kept or (wide and _keys_of(model, name, value) <= wide) else dtype
+        keys = {name}  # under which it is saved; of one that is saved with others alone, its own
+        with suppress(ValueError):
+            keys = set(as_saved(model, {name: value.to("meta")})) if wide else keys
+        is_wide = bool(kept and kept.search(name)) or keys <= wide
+        result[name] = torch.float32 if is_wide else dtype
     return result
 
 
 def _wide_keys(model: transformers.PreTrainedModel) -> set[str]:
     """Keys of the original checkpoint in fp32, none if all of it is."""
-    folder = original_folder(model)
+    folder = _original(model)
     by_dtype: dict[str, set[str]] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder else ():
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 by_dtype.setdefault(file.get_slice(key).get_dtype(), set()).add(key)
     return by_dtype.get("F32", set()) if by_dtype.keys() - {"F32"} else set()
-
-
-def _keys_of(model: transformers.PreTrainedModel, name: str, value: Tensor) -> set[str]:
-    """Under which keys transformers saves a weight; its own name for one that is saved with others alone."""
-    try:
-        return set(as_saved(model, {name: torch.empty(value.shape, dtype=value.dtype, device="meta")}))
-    except ValueError:
-        return {name}
 
 
 def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -110,7 +97,7 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
     """Gives an export what only the original checkpoint has: weights that are not part of the model, bit by bit, the
     settings of processors, and its own config.json where no setting was changed.
     """
-    original = original_folder(lm)
+    original = _original(lm)
     if original is None or original == folder:
         return
     is_trusted = type(lm.config).__module__.startswith("transformers_modules.")
@@ -235,7 +222,10 @@ def gathered_files(
             for file, group in zip(now, groups):
                 if group is None:
                     continue
-                whole = {name: _whole(state[name], dtypes.get(name)) for name in group.parameters}
+                whole = {}
+                for name in group.parameters:
+                    value = state[name].to(dtypes.get(name, state[name].dtype))  # a shard travels as it is stored
+                    whole[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
                 if file.writer == rank:
                     saved = as_saved(lm, whole)
                     weights |= {name: saved[name].to(meta.dtype).contiguous() for name, meta in group.weights.items()}
@@ -263,25 +253,13 @@ def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) 
     together = as_saved(lm, described)
     of_layers: dict[str, list[str]] = {}
     for name, value in described.items():
-        is_alone = _is_saved_alone(lm, name, value, together)
+        is_alone = False  # does it become the same weights without the others?
+        with suppress(ValueError):  # a conversion misses its other parts
+            weights = as_saved(lm, {name: value})
+            is_alone = all(key in together and together[key].shape == weight.shape for key, weight in weights.items())
         of_layers.setdefault(name if is_alone else _LAYER.match(name)[0], []).append(name)  # type: ignore[index]
     groups = [Group(names, as_saved(lm, {name: described[name] for name in names})) for names in of_layers.values()]
     apart = {name: weight.shape for group in groups for name, weight in group.weights.items()}
     if apart != {name: weight.shape for name, weight in together.items()}:
         return [Group(list(described), together)]
     return groups
-
-
-def _is_saved_alone(lm: transformers.PreTrainedModel, name: str, value: Tensor, together: dict[str, Tensor]) -> bool:
-    """Does a parameter become the same weights without the others?"""
-    try:
-        weights = as_saved(lm, {name: value})
-    except ValueError:  # a conversion misses its other parts
-        return False
-    return all(key in together and together[key].shape == weight.shape for key, weight in weights.items())
-
-
-def _whole(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """On the CPU; a collective for a shard, which travels in the dtype of the file."""
-    value = value if dtype is None else value.to(dtype)
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
