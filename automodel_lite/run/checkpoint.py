@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,7 +49,6 @@ from automodel_lite.run.sharded_files import (
     take_boxes,
     write_parts,
 )
-from automodel_lite.run.staging import HostCopies
 
 JsonState = dict[str, Any]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
@@ -89,7 +88,7 @@ class Checkpointer:
     _token: str = field(init=False)  # of this process' temporary folders: a job that was thought dead has others
     _is_pending: bool = False
     _current: _Save | None = None
-    _copies: HostCopies = field(default_factory=HostCopies, repr=False)
+    _copies: dict[str, Tensor] = field(default_factory=dict, repr=False)  # see _stage
 
     def __post_init__(self) -> None:
         self._token = self.control.on_first(lambda: uuid.uuid4().hex[:8])
@@ -144,12 +143,27 @@ class Checkpointer:
             self.finish()
         else:
             try:
-                parts = self._copies.take(parts)
+                parts = self._stage(parts)
             except (OSError, RuntimeError) as error:  # a host without room for a copy: the other ranks learn of it
                 current.error = error
             current.thread = threading.Thread(target=self._write, args=(current, parts, texts), daemon=True)
             current.thread.start()
         return self.newest == path
+
+    @torch.no_grad()
+    def _stage(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns copies on the host, which the training does not change while they are written; made at the first save
+        and used again by every other. Raises an error for memory that the host does not have.
+        """
+        for key, part in parts.items():
+            if key not in self._copies:
+                # page-locked memory takes a GPU's copy at 25 GB/s and more, other at 3 to 6; to lock it takes longer
+                self._copies[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            self._copies[key].copy_(part, non_blocking=True)
+        if any(part.is_cuda for part in parts.values()):
+            # the next step changes the weights, and the writer reads the copies: both wait for the last of them
+            torch.cuda.current_stream().record_event().synchronize()
+        return self._copies
 
     def holds(self, step: int) -> bool:
         """Is the newest checkpoint, loaded or written, of this step?"""
@@ -227,30 +241,26 @@ class Checkpointer:
 
         Reports which it skipped and why. Raises ConfigError when there are some and none loads.
         """
-        found: dict[str, list[str]] = self.control.on_first(self._survey)
-        for sentence in found["skipped"]:
+        self.control.on_first(lambda: on_disk.clean(self.folder))
+        complete, skipped = self.control.on_first(lambda: on_disk.survey(self.folder))
+        for sentence in skipped:
             self.say(sentence)
         reasons = []
-        for name in found["complete"]:
+        for path in complete:
             try:
-                state = self._load(self.folder / name, model, optimizer)
+                state = self._load(path, model, optimizer)
             except _BROKEN as error:
-                reasons.append(f"{name} does not load: {_cause(error)}")
+                reasons.append(f"{path.name} does not load: {_cause(error)}")
                 self.say(reasons[-1])
                 continue
-            self.newest = self.folder / name
+            self.newest = path
             return state
-        if reasons := [*reasons, *found["skipped"]]:
+        if reasons := [*reasons, *skipped]:
             raise ConfigError(
                 f"{self.folder} has no loadable checkpoint (" + "; ".join(reasons) + "): restore one from a backup, "
                 "move the folder away to start from step 0, or start a new run with name=... ."
             )
         return None
-
-    def _survey(self) -> dict[str, list[str]]:
-        on_disk.clean(self.folder)
-        complete, skipped = on_disk.survey(self.folder)
-        return {"complete": [path.name for path in complete], "skipped": skipped}
 
     def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState:
         shares = self.control.on_all(lambda: on_disk.broken_files(path, self.control.rank, self.control.world_size))

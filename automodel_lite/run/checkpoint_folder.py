@@ -72,7 +72,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
     try:
         files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, entry in files.items():
-            if not _is_inside(name):
+            if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or not Path(name).parts:
                 return f"its manifest names {name!r}, which leads out of it"
             found = os.lstat(checkpoint / name)
             if not stat.S_ISREG(found.st_mode):
@@ -166,11 +166,6 @@ def doomed(losses: Mapping[int, float | None], rules: CheckpointConfig) -> list[
     if rules.keep_every:
         kept |= {step for step in steps if step % rules.keep_every == 0}
     return [step for step in steps if step not in kept]
-
-
-def _is_inside(name: str) -> bool:
-    parts = Path(name).parts
-    return not Path(name).is_absolute() and ".." not in parts and "\0" not in name and bool(parts)
 
 
 def exported_folder(source: str) -> str:

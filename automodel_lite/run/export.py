@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -177,9 +177,21 @@ def export_hf(
 
     def check() -> None:
         loaded = _load_again(temporary, lm, tokenizer, dtypes, mesh)
-        _compare(lm, loaded.lm, dtypes)
-        got_TV = loaded.plain_logits(_probe(model, device).input_ids).cpu()
-        _compare_logits(got_TV, expected_TV, min(dtypes.values(), key=lambda d: d.itemsize), has_fp8(lm))
+        weights = loaded.lm.state_dict()
+        for name, value in lm.state_dict().items():  # this rank's parts, bit for bit
+            want, got = local(value), local(weights[name])
+            kept = dtypes.get(name, want.dtype)
+            if not torch.equal(want.to(kept), got.to(want.device, kept)):
+                raise RuntimeError(f"the exported weight {name} differs from the trained one.")
+        got_TV = loaded.plain_logits(_probe(model, device).input_ids).cpu().float()
+        # the median token: in low precision single tokens of a mixture of experts take other experts
+        off = float(((got_TV - expected_TV.float()).abs().amax(1) / expected_TV.float().std()).median())
+        limits = [tolerance_std(min(dtypes.values(), key=lambda d: d.itemsize)), tolerance_std(expected_TV.dtype)]
+        if not off <= max(*limits, _FP8_STD if has_fp8(lm) else 0.0):
+            raise RuntimeError(
+                f"the exported model differs from the trained one: its logits are off by {off:.1e} standard "
+                "deviations, although its weights are equal. Its config.json does not describe the trained model."
+            )
 
     with _written(folder, step) as temporary:
         ranks = all_ranks()
@@ -255,16 +267,6 @@ def _load_again(
     return made[-1].eval()
 
 
-def _compare(trained: nn.Module, read: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Raises RuntimeError when this rank's part of a weight that was read back is not the trained one, bit for bit."""
-    weights = read.state_dict()
-    for name, value in trained.state_dict().items():
-        want, got = local(value), local(weights[name])
-        stored = dtypes.get(name, want.dtype)
-        if not torch.equal(want.to(stored), got.to(want.device, stored)):
-            raise RuntimeError(f"the exported weight {name} differs from the trained one.")
-
-
 def _probe(model: LossModel, device: torch.device) -> ThdBatch:
     """One document of a few tokens."""
     vocab = embedding_rows(model.lm)
@@ -280,15 +282,3 @@ def probe_logits(model: LossModel, logits: Callable[[ThdBatch], Tensor], device:
     result = logits(_probe(model, device)).cpu()
     model.train(was_training)
     return result
-
-
-def _compare_logits(got_TV: Tensor, expected_TV: Tensor, stored: torch.dtype, is_fp8: bool) -> None:
-    """Compares the median token: in low precision single tokens of a mixture of experts take other experts."""
-    limit = max(tolerance_std(stored), tolerance_std(expected_TV.dtype), _FP8_STD if is_fp8 else 0.0)
-    off_T = (got_TV.float() - expected_TV.float()).abs().amax(1) / expected_TV.float().std()
-    off = float(off_T.median())
-    if not off <= limit:
-        raise RuntimeError(
-            f"the exported model differs from the trained one: its logits are off by {off:.1e} standard deviations, "
-            "although its weights are equal. Its config.json does not describe the trained model."
-        )

@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from automodel_lite.config.check import with_defaults
+from automodel_lite.config.components import flatten
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.errors import ConfigError, one_line, shown
@@ -84,7 +85,10 @@ class RunFolder:
     def _changes(self, config: Config) -> list[tuple[str, Any, Any]]:
         """Settings that shape the numbers and differ; one that the run's version did not know yet had its default."""
         saved: Any = OmegaConf.to_container(with_defaults(OmegaConf.create(saved_config(self.config))))
-        return list(changed_settings(saved, plain(config)))
+        old, new = dict(flatten(saved)), dict(flatten(plain(config)))
+        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        resumable = tuple(f"{key}." for key in resumable_settings())  # keys, and whole groups
+        return [(key, old.get(key), new.get(key)) for key in changed if not f"{key}.".startswith(resumable)]
 
     def open(self, config: Config, global_batch_size: int, slot_multiple: int) -> None:
         """Makes the folder and writes config.yaml, with what followed from the layout of ranks."""
@@ -263,7 +267,9 @@ def _object(text: str) -> dict[str, Any]:
 def plain(config: Config) -> dict[str, Any]:
     """The configuration as nested dicts of plain values, for dumps, trackers and comparisons: no secrets."""
     values = asdict(config)
-    scrubbed: dict[str, Any] = scrub_tree(values, kept=_names_in(values))
+    # what names something of the program stays: a run whose `optimizer._target_` was scrubbed could not be read
+    targets = {value for key, value in flatten(values) if key.endswith("_target_")}
+    scrubbed: dict[str, Any] = scrub_tree(values, kept=_choices() | targets)
     return scrubbed
 
 
@@ -278,14 +284,6 @@ def _choices() -> frozenset[str]:
         if isinstance(rule, OneOf)
         for choice in rule.choices
     )
-
-
-def _names_in(values: Any) -> set[str]:
-    """Values that name something of the program: a run whose `optimizer._target_` was scrubbed could not be read."""
-    names = set(_choices())
-    for child in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
-        names |= _names_in(child)
-    return names | ({values["_target_"]} if isinstance(values, dict) and "_target_" in values else set())
 
 
 def config_yaml(config: Config) -> str:
@@ -307,19 +305,3 @@ def saved_config(path: Path) -> dict[str, Any]:
             "start a new run with name=... ."
         )
     return {str(key): value for key, value in saved.items()}
-
-
-_FREE = frozenset(resumable_settings())
-
-
-def changed_settings(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) of every setting that shapes the numbers and differs."""
-    for key in dict.fromkeys([*old, *new]):
-        path = f"{prefix}{key}"
-        if path in _FREE:
-            continue
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from changed_settings(before, after, f"{path}.")
-        elif before != after:
-            yield path, before, after

@@ -105,7 +105,11 @@ def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[s
     """Writes this rank's file and reads it back; returns its name and CRC-32, None when there is nothing to write."""
     if not parts:
         return None
-    tensors = {key: _own_storage(part) for key, part in parts.items()}
+    tensors = {}
+    for key, part in parts.items():
+        # contiguous on the CPU with nothing else in its storage, as safetensors requires
+        here = part.detach().cpu().contiguous()
+        tensors[key] = here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
     path = folder / _file_of(rank)
     try:
         save_file(tensors, path)
@@ -114,7 +118,8 @@ def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[s
     durable.sync(path)
     with safe_open(path, framework="pt") as file:
         for name, tensor in tensors.items():
-            if not torch.equal(_bytes(file.get_tensor(name)), _bytes(tensor)):  # NaN is equal to itself
+            read, written = (x.reshape(-1).view(torch.uint8) for x in (file.get_tensor(name), tensor))
+            if not torch.equal(read, written):  # as bytes: NaN is equal to itself
                 raise OSError(errno.EIO, f"{path.name} does not read back as it was written ({name})")
     return path.name, durable.checksum(path)
 
@@ -169,7 +174,13 @@ def check_fits(index: Mapping[str, Layout], state: Mapping[str, Tensor]) -> None
 
 def as_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors; copies of those whose shards are not boxes. A collective when there are any."""
-    return {name: _box(tensor) for name, tensor in tensors.items()}
+    boxes = {}
+    for name, tensor in tensors.items():
+        boxes[name] = tensor
+        if isinstance(tensor, DTensor) and any(isinstance(p, _StridedShard) for p in tensor.placements):
+            placements = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in tensor.placements]
+            boxes[name] = tensor.redistribute(placements=placements)
+    return boxes
 
 
 @torch.no_grad()
@@ -183,29 +194,11 @@ def take_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Tensor]) -> No
             tensor.to_local().copy_(box.redistribute(placements=tensor.placements).to_local())
 
 
-def _box(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor) or not any(isinstance(p, _StridedShard) for p in tensor.placements):
-        return tensor
-    return tensor.redistribute(
-        placements=[Shard(p.dim) if isinstance(p, _StridedShard) else p for p in tensor.placements]
-    )
-
-
 def _own_box(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return [(0, length) for length in tensor.shape]
     lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return [(offset, offset + length) for offset, length in zip(offsets, lengths)]
-
-
-def _own_storage(tensor: Tensor) -> Tensor:
-    """Contiguous on the CPU with nothing else in its storage, as safetensors requires."""
-    here = tensor.detach().cpu().contiguous()
-    return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _name(dtype: torch.dtype) -> str:

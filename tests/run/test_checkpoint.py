@@ -82,7 +82,7 @@ def test_asynchronous_saves_use_the_same_copies(tmp_path: Path) -> None:
         wanted = trained.values()
         trained.step(1)  # what is written must not change with it
         saves.finish()
-        pointers.append([copy.data_ptr() for copy in saves._copies._copies.values()])
+        pointers.append([copy.data_ptr() for copy in saves._copies.values()])
         assert saves.newest_name == f"step_{step:08d}"
         loaded = Trained(0)
         checkpointer(tmp_path).load_newest(loaded.model, loaded.optimizer)

@@ -141,7 +141,7 @@ def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: 
 
     folder.config.write_text(f"{text}strategy:\n  _target_: automodel_lite.distributed.FSDP\n")
     with pytest.raises(
-        ConfigError, match=r"strategy: was .*FSDP.*, now null\nStart a new run with name=..., or continue"
+        ConfigError, match=r"strategy._target_: was .*FSDP, now null\nStart a new run with name=..., or continue"
     ):
         folder.check(config)
     with pytest.raises(ConfigError, match=r"config.yaml does not match this version: use the version that the run was"):
