@@ -236,19 +236,10 @@ def inverse_permutation(permutation: Tensor) -> Tensor:
     return inverse
 
 
-def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: str, packed_sequence_size: int) -> None:
-    """Raises ConfigError where context parallelism over `cp_size` ranks would be wrong or impossible.
-
-    packed_sequence_size  tokens of a pack: no document is longer
-    """
+def check_cp_settings(model_config: PretrainedConfig, cp_size: int, exchange: str) -> None:
+    """Raises ConfigError where context parallelism over `cp_size` ranks would be wrong or impossible."""
     if cp_size == 1:
         return
-    if packed_sequence_size % (2 * cp_size):
-        good = -(-packed_sequence_size // (2 * cp_size)) * 2 * cp_size
-        raise ConfigError(
-            f"packed_sequence.packed_sequence_size={packed_sequence_size} must be a multiple of {2 * cp_size} "
-            f"(2 * mesh.cp): use {good}."
-        )
     for layer in layer_shapes(model_config) if exchange == "all_to_all" else ():
         if layer.num_heads and not heads_divide(cp_size, layer.num_heads, layer.num_kv_heads):
             raise ConfigError(

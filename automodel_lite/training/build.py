@@ -302,13 +302,12 @@ def with_exchange(
     cp, exchange, reason = parts.mesh.cp, parts.mesh.cp_exchange, ""
     if cp == 1:
         return replace(parts, mesh=replace(parts.mesh, cp_exchange="all_gather")), ""
-    size = parts.packed_sequence_size
-    layers, num_tokens = layer_shapes(config), size * parts.training.micro_batch_size
+    layers, num_tokens = layer_shapes(config), parts.packed_sequence_size * parts.training.micro_batch_size
     if exchange == "auto":
         exchange, reason = choose_exchange(kernel, layers, num_tokens, cp, dtype.itemsize)
     if exchange == "ring":
         require_blocks(kernel)
-    check_cp_settings(config, cp, exchange, size)
+    check_cp_settings(config, cp, exchange)
     line = f"cp_exchange=auto takes {exchange}: {reason}" if reason else ""
     return replace(parts, mesh=replace(parts.mesh, cp_exchange=exchange)), line
 

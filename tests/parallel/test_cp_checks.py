@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
@@ -25,25 +24,11 @@ from tests.attention.families import BASE, build, documents, stream
 from tests.ranks import run_ranks
 
 
-def check(config: transformers.PretrainedConfig, cp: int, exchange: str = "all_gather", size: int = 512) -> None:
-    check_cp_settings(config, cp, exchange, size)
-
-
-def test_pack_size_must_divide() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"packed_sequence.packed_sequence_size=63 must be a multiple of 4 \(2 \* mesh.cp\): use 64",
-    ):
-        check(LlamaConfig(**BASE), 2, size=63)
-    check(LlamaConfig(**BASE), 2, size=64)
-    check(LlamaConfig(**BASE), 1, size=63)
-
-
 def test_heads_must_divide_for_all_to_all() -> None:
     config = LlamaConfig(**BASE | {"num_attention_heads": 6, "hidden_size": 96})
     with pytest.raises(ConfigError, match="must divide the 6 query heads"):
-        check(config, 4, "all_to_all")
-    check(config, 4, "all_gather")
+        check_cp_settings(config, 4, "all_to_all")
+    check_cp_settings(config, 4, "all_gather")
 
 
 WIDE = [LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, value_head_dim=128)] * 32
