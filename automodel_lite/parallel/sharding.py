@@ -175,9 +175,8 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
     if _share_a_parameter(embedding, head):
         shard([embedding, head], reshard_after_forward=False)
     else:
-        shard(embedding).set_unshard_in_backward(
-            not isinstance(embedding, nn.Embedding)
-        )  # its gradient needs no weight
+        # the gradient of a plain embedding needs no weight
+        shard(embedding).set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
         shard(head, reshard_after_forward=False)  # the backward pass begins with it
     shard(model)
     for method in ("logits", "plain_logits", "probe", "before_head"):
@@ -211,9 +210,7 @@ def copies_of_experts(num_experts: int, num_shards: int) -> int:
 def _stacked_experts(lm: nn.Module) -> tuple[list[nn.Module], int]:
     """Returns the modules that hold all experts of a layer, each weight a tensor of three dims; and their number."""
     of_layers = (named for layer in decoder_layers(lm) for named in layer.named_modules())
-    modules = [
-        module for name, module in of_layers if name.endswith("experts") and not isinstance(module, nn.ModuleList)
-    ]
+    modules = [m for name, m in of_layers if name.endswith("experts") and not isinstance(m, nn.ModuleList)]
     rows = [p.shape[0] for module in modules for p in module.parameters() if p.ndim == 3]
     return (modules, min(rows)) if rows else ([], 0)
 
