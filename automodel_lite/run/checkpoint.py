@@ -40,13 +40,11 @@ from automodel_lite.run.folder import RunFolder, config_yaml
 from automodel_lite.run.sharded_files import (
     INDEX,
     BrokenCheckpointError,
-    as_boxes,
     check_fits,
     index_text,
     own_parts,
     read_index,
     read_tensors,
-    take_boxes,
     write_parts,
 )
 
@@ -129,7 +127,6 @@ class Checkpointer:
         if self.newest == path:
             return True
         tensors, scalars = flat_state(model, optimizer)
-        tensors = as_boxes(tensors)
         parts, layouts = own_parts(tensors, self.saver.rank, self.saver.world_size)
         texts = {  # as they are now: what the training changes later stays out of them
             f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
@@ -268,15 +265,13 @@ class Checkpointer:
             raise BrokenCheckpointError(f"a file does not match its checksum ({broken[0]})")
         state: JsonState = self.control.on_first(lambda: on_disk.read_state(path))
         tensors, _ = flat_state(model, optimizer)
-        boxes = as_boxes(tensors)
 
         def read() -> None:
             index = read_index(path / on_disk.TENSORS)
-            check_fits(index, boxes)
-            read_tensors(path / on_disk.TENSORS, index, boxes)
+            check_fits(index, tensors)
+            read_tensors(path / on_disk.TENSORS, index, tensors)
 
         self.control.on_all(read)
-        take_boxes(tensors, boxes)
         _set_flat_state(model, optimizer, tensors, state.pop("optimizer_scalars"))
         return state
 

@@ -191,17 +191,9 @@ def exported_folder(source: str) -> str:
 
 
 def is_stale(folder: Path) -> bool:
-    """Is there a checkpoint of a later step than the export's? Without a mark, one that was written later."""
-    manifests = {
-        step: path for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}") if (step := step_of(path.parent))
-    }
-    if not manifests:
-        return False
-    newest = max(manifests)
-    step = _step(folder)
-    if step is not None:
-        return newest > step
-    return manifests[newest].stat().st_mtime > max(path.stat().st_mtime for path in folder.iterdir())
+    """Is there a checkpoint of a later step than the export's? Of one without a mark nobody knows."""
+    steps = [step_of(path.parent) or 0 for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}")]
+    return max(steps, default=0) > (_step(folder) or 0)
 
 
 def _step(folder: Path) -> int | None:

@@ -8,9 +8,6 @@
 A part is a box of a global tensor. Which rank holds which box follows from how the tensor is cut (`Layout`), so ranks
 exchange no plan and the index has one entry per tensor, whatever the number of ranks (torch.distributed.checkpoint
 plans on rank 0, 41 us per tensor and rank). A reader on any number of ranks takes what overlaps its own boxes.
-
-Where tensor parallelism and FSDP cut the same dim, a rank has rows here and there, which are not a box: those shards
-travel to where they lie together before they are written, and back after they are read.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from automodel_lite.models.layers import local
@@ -65,8 +61,7 @@ class Layout:
                 length = max(1, -(-(end - start) // size))
                 # only what overlaps is visited: a thousand ranks times a thousand tensors would take seconds
                 for c in range(max(0, (low - start) // length), min(size, -(-(min(high, end) - start) // length))):
-                    cut = start + c * length, min(start + (c + 1) * length, end)
-                    cuts.append((rank + c * stride, [*box[:dim], cut, *box[dim + 1 :]]))
+                    cuts.append((rank + c * stride, [*box[:dim], _chunk(start, end, size, c), *box[dim + 1 :]]))
             found = cuts
         yield from found
 
@@ -79,26 +74,37 @@ def own_parts(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> tupl
     mine: dict[str, Tensor] = {}
     layouts: dict[str, Layout] = {}
     for number, name in enumerate(sorted(tensors)):
-        tensor = tensors[name]
-        first, axes, is_mine = number % world_size, list[list[int]](), number % world_size == rank
+        tensor, replica, cuts = tensors[name], number, list[list[int]]()
+        first, is_mine = number % world_size, number % world_size == rank
         if isinstance(tensor, DTensor):
-            ranks, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
-            assert coordinate is not None
             # of meshes side by side (tensor parallelism replicates norms) the one that rank 0 is in writes
-            first, is_mine, replica = int(ranks.flatten()[0]), not ranks.flatten()[0], number
-            for axis, (size, placement) in enumerate(zip(ranks.shape, tensor.placements)):
-                along = ranks.movedim(axis, 0).reshape(size, -1)[:, 0]
-                stride = int(along[-1] - along[0]) // max(size - 1, 1)
-                if isinstance(placement, Shard):
-                    axes.append([size, stride, placement.dim])
-                    continue
-                replica, place = divmod(replica, size)
-                first, is_mine = first + place * stride, is_mine and coordinate[axis] == place
-        layouts[name] = Layout(_name(tensor.dtype), list(tensor.shape), first, axes)
-        part = local(tensor)
-        if is_mine and part.numel():
-            mine[_key(name, [start for start, _ in _own_box(tensor)])] = part
+            first = int(tensor.device_mesh.mesh.flatten()[0])
+            is_mine = first == 0
+        for size, stride, dim, coordinate in _axes(tensor):
+            if dim is not None:
+                cuts.append([size, stride, dim])
+                continue
+            replica, place = divmod(replica, size)
+            first, is_mine = first + place * stride, is_mine and coordinate == place
+        layouts[name] = Layout(_name(tensor.dtype), list(tensor.shape), first, cuts)
+        if is_mine and local(tensor).numel():
+            mine[_key(name, _own_box(tensor))] = local(tensor.detach())
     return mine, layouts
+
+
+def _axes(tensor: Tensor) -> Iterator[tuple[int, int, int | None, int]]:
+    """Yields (size, stride in ranks, dim or None for replicas, own coordinate) of each axis of the tensor's mesh, in
+    the order in which they cut it: FSDP cuts what tensor parallelism has cut, although its axis comes first.
+    """
+    if not isinstance(tensor, DTensor):
+        return
+    ranks, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for axis in sorted(range(ranks.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)):
+        size, placement = ranks.shape[axis], tensor.placements[axis]
+        along = ranks.movedim(axis, 0).reshape(size, -1)[:, 0]
+        stride = int(along[-1] - along[0]) // max(size - 1, 1)
+        yield size, stride, placement.dim if isinstance(placement, (Shard, _StridedShard)) else None, coordinate[axis]
 
 
 def write_parts(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> tuple[str, str] | None:
@@ -148,7 +154,7 @@ def read_tensors(folder: Path, index: Mapping[str, Layout], tensors: Mapping[str
     for rank, items in by_file.items():
         with safe_open(folder / _file_of(rank), framework="pt") as file:
             for name, box, wanted in items:
-                key, target = _key(name, [start for start, _ in box]), local(tensors[name])
+                key, target = _key(name, box), local(tensors[name])
                 if not box:
                     target.copy_(file.get_tensor(key))
                     continue
@@ -172,33 +178,18 @@ def check_fits(index: Mapping[str, Layout], state: Mapping[str, Tensor]) -> None
             raise BrokenCheckpointError(f"{name} is {saved[name]}, the run's is {want}")
 
 
-def as_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; copies of those whose shards are not boxes. A collective when there are any."""
-    boxes = {}
-    for name, tensor in tensors.items():
-        boxes[name] = tensor
-        if isinstance(tensor, DTensor) and any(isinstance(p, _StridedShard) for p in tensor.placements):
-            placements = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in tensor.placements]
-            boxes[name] = tensor.redistribute(placements=placements)
-    return boxes
-
-
-@torch.no_grad()
-def take_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Tensor]) -> None:
-    """Copies what was read into `boxes` back into the tensors that they were made of."""
-    for name, tensor in tensors.items():
-        box = boxes[name]
-        if box is not tensor:
-            assert isinstance(tensor, DTensor)
-            assert isinstance(box, DTensor)
-            tensor.to_local().copy_(box.redistribute(placements=tensor.placements).to_local())
-
-
 def _own_box(tensor: Tensor) -> Box:
-    if not isinstance(tensor, DTensor):
-        return [(0, length) for length in tensor.shape]
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return [(offset, offset + length) for offset, length in zip(offsets, lengths)]
+    box = [(0, length) for length in tensor.shape]
+    for size, _, dim, coordinate in _axes(tensor):
+        if dim is not None:
+            box[dim] = _chunk(*box[dim], size, coordinate)
+    return box
+
+
+def _chunk(start: int, end: int, size: int, number: int) -> tuple[int, int]:
+    """Returns what `torch.chunk` into `size` gives as the chunk of this number."""
+    length = -(-(end - start) // size)
+    return min(start + number * length, end), min(start + (number + 1) * length, end)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -209,5 +200,5 @@ def _file_of(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _key(name: str, offset: Sequence[int]) -> str:
-    return f"{name}@{','.join(map(str, offset))}"
+def _key(name: str, box: Box) -> str:
+    return f"{name}@{','.join(str(start) for start, _ in box)}"

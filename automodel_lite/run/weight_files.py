@@ -142,7 +142,7 @@ def _add(folder: Path, ours: dict[str, Path], theirs: dict[str, Path]) -> None:
 LARGEST_FILE_BYTES = 1 << 30
 LEAST_FILE_BYTES = 64 << 20
 """A model is split so far that each rank has a file to write, but into no smaller ones."""
-_LAYER = re.compile(r".*?\.\d+\.|")
+_LAYER = re.compile(r".*?\.\d+\.")
 """`model.layers.3.` of a parameter's name."""
 
 
@@ -225,7 +225,8 @@ def gathered_files(
                 whole = {}
                 for name in group.parameters:
                     value = state[name].to(dtypes.get(name, state[name].dtype))  # a shard travels as it is stored
-                    whole[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+                    value = value.full_tensor() if isinstance(value, DTensor) else value
+                    whole[name] = value.cpu() if file.writer == rank else value.new_empty(0)
                 if file.writer == rank:
                     saved = as_saved(lm, whole)
                     weights |= {name: saved[name].to(meta.dtype).contiguous() for name, meta in group.weights.items()}
@@ -244,20 +245,16 @@ def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
 
 
 def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) -> list[Group]:
-    """One for each parameter; where checkpoints fuse several parameters (Ernie's experts of text and of images), these
-    of a layer are one group.
+    """One for each layer, as checkpoints fuse parameters of a layer (Ernie's experts of text and of images), and one
+    for each parameter beside the layers.
     """
     described = {
         name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in _unique(lm).items()
     }
     together = as_saved(lm, described)
     of_layers: dict[str, list[str]] = {}
-    for name, value in described.items():
-        is_alone = False  # does it become the same weights without the others?
-        with suppress(ValueError):  # a conversion misses its other parts
-            weights = as_saved(lm, {name: value})
-            is_alone = all(key in together and together[key].shape == weight.shape for key, weight in weights.items())
-        of_layers.setdefault(name if is_alone else _LAYER.match(name)[0], []).append(name)  # type: ignore[index]
+    for name in described:
+        of_layers.setdefault(match[0] if (match := _LAYER.match(name)) else name, []).append(name)
     groups = [Group(names, as_saved(lm, {name: described[name] for name in names})) for names in of_layers.values()]
     apart = {name: weight.shape for group in groups for name, weight in group.weights.items()}
     if apart != {name: weight.shape for name, weight in together.items()}:
