@@ -93,6 +93,7 @@ def attention_plan(
     own = Segments(cumulative(q_lens), cumulative(k_lens), int(q_lens.max()), int(k_lens.max()))
     if exchange == "all_gather":
         return AttentionPlan(own, gather)
+    assert exchange == "ring"
     longest = batch.max_seqlen
     return AttentionPlan(own._replace(max_k=longest), ring(segments, gather, longest))
 
