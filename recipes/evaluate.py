@@ -44,7 +44,7 @@ def main(config: Config) -> int:
     batches = check_sizes(config, world_size())
     parts = build_parts(config)
     try_settings(config, parts)
-    data = prepare_data(config, batches)
+    data = prepare_data(config, batches, parts.packer)
     for topic, text in data_lines(data):
         console.say(topic, text)
     mesh = init_mesh(config.mesh)

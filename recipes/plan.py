@@ -29,7 +29,7 @@ from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
-from automodel_lite.data.prepare import PlannedPacks, check_sizes, prepare_data
+from automodel_lite.data.prepare import PlannedPacks, build_packer, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import check_alone
 from automodel_lite.telemetry.console import quiet_libraries
@@ -92,7 +92,7 @@ def lengths_of(config: Config, parts: Parts, assumed: int) -> tuple[np.ndarray, 
         return np.full(1, min(assumed, size)), f"documents of {min(assumed, size):,} tokens are assumed"
     try:
         alone = replace(config, mesh=replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1))
-        data = prepare_data(alone, check_sizes(alone, 1))
+        data = prepare_data(alone, check_sizes(alone, 1), build_packer(alone))
     except (ConfigError, DataError) as error:
         return np.full(1, min(assumed, size)), f"documents of {assumed:,} tokens are assumed, as {error}"
     if not isinstance(data, PlannedPacks):

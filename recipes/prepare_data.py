@@ -14,14 +14,14 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import batch_shape
-from automodel_lite.data.prepare import prepare_data
+from automodel_lite.data.prepare import build_packer, prepare_data
 from automodel_lite.launched import check_alone
 
 
 def main(config: Config) -> int:
     """Fills the cache and prints what is in it."""
     check_alone()
-    data = prepare_data(config, batch_shape(config.training, dp_size=1))
+    data = prepare_data(config, batch_shape(config.training, dp_size=1), build_packer(config))
     print(data.documents.description)
     for note in data.notes:
         print(f"  {note}")

@@ -40,7 +40,7 @@ def main(config: Config) -> int:
     loss = parts.loss
     if not (loss.needs_reference or isinstance(loss, DistillTopK)):
         raise ConfigError("recipes/score.py computes what loss=distill_topk or loss=dpo needs: add one of them.")
-    data = prepare_data(config, check_sizes(config, world_size()))
+    data = prepare_data(config, check_sizes(config, world_size()), parts.packer)
     check_loss(data, loss)
     mesh = init_mesh(config.mesh)
     seed_all(config.seed, "model")

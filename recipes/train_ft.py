@@ -111,11 +111,11 @@ class TrainFinetuneRecipe:
         config, show = self.config, self.console.show
         show([start.version_line()])
         self.guards.lock.check()
-        batches = check_sizes(config, world_size())  # all sizes at once, before any part asks for one of them
+        batches = check_sizes(config, world_size())
         parts = build_parts(config)
         start.try_settings(config, parts)
         self.guards.memory_text = out_of_memory_text(parts)
-        self.data = prepare_data(config, batches)
+        self.data = prepare_data(config, batches, parts.packer)
         show(start.data_lines(self.data))
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)

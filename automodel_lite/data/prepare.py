@@ -5,81 +5,44 @@ documents ─▶ tokenizer ─▶ token rows (cached, once a node) ─▶ pack p
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, singledispatch
-from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.positions import LENGTH_DEPENDENT
 from automodel_lite.attention.spec import config_value
-from automodel_lite.config.components import build, build_with, missing_package
-from automodel_lite.config.schema import Config, TrainingConfig
-from automodel_lite.config.sizes import fitted_batch_size
-from automodel_lite.data.feeding.feed import read_batches
-from automodel_lite.data.feeding.order import (
-    BatchShape,
-    assign_packs,
-    assign_to_ranks,
-    batch_shape,
-    epoch_order,
-    pack_costs,
-    plan_imbalance,
-    steps_per_epoch,
-)
-from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
-from automodel_lite.data.packing.packs import PackedDataset, Packer
-from automodel_lite.data.packing.plan import PackPlan
-from automodel_lite.data.packing.report import PackingReport, packing_report
-from automodel_lite.data.reading.documents import Documents
-from automodel_lite.data.tokens.token_rows import RowCounts, RowDataset, Rows, TokenizedData
-from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
-from automodel_lite.data.tokens.tokenizer import padding_id
-from automodel_lite.errors import ConfigError, DataError
-from automodel_lite.models.flops import CostModel
-from automodel_lite.parallel.mesh import Mesh, mesh_shape
-from automodel_lite.thd import COLUMNS
+from automodel_lite.config.components import build, build_with
+from automodel_lite.config.schema import Config
+from automodel_lite.data.feeding.order import BatchShape, batch_shape
+from automodel_lite.data.feeding.planned import PlannedPacks
+from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.data.feeding.streams import StreamedPacks, StreamingDataset
+from automodel_lite.data.packing.packs import Packer
+from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.mesh import mesh_shape
 
 
 def check_sizes(config: Config, num_processes: int) -> BatchShape:
-    """The batches of this many processes; raises one ConfigError with a line per problem."""
-    problems = []
-    batches = None
-    try:
-        batches = batch_shape(config.training, mesh_shape(config.mesh, num_processes).dp)
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
-        problems += fp8_problems(config, build_packer(config))
-    except ConfigError as error:
-        problems.append(str(error))
-    if batches is None or problems:
-        raise ConfigError("\n".join(problems))
-    return batches
+    """Returns the batches of this many processes; raises ConfigError for sizes that do not divide."""
+    return batch_shape(config.training, mesh_shape(config.mesh, num_processes).dp)
 
 
-def fp8_problems(config: Config, packer: Packer) -> list[str]:
-    """What keeps training.fp8 from working: its products take multiples of 16 in every dim, tokens too."""
-    fp8, tokens = config.training.fp8, config.training.micro_batch_size * packer.packed_sequence_size
-    if fp8 == "none":
-        return []
-    problems = []
-    if find_spec("torchao") is None:
-        problems.append(missing_package("training.fp8", "torchao"))
-    if config.peft and build(config.peft).is_quantized:
-        problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
-    if packer.strategy.is_ragged:
-        problems.append(f"training.fp8={fp8} needs multiples of 16 tokens, and padded rows are not: use packing.")
-    elif tokens % (16 * config.mesh.cp):
-        problems.append(
-            f"training.fp8={fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
-            f"training.micro_batch_size = {tokens} must be a multiple of {16 * config.mesh.cp} (16 * mesh.cp)."
-        )
-    return problems
+def build_packer(config: Config) -> Packer:
+    """Raises ConfigError for sizes that do not divide."""
+    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)
+    return packer
+
+
+def prepare_data(config: Config, batches: BatchShape, packer: Packer) -> PackSource:
+    """Returns the packs of a run; tokenizes what is not in the cache, once per node."""
+    documents = build(config.dataset)
+    kind = StreamedPacks if isinstance(documents, StreamingDataset) else PlannedPacks
+    return kind.prepared(config, documents, packer, batches)
+
+
+def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
+    """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
+    return PlannedPacks.prepared(config, build(config.dataset), packer, batch_shape(config.training, dp_size=1))
 
 
 def check_positions(data: PackSource, model_config: PretrainedConfig) -> None:
@@ -104,217 +67,6 @@ def check_positions(data: PackSource, model_config: PretrainedConfig) -> None:
             f"packed_sequence.packed_sequence_size={limit} (packed_sequence.overlong drops, truncates or splits longer "
             "ones), or scale the model's positions by model.config."
         )
-
-
-def _text_or_other(documents: Documents) -> str:
-    """Returns the kind of the documents; of a mixture, text if all of its datasets are."""
-    datasets = documents.datasets.values() if isinstance(documents, RowDataset) else [documents]
-    kinds = {dataset.kind for dataset in datasets}
-    return "text" if kinds == {"text"} else "other"
-
-
-def check_masked(name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max_bad_frac: float) -> None:
-    """Raises DataError when too many documents train nothing once they are cut, those that never did included."""
-    own = sum((count for key, count in counts.items() if key == name or key.endswith(f"/{name}")), RowCounts())
-    num_bad = own.num_bad + own.num_empty + own.num_fully_masked + plan.counts.masked_documents
-    num_documents = max(own.num_documents, plan.counts.documents)
-    if plan.counts.masked_documents and num_bad > max_bad_frac * num_documents:
-        raise DataError(
-            f"{name}: {plan.counts.masked_documents:,} of {num_documents:,} documents have nothing trained on within "
-            f"packed_sequence.packed_sequence_size={plan.packed_sequence_size}: their prompts alone fill a pack; "
-            f"max_bad_frac={max_bad_frac} allows {int(max_bad_frac * num_documents):,}. Raise the size, or set "
-            "packed_sequence.overlong=split."
-        )
-
-
-FEWEST_STEPS = 10  # of a run whose length is given by epochs
-_SMALL_SET = 10_000  # documents that are read three times
-
-
-def epochs_of(config: TrainingConfig, num_documents: int) -> tuple[int, str]:
-    """(epochs, why): those that are set, else three of a small set and one of a large."""
-    if config.num_epochs is not None:
-        return config.num_epochs, ""
-    is_small = num_documents < _SMALL_SET
-    why = f" (training.num_epochs=null: {'under' if is_small else 'at least'} {_SMALL_SET:,} documents)"
-    return (3 if is_small else 1), why
-
-
-@dataclass(frozen=True)
-class PlannedPacks(PackSource):
-    """Packs of documents whose lengths are known: those of every epoch are planned beforehand.
-
-    packs_of   epoch -> its packs
-    seed       of the order of packs
-    """
-
-    tokens: TokenizedData
-    packs_of: Callable[[int], PackedDataset]
-    seed: int
-
-    @classmethod
-    def prepared(cls, config: Config, documents: Documents, packer: Packer, batches: BatchShape) -> PlannedPacks:
-        job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
-        packer = packer.fitted_to(_text_or_other(documents), padding_id(job.tokenizer))
-        tokens = tokenize_documents(documents, job, config.cache_dir)
-
-        @lru_cache(maxsize=2)
-        def packs_of(epoch: int) -> PackedDataset:
-            if epoch and not packer.repack_each_epoch and not tokens.drawn:
-                return packs_of(0)
-            rows = tokens.train_of(epoch)
-            return packer.packs(rows, packer.plan(rows.lengths, epoch, rows.has_labels))
-
-        plans = {name: packer.plan(rows.lengths, 0, rows.has_labels) for name, rows in tokens.val.items()}
-        val_packs = {name: packer.packs(rows, plans[name]) for name, rows in tokens.val.items()}
-        for name, rows, plan in [
-            ("train", tokens.train, packs_of(0).plan),
-            *((f"val/{name}", rows, plans[name]) for name, rows in tokens.val.items()),
-        ]:
-            packer.check_dropped(plan.counts.dropped_tokens, plan.counts.tokens, name, rows.lengths)
-            check_masked(name, plan, tokens.counts, job.settings.max_bad_frac)
-        size, (epochs, _) = batches.global_batch_size, epochs_of(config.training, len(tokens.train))
-        if config.training.global_batch_size == "auto" and config.training.max_steps is None:
-            # few documents are few packs: steps are worth more than their size
-            smallest = batches.micro_batch_size * batches.dp_size
-            batches = replace(batches, global_batch_size=fitted_batch_size(smallest, size, len(packs_of(0)), epochs))
-        notes, dataloader = tokens.notes, config.dataloader
-        return cls(documents, job, packer, val_packs, notes, batches, dataloader, tokens, packs_of, config.seed)
-
-    def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PlannedPacks:
-        train = self.tokens.train
-        found = {name: columns_of(name, packs.rows) for name, packs in self.val_packs.items()}
-        tokens = replace(self.tokens, train=train.with_columns(columns_of("train", train)))
-
-        def extended(packs: PackedDataset, rows: Rows) -> PackedDataset:
-            return PackedDataset(rows, packs.plan, packs.padding_idx)
-
-        @lru_cache(maxsize=2)
-        def packs_of(epoch: int) -> PackedDataset:
-            return extended(self.packs_of(epoch), tokens.train)
-
-        val_packs = {
-            name: extended(packs, packs.rows.with_columns(found[name])) for name, packs in self.val_packs.items()
-        }
-        return replace(self, tokens=tokens, packs_of=packs_of, val_packs=val_packs)
-
-    @property
-    def held_out(self) -> Mapping[str, PackedDataset]:
-        return self.val_packs or {"all": self.packs_of(0)}
-
-    @property
-    def columns(self) -> set[str]:
-        return {name for name in self.packs_of(0)[0] if name in COLUMNS and COLUMNS[name].is_optional}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        counts = {f"data/{name}/{key}": n for name, c in self.tokens.counts.items() for key, n in asdict(c).items()}
-        return counts | {f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()}
-
-    @property
-    def has_trees(self) -> bool:
-        return any(counts.num_trees for counts in self.tokens.counts.values())
-
-    @property
-    def longest(self) -> int:
-        if self.tokens.drawn:  # a later epoch may draw it
-            return min(self.tokens.longest, self.packer.packed_sequence_size)
-        return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.row_lengths).max(initial=0))
-
-    def plan(self, config: TrainingConfig) -> TrainingPlan:
-        """The first of max_steps and num_epochs that is reached; raises ConfigError when the epochs are too short."""
-        size = self.shape.global_batch_size
-        first = steps_per_epoch(len(self.packs_of(0)), size)
-        num_epochs, why = epochs_of(config, len(self.tokens.train))
-        if config.max_steps is not None and config.num_epochs is None:
-            return TrainingPlan(config.max_steps, first, self.shape)
-        steps = sum(steps_per_epoch(len(self.packs_of(epoch)), size) for epoch in range(num_epochs))
-        # a number of steps that somebody typed is meant; epochs of few documents end within the warm-up, "finished"
-        if config.max_steps is None and steps < FEWEST_STEPS and not config.allow_few_steps:
-            needed = -(-FEWEST_STEPS * num_epochs // max(1, steps))
-            cures = [f"training.num_epochs={needed}", "training.allow_few_steps=true"]
-            smallest = self.shape.micro_batch_size * self.shape.dp_size
-            if size > smallest:
-                cures.insert(0, f"training.global_batch_size={smallest}")
-            raise ConfigError(
-                f"{len(self.packs_of(0)):,} packs are {steps} steps of {size} in {num_epochs} epochs{why}, too few to "
-                f"learn from: set {' or '.join(cures)}."
-            )
-        return TrainingPlan(min(steps, config.max_steps or steps), first, self.shape)
-
-    def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
-        while True:
-            yield from self._epoch(cursor, mesh.dp_rank, costs)
-            cursor = Cursor(cursor.epoch + 1, 0)
-
-    def _epoch(self, cursor: Cursor, dp_rank: int, costs: CostModel) -> Iterator[StepBatches]:
-        packs, order = self.packs_of(cursor.epoch), self.order_of(cursor.epoch, costs)
-        size = self.shape.global_batch_size
-        starts = range(cursor.packs, len(order), size)
-        steps = [assign_to_ranks(order[start : start + size], self.shape) for start in starts]
-        batches = iter(read_batches(packs, steps, dp_rank, self.dataloader))
-        for start, step in zip(starts, steps):
-            began = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(len(step))]
-            waited_s = time.perf_counter() - began
-            ids = order[start : start + size]
-            is_last = start + size >= len(order)  # the end of an epoch has one name: (next epoch, 0)
-            after = Cursor(cursor.epoch + 1, 0) if is_last else Cursor(cursor.epoch, start + size)
-            yield StepBatches(micro_batches, ids.tolist(), cursor.epoch, after, waited_s)
-
-    def order_of(self, epoch: int, costs: CostModel) -> np.ndarray:
-        """The packs of an epoch in the order in which they are consumed: shuffled, then distributed by their cost."""
-        packs = self.packs_of(epoch)
-        order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
-        costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs)[order]
-        return order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
-
-    def report(self, costs: CostModel | None = None) -> PackingReport:
-        plan, lengths, balance = self.packs_of(0).plan, self.tokens.train.lengths, self.packer.balance
-        imbalance = plan_imbalance(plan, lengths, costs, balance, self.shape)
-        return packing_report(plan, lengths, balance, imbalance, self.shape.micro_batch_size)
-
-    def lengths(self) -> dict[str, list[float]]:
-        lengths = self.tokens.train.lengths
-        longest = max(1, int(lengths.max()))
-        counts, edges = np.histogram(lengths, bins=min(40, longest), range=(0, longest))
-        plan = self.packs_of(0).plan
-        pieces = plan.piece_lengths(lengths)[plan.offsets[0] : plan.offsets[1]]
-        return {"edges": edges.round(1).tolist(), "documents": counts.tolist(), "pack": pieces.tolist()}
-
-    def fingerprint(self) -> dict[str, Any]:
-        by_window = f"window, {self.shape.dp_size} data-parallel ranks x {self.shape.micro_batch_size}"
-        return {
-            "documents": len(self.tokens.train),
-            "tokens": int(self.tokens.train.lengths.sum()),
-            "content": self.tokens.fingerprint,
-            "packs": self.packs_of(0).plan.fingerprint(),
-            "dealt": by_window if self.packer.balance == "window" else "the same on every layout",
-        }
-
-
-@singledispatch
-def source_of(documents: Documents) -> type[PackSource]:
-    """What makes packs of a dataset; modules of datasets register others."""
-    return PlannedPacks
-
-
-def prepare_data(config: Config, batches: BatchShape) -> PackSource:
-    """The packs of a run; tokenizes what is not in the cache, once per node."""
-    packer = build_packer(config)  # first: it checks sizes
-    documents = build(config.dataset)
-    return source_of(documents).prepared(config, documents, packer, batches)
-
-
-def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
-    """`prepare_data` for looking at it: of a stream, its first documents as if they were all."""
-    return PlannedPacks.prepared(config, build(config.dataset), packer, batch_shape(config.training, dp_size=1))
-
-
-def build_packer(config: Config) -> Packer:
-    """Raises ConfigError for sizes that do not divide."""
-    packer: Packer = build_with(config.packed_sequence, cp_size=config.mesh.cp)
-    return packer
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: bool) -> None:

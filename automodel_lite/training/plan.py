@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
-from automodel_lite.config.components import build
+from automodel_lite.config.components import build, missing_package
 from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
+from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import ModelSize
@@ -41,10 +43,14 @@ class Parts:
     peft: Lora | None
     loss: Loss
     optimizer: Callable[[nn.Module], Optimizer]
-    packed_sequence_size: int
+    packer: Packer
     mesh: MeshConfig
     training: TrainingConfig
     teacher: CausalLM | None = None  # a frozen second model
+
+    @property
+    def packed_sequence_size(self) -> int:
+        return self.packer.packed_sequence_size
 
     @property
     def is_quantized(self) -> bool:
@@ -66,17 +72,42 @@ def build_parts(config: Config) -> Parts:
             f"packed_sequence.strategy={packer.strategy.name} overlong={packer.overlong}: pairs of answers stay whole, "
             "in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."
         )
+    peft = build(config.peft) if config.peft else None
+    _check_fp8(config, packer, peft)
     return Parts(
         model=build(config.model),
         attention=build(config.attention) if config.attention else None,
-        peft=build(config.peft) if config.peft else None,
+        peft=peft,
         loss=loss,
         teacher=teacher,
         optimizer=partial(build, config.optimizer),
-        packed_sequence_size=packer.packed_sequence_size,
+        packer=packer,
         mesh=config.mesh,
         training=config.training,
     )
+
+
+def _check_fp8(config: Config, packer: Packer, peft: Lora | None) -> None:
+    """Raises ConfigError for what keeps training.fp8 from working: its products take multiples of 16 in every dim,
+    tokens too.
+    """
+    fp8, tokens = config.training.fp8, config.training.micro_batch_size * packer.packed_sequence_size
+    if fp8 == "none":
+        return
+    problems = []
+    if find_spec("torchao") is None:
+        problems.append(missing_package("training.fp8", "torchao"))
+    if peft is not None and peft.is_quantized:
+        problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
+    if packer.strategy.is_ragged:
+        problems.append(f"training.fp8={fp8} needs multiples of 16 tokens, and padded rows are not: use packing.")
+    elif tokens % (16 * config.mesh.cp):
+        problems.append(
+            f"training.fp8={fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
+            f"training.micro_batch_size = {tokens} must be a multiple of {16 * config.mesh.cp} (16 * mesh.cp)."
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 @dataclass(frozen=True)

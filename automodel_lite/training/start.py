@@ -58,7 +58,7 @@ def dry_run(config: Config) -> int:
     shape = planned_shape(config)
     parts = build_parts(config)
     try_settings(config, parts)
-    data = prepare_data(config, check_sizes(config, shape.world_size))
+    data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
     plan = data.plan(config.training)
     model_config = parts.model.config(data.tokenizer)
     check_positions(data, model_config)

@@ -22,8 +22,8 @@ def parts(job: Job) -> tuple[ParallelModel, torch.optim.Optimizer, list[ThdBatch
     """Model, optimizer, and the batches of all steps."""
     config = recipe_config(job)
     mesh = Mesh(MeshShape(1, 1, 1), torch.device("cpu"), None)
-    data = prepare_data(config, BatchShape(1, 1, 1))
     made_of = build_parts(config)
+    data = prepare_data(config, BatchShape(1, 1, 1), made_of.packer)
     torch.manual_seed(0)
     model = build_model(made_of, data.tokenizer, mesh).model
     optimizer = adamw(model.loss_model, LR, betas=[0.9, 0.95])

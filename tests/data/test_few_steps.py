@@ -9,7 +9,7 @@ import pytest
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.data.prepare import check_sizes, prepare_data
+from automodel_lite.data.prepare import build_packer, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def plan_of(folder: Path, *overrides: str) -> tuple[int, int]:
     (folder / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 60)
     chosen = ["model=llama_smoke", "tokenizer=bpe", f"dataset.path={folder}/chats.jsonl", f"cache_dir={folder}/cache"]
     config = check_config(compose_config("finetune", [*chosen, "name=x", *overrides]))
-    data = prepare_data(config, check_sizes(config, 1))
+    data = prepare_data(config, check_sizes(config, 1), build_packer(config))
     plan = data.plan(config.training)
     return plan.max_steps, plan.shape.global_batch_size
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.feeding.planned import check_masked
 from automodel_lite.data.packing.packs import Packer, size_that_keeps
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.prepare import check_masked
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import RowCounts, flatten
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from automodel_lite.data import prepare
-from automodel_lite.data.prepare import check_sizes
 from automodel_lite.errors import ConfigError
 from automodel_lite.models import lora
+from automodel_lite.training import plan
+from automodel_lite.training.plan import build_parts
 from tests.runs import quick_config
 
 
@@ -32,10 +32,10 @@ def test_sizes_that_fp8_cannot_multiply(
     overrides: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.machinery.ModuleSpec("torchao", None)
-    monkeypatch.setattr(prepare, "find_spec", lambda name: spec)  # installed or not, the sizes are wrong
+    monkeypatch.setattr(plan, "find_spec", lambda name: spec)  # installed or not, the sizes are wrong
     config = quick_config(tmp_path, "training.fp8=rowwise", *overrides)
     with pytest.raises(ConfigError, match=sentence):
-        check_sizes(config, config.mesh.cp)
+        build_parts(config)
 
 
 def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: py
     config = quick_config(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
     config.peft = {"_target_": "automodel_lite.models.lora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
-        check_sizes(config, 1)
+        build_parts(config)
 
 
 def test_qlora_without_its_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.schema import Config, DataloaderConfig, TrainingConfig
+from automodel_lite.config.schema import DataloaderConfig, TrainingConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport
@@ -83,11 +83,6 @@ class PackSource(ABC):
     notes: tuple[str, ...]  # what tokenizing did, a line per set
     shape: BatchShape
     dataloader: DataloaderConfig
-
-    @classmethod
-    @abstractmethod
-    def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> PackSource:
-        """The packs of a dataset; tokenizes what is not in the cache, once per node."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -39,7 +39,6 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.packing.packs import PackedDataset, Packer, lay_out, packed_sequence_thd_collater
 from automodel_lite.data.packing.stream import STREAM_COUNTS, PackStream, Row
-from automodel_lite.data.prepare import source_of
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
 from automodel_lite.data.reading.files import (
@@ -290,9 +289,7 @@ class StreamedPacks(PackSource):
         packer = packer.fitted_to(documents.kind, padding_id(job.tokenizer))
         val, notes = tokenize_validation(documents, job, config.cache_dir)
         notes = (*_look_at_head(documents, job, packer), *notes)
-        val_packs = {
-            name: packer.packs(rows, packer.plan(rows.lengths, 0, rows.has_labels)) for name, rows in val.items()
-        }
+        val_packs = {name: packer.packs(rows) for name, rows in val.items()}
         return cls(documents, job, packer, val_packs, notes, batches, config.dataloader)
 
     def __post_init__(self) -> None:
@@ -472,8 +469,3 @@ class ShardTurns(IterableDataset):
         if shard in self.states:
             packs.load_state_dict(self.states[shard])
         return packs
-
-
-@source_of.register
-def _source_of_stream(documents: StreamingDataset) -> type[PackSource]:
-    return StreamedPacks

@@ -134,8 +134,9 @@ class Packer:
             "packed_sequence.overlong=drop if that is meant."
         )
 
-    def packs(self, rows: Rows, plan: PackPlan) -> PackedDataset:
-        return PackedDataset(rows, plan, self.padding_idx or 0)
+    def packs(self, rows: Rows, epoch: int = 0) -> PackedDataset:
+        """Plans an epoch of these rows; nothing of it is read."""
+        return PackedDataset(rows, self.plan(rows.lengths, epoch, rows.has_labels), self.padding_idx or 0)
 
 
 def size_that_keeps(lengths: np.ndarray, frac: float = 0.99) -> int:
@@ -167,6 +168,10 @@ class PackedDataset(torch.utils.data.Dataset):
         self.rows = rows
         self.plan = plan
         self.padding_idx = padding_idx
+
+    def with_rows(self, rows: Rows) -> PackedDataset:
+        """The same packs of these rows, which have other columns."""
+        return PackedDataset(rows, self.plan, self.padding_idx)
 
     def __len__(self) -> int:
         return len(self.plan)

@@ -10,9 +10,9 @@ import pytest
 
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig
 from automodel_lite.data.feeding.order import BatchShape
+from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import Cursor, StepBatches
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.prepare import PlannedPacks
 from automodel_lite.data.reading.documents import ToyChat
 from automodel_lite.data.tokens.token_rows import TokenizedData
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
@@ -33,7 +33,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenizedData:
 
 def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> PlannedPacks:
     packer = Packer(SIZE, balance="none")
-    packs = packer.packs(tokens.train, packer.plan(tokens.train.lengths))
+    packs = packer.packs(tokens.train)
     return PlannedPacks(
         ToyChat(num_chats=60),
         Job(byte_tokenizer(MARKED)),

@@ -10,8 +10,7 @@ from tests.runs import config_of
 
 def test_plans_and_reads() -> None:
     packer = Packer(packed_sequence_size=8, padding_idx=5)
-    plan = packer.plan([3, 4])
-    packs = packer.packs(flatten([{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 4)]), plan)
+    packs = packer.packs(flatten([{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 4)]))
     assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
 
 
