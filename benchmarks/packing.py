@@ -40,7 +40,7 @@ from automodel_lite.data.feeding.order import (
     imbalance,
     pack_costs,
 )
-from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit, lower_bound
+from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import TokenRows
@@ -50,6 +50,30 @@ from automodel_lite.seed import seeded_order
 
 Mix = tuple[str, np.ndarray, int]  # name, lengths, pack size
 Prepared = Callable[[], int]  # packs everything that it was prepared for -> number of packs
+
+
+def lower_bound(histogram: np.ndarray, size: int) -> int:
+    """No packing uses fewer bins: the larger of ceil(sum / size) and the L2 bound of Martello and Toth (1990).
+
+    histogram: int64 [size + 1], documents of each length. L2 counts, for each small length a, that documents over
+    size - a share a bin with none of length >= a, and documents over size / 2 with none of their kind.
+    """
+    lengths = np.arange(size + 1)
+    volume = histogram * lengths
+    total = int(volume.sum())
+    bound = -(-total // size)
+    if not histogram[size // 2 + 1 :].any():
+        return bound
+    count_over = np.concatenate([np.cumsum(histogram[::-1])[::-1], [0]])  # [a] = documents of length >= a
+    volume_over = np.concatenate([np.cumsum(volume[::-1])[::-1], [0]])
+    a = np.arange(size // 2 + 1)
+    half = size // 2 + 1
+    large = count_over[size - a + 1]
+    middle = count_over[half] - large
+    middle_volume = volume_over[half] - volume_over[size - a + 1]
+    small_volume = volume_over[a] - volume_over[half]
+    beyond = small_volume - (middle * size - middle_volume)
+    return max(bound, int((large + middle + np.maximum(0, -(-beyond // size))).max()))
 
 
 def mixes(n: int) -> Iterator[Mix]:

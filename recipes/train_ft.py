@@ -24,7 +24,7 @@ import torch
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
-from automodel_lite.data.feeding.source import PackSource, TrainingPlan
+from automodel_lite.data.feeding.source import PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
@@ -173,7 +173,7 @@ class TrainFinetuneRecipe:
             self.meter.stop(self.num_steps, result.counts, ready.batches.wait_s)
             self.bar.add(1)
             if logs:
-                self.log(result, ready.batches.epoch)
+                self.log(result, ready.batches)
             if validates:
                 self.validate()
             if saves:
@@ -236,12 +236,12 @@ class TrainFinetuneRecipe:
         """Every `every_steps` steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, epoch: int) -> None:
+    def log(self, result: StepResult, batches: StepBatches) -> None:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
-        row = self.meter.row(result, self.num_steps, epoch, self.plan.max_steps)
+        row = self.meter.row(result, self.num_steps, batches.epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}, ETA {duration(row.eta_s)}")
-        self.metrics.log_step(row.as_row() | self.data.left_out(self.state.cursor, self.mesh))
+        self.metrics.log_step(row.as_row() | batches.left_out)
         self.page.update()
 
     def validate(self) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
+import yaml
+from torch.profiler import profile
 
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
@@ -37,7 +38,7 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[str, Any]] = []
         self._start = self._now()
 
     def lap(self, phase: str) -> None:
@@ -47,61 +48,22 @@ class PhaseClock:
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds since the last call; waits for the device."""
         spent = dict.fromkeys(PHASES, 0.0)
-        before = self._start
-        if self.device.type == "cuda":
+        is_gpu = self.device.type == "cuda"
+        if is_gpu:
             torch.cuda.synchronize(self.device)
         for phase, mark in self._marks:
-            spent[phase] += _between(before, mark)
-            before = mark
-        self._start, self._marks = before, []
+            spent[phase] += self._start.elapsed_time(mark) / 1e3 if is_gpu else mark - self._start
+            self._start = mark
+        self._marks = []
         return {phase: value for phase, value in spent.items() if value}
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Any:
+        """A time in seconds, or an event in the stream of a GPU."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-
-def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
-    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
-        return first.elapsed_time(second) / 1e3
-    assert isinstance(first, float)
-    assert isinstance(second, float)
-    return second - first
-
-
-# Peak dense bf16 tensor FLOP/s from the data sheet, without sparsity. A device that is not listed by its exact name has
-# no known peak: no utilization is better than a wrong one.
-BF16_TFLOPS = {
-    "NVIDIA A10": 125.0,
-    "NVIDIA A10G": 70.0,
-    "NVIDIA A100-PCIE-40GB": 312.0,
-    "NVIDIA A100 80GB PCIe": 312.0,
-    "NVIDIA A100-SXM4-40GB": 312.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A100-SXM-64GB": 312.0,
-    "NVIDIA L4": 121.0,
-    "NVIDIA L40S": 362.0,
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA H100 NVL": 835.0,
-    "NVIDIA H200": 989.4,
-    "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA B200": 2250.0,
-    "NVIDIA GB200": 2500.0,
-    "NVIDIA H20": 148.0,
-    "NVIDIA H200 NVL": 835.0,
-    "NVIDIA A800 80GB PCIe": 312.0,
-    "NVIDIA A800-SXM4-80GB": 312.0,
-    "NVIDIA RTX 6000 Ada Generation": 364.0,
-    "NVIDIA RTX A6000": 155.0,
-    "NVIDIA GeForce RTX 3090": 71.0,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 5090": 209.0,
-    "AMD Instinct MI300X": 1307.0,
-}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -112,8 +74,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_of(device_name: str) -> float | None:
-    """By the name that torch gives the device."""
-    tflops = BF16_TFLOPS.get(device_name)
+    """Returns the peak bf16 FLOP/s by the name that torch gives the device; None when it is not listed."""
+    tflops = yaml.safe_load(Path(__file__).with_name("peak_tflops.yaml").read_text()).get(device_name)
     return None if tflops is None else tflops * 1e12
 
 
@@ -189,28 +151,27 @@ class Meter:
         if mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(mesh.device)  # that of the start is higher where each rank loads all
         self.clock = PhaseClock(mesh.device)
+        self.lap = self.clock.lap
         self._total_s, self._total_steps = 0.0, 0
         self._reset()
 
     def profile(self, steps: Sequence[int] | None, folder: Path, say: Callable[[str, str], None]) -> None:
         """Profiles these steps (first and last), when they come."""
-        self.profiler = StepProfiler(steps, folder, self.mesh.rank, self.mesh.device, say)
+        if steps:
+            path = folder / "profile" / f"rank_{self.mesh.rank:05d}"
+            self.profiler = StepProfiler(steps, path, self.mesh.device, say)
 
     def start(self, step: int) -> None:
         if self.profiler:
             self.profiler.begin(step)
-        self.clock.lap("other")
+        self.lap("other")
         self._began = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap went into `phase` (see PhaseClock)."""
-        self.clock.lap(phase)
 
     def stop(self, step: int, counts: Counts, wait_s: float) -> None:
         self.busy_s += time.perf_counter() - self._began
         if self.profiler:
             self.profiler.end(step)
-        self.clock.lap("other")
+        self.lap("other")
         self.wait_s += wait_s
         self.counts.append(counts)
 
@@ -258,7 +219,7 @@ class Meter:
     def close(self) -> None:
         """The training is over: a profile that is under way is written."""
         if self.profiler:
-            self.profiler.end(0, is_over=True)
+            self.profiler.end()
 
     def rest(self) -> dict[str, float]:
         """The time since the last row, by phase: the last validation and checkpoint."""
@@ -311,42 +272,33 @@ _MAX_ALLOCATIONS = 1_000_000  # the newest; some 100 MB of a snapshot
 class StepProfiler:
     """Profiles the steps from `steps[0]` to `steps[1]` on every rank; `begin` and `end` are called around each step."""
 
-    def __init__(
-        self,
-        steps: Sequence[int] | None,
-        folder: Path,
-        rank: int,
-        device: torch.device,
-        say: Callable[[str, str], None],
-    ) -> None:
-        self._first, self._last = steps or (0, 0)
-        self._path = str(folder / "profile" / f"rank_{rank:05d}")
-        self._device, self._say = device, say
+    def __init__(self, steps: Sequence[int], path: Path, device: torch.device, say: Callable[[str, str], None]) -> None:
+        self._first, self._last = steps
+        self._path, self._say = path, say
+        self._is_gpu = device.type == "cuda"
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
         """Starts at the first of the steps, or where a continued run comes into them."""
         if self._profile is not None or not self._first <= step <= self._last:
             return
-        Path(self._path).parent.mkdir(exist_ok=True)
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        self._path.parent.mkdir(exist_ok=True)
+        if self._is_gpu:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
-        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profile = profile(record_shapes=True, profile_memory=True)
         self._profile.start()
 
-    def end(self, step: int, is_over: bool = False) -> None:
-        """Writes the files when `step` was the last of them, or the training is over."""
-        if self._profile is None or (step < self._last and not is_over):
+    def end(self, step: int | None = None) -> None:
+        """Writes the files when `step` was the last of them, or the training is over (None)."""
+        if self._profile is None or (step is not None and step < self._last):
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._is_gpu:
+            torch.cuda.synchronize()
             torch.cuda.memory._dump_snapshot(f"{self._path}.memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         self._profile.stop()
         self._profile.export_chrome_trace(f"{self._path}.trace.json.gz")
-        by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        by = "self_cuda_time_total" if self._is_gpu else "self_cpu_time_total"
         table = self._profile.key_averages().table(sort_by=by, row_limit=_NUM_ROWS, max_name_column_width=60)
         Path(f"{self._path}.txt").write_text(table)
         self._profile = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -14,8 +15,6 @@ from automodel_lite.config.rules import Positive
 from automodel_lite.errors import one_line
 from automodel_lite.redact import scrub_tree
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, numbers
-
-_HOST = "api.wandb.ai"
 
 
 class WandbTracker(Callback):
@@ -38,8 +37,8 @@ class WandbTracker(Callback):
         artifact: bool = False,  # upload the exported model as an artifact of the run
     ) -> None:
         mode = os.environ.get("WANDB_MODE", mode)
-        is_online = mode == "online" or (mode == "auto" and _has_key())
-        run_id = run.state.get("id") or token_hex(4)
+        if mode == "auto":
+            mode = "online" if _has_key() else "offline"
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -53,16 +52,22 @@ class WandbTracker(Callback):
             finish_timeout=timeout_s,
             finish_timeout_raises=False,
         )
-        arguments: dict[str, Any] = {
+        start = partial(
+            wandb.init,
             **scrub_tree({"project": project, "entity": entity, "group": group, "tags": tags}),
-            "name": run.name,
-            "id": run_id,
-            "resume": "allow",
-            "dir": str(run.folder),
-            "config": run.config,
-            "settings": settings,
-        }
-        self.run = _start(arguments, is_online)
+            name=run.name,
+            id=run.state.get("id") or token_hex(4),
+            resume="allow",
+            dir=str(run.folder),
+            config=run.config,
+            settings=settings,
+        )
+        try:
+            self.run = start(mode=mode)
+        except (wandb.Error, OSError, TimeoutError) as error:  # `wandb sync` uploads an offline run later
+            print(f"WARNING: wandb is offline: {one_line(error, 200)}", flush=True)
+            wandb.teardown()
+            self.run = start(mode="offline")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         for falling in ("loss", "val_loss/*"):
@@ -92,21 +97,9 @@ class WandbTracker(Callback):
         self.run.finish()
 
 
-def _start(arguments: dict[str, Any], is_online: bool) -> wandb.Run:
-    """Online if it can be, offline if not; `wandb sync` uploads an offline run later."""
-    if is_online:
-        try:
-            return wandb.init(**arguments, mode="online")
-        except (wandb.Error, OSError, TimeoutError) as error:
-            print(f"WARNING: wandb is offline: {one_line(error, 200)}", flush=True)
-            wandb.teardown()
-    return wandb.init(**arguments, mode="offline")
-
-
 def _has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
     try:
-        return netrc.netrc(os.environ.get("NETRC", Path.home() / ".netrc")).authenticators(_HOST) is not None
+        file = netrc.netrc(os.environ.get("NETRC", Path.home() / ".netrc"))
     except (OSError, netrc.NetrcParseError):
-        return False
+        return bool(os.environ.get("WANDB_API_KEY"))
+    return bool(os.environ.get("WANDB_API_KEY")) or file.authenticators("api.wandb.ai") is not None

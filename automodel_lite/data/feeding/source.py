@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,9 @@ class StepBatches:
     epoch: int
     after: Cursor  # the position once this step is done
     wait_s: float  # how long the trainer waited for it
+    left_out: dict[str, int] = field(
+        default_factory=dict
+    )  # documents of a stream, in this epoch so far, over all ranks
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,6 @@ class PackSource(ABC):
     @property
     def counts(self) -> dict[str, int]:
         """What was read and left out, for metrics.jsonl."""
-        return {}
-
-    def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
-        """Documents left out up to `cursor`, where `counts` could not tell before the start. Every rank calls it."""
         return {}
 
     def report(self, costs: CostModel | None = None) -> PackingReport | None:

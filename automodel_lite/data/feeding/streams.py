@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -53,7 +52,7 @@ from automodel_lite.data.reading.files import (
     sniff_columns,
 )
 from automodel_lite.data.reading.paths import FileStamp, is_file_name
-from automodel_lite.data.reading.readers import Placed, RawRow, RawRows, RowList, placed
+from automodel_lite.data.reading.readers import Placed, RawRows, placed
 from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.findings import check_set
 from automodel_lite.data.tokens.token_rows import flatten
@@ -76,64 +75,51 @@ NumShards = Annotated[int, Range(1, 100_000)]
 NUM_HEAD_DOCUMENTS = 2000  # that a tokenizer is trained on, or that are looked at beforehand
 
 
+ReadShard = Callable[[int, int, int], Iterator[Placed]]
+"""(shard, num_shards, start) -> (place, row) of every row of the shard but the first `start`, again and again with the
+same result; a broken row is the error that names it."""
+
+
 @dataclass(frozen=True)
-class RawStream(ABC):
-    """A stream of raw rows that can be read from any place on, again and again with the same result."""
+class RawStream:
+    """A stream of raw rows that can be read from any place on."""
 
     name: str
+    read: ReadShard = field(compare=False)
     identity: str
-    content: str = ""  # the identity without times and places of files; empty: the same as it
-
-    @abstractmethod
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        """(place, row) of every row of a shard but the first `start`; a broken row is the error that says so."""
+    content: str  # the identity without times and places of files
 
 
-@dataclass(frozen=True)
-class FileStream(RawStream):
-    """Local files; any row is found at once."""
-
-    rows: RawRows = field(default=RowList((), "", ()), compare=False)
-
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        return placed(self.rows, range(shard + start * num_shards, len(self.rows), num_shards))
+def read_files(rows: RawRows, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+    """Reads local files, in which any row is found at once."""
+    return placed(rows, range(shard + start * num_shards, len(rows), num_shards))
 
 
-@dataclass(frozen=True)
-class HubStream(RawStream):
-    """A dataset of the hub, streamed; files are distributed to shards where there are enough of them, else rows are."""
+def read_hub(path: str, name: str | None, split: str, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+    """Streams a dataset of the hub; files are distributed to shards where there are enough of them, else rows are."""
+    import datasets
 
-    path: str = ""
-    config: str | None = None
-    split: str = "train"
-
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        import datasets
-
-        try:
-            stream = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
-        except Exception as error:
-            raise ConfigError(f"dataset.path={self.path} cannot be streamed: {one_line(error)}") from error
-        by_file = stream.num_shards >= num_shards
-        rows: Iterable[RawRow] = (
-            stream.shard(num_shards, shard).skip(start)
-            if by_file
-            else islice(stream, shard + start * num_shards, None, num_shards)
-        )
-        step, first = (1, start) if by_file else (num_shards, shard + start * num_shards)
-        place = f"{self.name}, shard {shard}, row " if by_file else f"{self.name}, row "
-        for number, row in enumerate(rows):
-            yield f"{place}{first + number * step + 1}", {name: without_nulls(value) for name, value in row.items()}
+    try:
+        stream = datasets.load_dataset(path, name, split=split, streaming=True)
+    except Exception as error:
+        raise ConfigError(f"dataset.path={path} cannot be streamed: {one_line(error)}") from error
+    shown = f"{path}/{name}" if name else path
+    if stream.num_shards >= num_shards:
+        rows, first, step = stream.shard(num_shards, shard).skip(start), start, 1
+        shown += f", shard {shard}"
+    else:
+        first, step = shard + start * num_shards, num_shards
+        rows = islice(stream, first, None, step)
+    for number, row in enumerate(rows):
+        yield f"{shown}, row {first + number * step + 1}", {key: without_nulls(value) for key, value in row.items()}
 
 
-class GeneratorStream(RawStream):
-    """Rows that a function of the user yields, called `name`: once for every shard, and the same rows each time."""
-
-    def read(self, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
-        first = shard + start * num_shards
-        for number, row in enumerate(islice(_locate(self.name)(), first, None, num_shards)):
-            place = f"{self.name}[{first + number * num_shards}]"
-            yield place, row if isinstance(row, dict) else DataError(f"{place}: a row must be a dict, not {row!r:.40}.")
+def read_generator(function: str, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
+    """Reads what a function of the user yields: once for every shard, and the same rows each time."""
+    first = shard + start * num_shards
+    for number, row in enumerate(islice(_locate(function)(), first, None, num_shards)):
+        place = f"{function}[{first + number * num_shards}]"
+        yield place, row if isinstance(row, dict) else DataError(f"{place}: a row must be a dict, not {row!r:.40}.")
 
 
 @dataclass
@@ -185,7 +171,7 @@ class StreamingDataset:
         read_as += f"num_shards={self.num_shards}"
         val = "; ".join(f"{name}: {opened.identity}" for name, opened in val_sources.items())
         self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
-        self.content = f"stream({self.stream.content or self.stream.identity}; {read_as})"
+        self.content = f"stream({self.stream.content}; {read_as})"
 
     def read(self, shard: int, start: int) -> Iterator[Placed]:
         """Yields every document of a shard but the first `start`."""
@@ -216,16 +202,17 @@ class StreamingDataset:
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
             _locate(self.generator)
-            return GeneratorStream(self.generator, self.generator)
+            return RawStream(self.generator, partial(read_generator, self.generator), self.generator, self.generator)
         assert self.path is not None
         if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
             shown = f"{self.path}/{self.name}" if self.name else self.path
-            return HubStream(shown, f"{shown} {self.split}", path=self.path, config=self.name, split=self.split)
+            identity = f"{shown} {self.split}"
+            return RawStream(shown, partial(read_hub, self.path, self.name, self.split), identity, identity)
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.notes = source.notes
-        contents = [f"{one.path.name} {one.size} {one.content}" for one in source.files]
-        content = f"{', '.join(contents)}, split {self.split}"
-        return FileStream(source.description, source.identity, content, source.rows)
+        contents = ", ".join(f"{one.path.name} {one.size} {one.content}" for one in source.files)
+        read = partial(read_files, source.rows)
+        return RawStream(source.description, read, source.identity, f"{contents}, split {self.split}")
 
 
 def _locate(function: str) -> Callable[[], Iterable[Any]]:
@@ -239,34 +226,6 @@ def _locate(function: str) -> Callable[[], Iterable[Any]]:
     if not callable(found):
         raise ConfigError(f"dataset.generator={function} is not a function.")
     return found
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """Reads shards of a stream as rows."""
-
-    dataset: StreamingDataset
-    job: Job
-
-    @cached_property
-    def _tokenizer(self) -> DocumentTokenizer:
-        return DocumentTokenizer(self.job)
-
-    def read(self, shard: int, start: int) -> Iterator[list[Row]]:
-        """Yields the rows of every document of a shard but the first `start`: one, several (chats whose template
-        rewrites earlier turns) or none (nothing is trained on, or a bad row that is skipped).
-
-        Raises:
-            DataError: a bad row with `on_bad_row=error`.
-        """
-        documents = self.dataset.read(shard, start)
-        while ahead := list(islice(documents, AHEAD_DOCUMENTS)):
-            chunk = self._tokenizer.chunk(ahead)
-            ends = np.cumsum(chunk.lengths)
-            columns = {name: np.split(values, ends[:-1]) for name, values in chunk.columns.items()}
-            rows = ({name: values[i] for name, values in columns.items()} for i in range(len(chunk.lengths)))
-            for num_rows in chunk.num_rows.tolist():
-                yield trees_of(list(islice(rows, num_rows)), self.job.tree, self.job.most_tokens)
 
 
 Pack = dict[str, Any]
@@ -345,12 +304,6 @@ class StreamedPacks(PackSource):
                 raise DataError(f"{self.documents.stream.name}: the stream ends without a document that fits a pack.")
             cursor = Cursor(cursor.epoch + 1)
 
-    def left_out(self, cursor: Cursor, mesh: Mesh) -> dict[str, int]:
-        """Counts the documents left out of this epoch so far, over all ranks; see `PackStream`."""
-        counts = mesh.sum(self._own_counts(cursor.shards or {}, mesh.dp_rank)) // mesh.shape.cp
-        named = dict(zip(STREAM_COUNTS, counts.tolist()))
-        return {"stream/num_dropped": named["num_dropped"], "stream/num_empty": named["num_empty"]}
-
     def _own_counts(self, states: Mapping[str, ShardState], dp_rank: int) -> torch.Tensor:
         """Returns STREAM_COUNTS, summed over the shards that this rank reads."""
         own = [state for shard, state in states.items() if int(shard) % self.shape.dp_size == dp_rank]
@@ -381,7 +334,9 @@ class StreamedPacks(PackSource):
             if is_whole:
                 return
             num_taken = cursor.packs + (step + 1) * self.shape.global_batch_size
-            yield StepBatches(batches, [], cursor.epoch, Cursor(cursor.epoch, num_taken, dict(states)), wait_s)
+            after = Cursor(cursor.epoch, num_taken, dict(states))
+            left_out = {f"stream/{name}": counts[name] for name in ("num_dropped", "num_empty")}
+            yield StepBatches(batches, [], cursor.epoch, after, wait_s, left_out)
 
     def _counts_text(self, counts: Mapping[str, int]) -> str:
         """`stream.jsonl: 1,200 documents read, 12 bad, empty or without a trained token, 3 over-long dropped`."""
@@ -404,7 +359,7 @@ class StreamedPacks(PackSource):
         first = cursor.packs // self.shape.dp_size % len(own)
         shards = [*own[first:], *own[:first]]
         states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
-        turns = ShardTurns(TokenStream(self.documents, self.job), self.packer, shards, states)
+        turns = ShardTurns(self.documents, self.job, self.packer, shards, states)
         options = worker_options(self.dataloader)
         read = iter(StatefulDataLoader(turns, batch_size=None, collate_fn=lambda turn: turn, **options))
         ahead = next(read, None)
@@ -441,19 +396,26 @@ def _look_at_head(documents: StreamingDataset, job: Job, packer: Packer) -> tupl
     return (f"{name}: {chunk.found.counts}", *special_note(name, chunk.found))
 
 
+@dataclass
 class ShardTurns(IterableDataset):
     """The packs of some shards in turns; in a worker, of the worker's part of them.
 
     A shard that has ended gives None in its turn, until all have ended.
     """
 
-    def __init__(self, tokens: TokenStream, packer: Packer, shards: list[int], states: dict[int, ShardState]):
-        self.tokens, self.packer, self.shards, self.states = tokens, packer, shards, states
+    dataset: StreamingDataset
+    job: Job
+    packer: Packer
+    shards: list[int]
+    states: dict[int, ShardState]
 
     def __iter__(self) -> Iterator[Turn]:
         worker = get_worker_info()
         shards = self.shards[worker.id :: worker.num_workers] if worker else self.shards
-        streams = {shard: self._packs(shard) for shard in shards}
+        tokenizer = DocumentTokenizer(self.job)
+        streams = {shard: PackStream(partial(self._rows, tokenizer, shard), self.packer) for shard in shards}
+        for shard in self.states.keys() & streams.keys():
+            streams[shard].load_state_dict(self.states[shard])
         alive = set(shards)
         while alive:
             for shard in shards:
@@ -464,8 +426,15 @@ class ShardTurns(IterableDataset):
                 # The state behind the last pack counts what was left out since: a shard may hold no pack at all.
                 yield shard, pack, streams[shard].state_dict() if was_alive else None
 
-    def _packs(self, shard: int) -> PackStream:
-        packs = PackStream(partial(self.tokens.read, shard), self.packer)
-        if shard in self.states:
-            packs.load_state_dict(self.states[shard])
-        return packs
+    def _rows(self, tokenizer: DocumentTokenizer, shard: int, start: int) -> Iterator[list[Row]]:
+        """Yields the rows of every document of a shard but the first `start`: one, several (chats whose template
+        rewrites earlier turns) or none (nothing is trained on, or a bad row that is skipped).
+        """
+        documents = self.dataset.read(shard, start)
+        while ahead := list(islice(documents, AHEAD_DOCUMENTS)):
+            chunk = tokenizer.chunk(ahead)
+            ends = np.cumsum(chunk.lengths)
+            columns = {name: np.split(values, ends[:-1]) for name, values in chunk.columns.items()}
+            rows = ({name: values[i] for name, values in columns.items()} for i in range(len(chunk.lengths)))
+            for num_rows in chunk.num_rows.tolist():
+                yield trees_of(list(islice(rows, num_rows)), self.job.tree, self.job.most_tokens)

@@ -160,30 +160,6 @@ def histogram_of(slots: np.ndarray, size: int) -> np.ndarray:
     return counts
 
 
-def lower_bound(histogram: np.ndarray, size: int) -> int:
-    """No packing uses fewer bins: the larger of ceil(sum / size) and the L2 bound of Martello and Toth (1990).
-
-    histogram: int64 [size + 1], documents of each length. L2 counts, for each small length a, that documents over
-    size - a share a bin with none of length >= a, and documents over size / 2 with none of their kind.
-    """
-    lengths = np.arange(size + 1)
-    volume = histogram * lengths
-    total = int(volume.sum())
-    bound = -(-total // size)
-    if not histogram[size // 2 + 1 :].any():
-        return bound
-    count_over = np.concatenate([np.cumsum(histogram[::-1])[::-1], [0]])  # [a] = documents of length >= a
-    volume_over = np.concatenate([np.cumsum(volume[::-1])[::-1], [0]])
-    a = np.arange(size // 2 + 1)
-    half = size // 2 + 1
-    large = count_over[size - a + 1]
-    middle = count_over[half] - large
-    middle_volume = volume_over[half] - volume_over[size - a + 1]
-    small_volume = volume_over[a] - volume_over[half]
-    beyond = small_volume - (middle * size - middle_volume)
-    return max(bound, int((large + middle + np.maximum(0, -(-beyond // size))).max()))
-
-
 def best_fit(histogram: np.ndarray, size: int) -> Placements:
     """Best-fit decreasing, exactly, in milliseconds: at most 11/9 of the optimum + 1 (Johnson 1973), usually + 2 bins.
 

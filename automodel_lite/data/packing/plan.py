@@ -38,7 +38,6 @@ from automodel_lite.data.packing.histogram import (
     best_fit,
     fewest_bins,
     histogram_of,
-    lower_bound,
 )
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK, seeded_order
@@ -259,8 +258,8 @@ class Pieces:
 class PackPlan(Pieces):
     """offsets int64 [packs + 1] into doc_ids, tokens_per_pack int64 [packs] (real tokens).
 
-    `lower_bound` and `num_packs_made` are packs before `max_packs` took its sample. `note` says what was decided on the
-    way (one sentence or empty).
+    `lower_bound` (the volume in slots) and `num_packs_made` are packs before `max_packs` took its sample. `note` says
+    what was decided on the way (one sentence or empty).
     """
 
     offsets: np.ndarray
@@ -334,8 +333,6 @@ def plan_packs(
         pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
     else:
         pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
-    is_fewest = strategy.cuts_documents or strategy.is_ragged  # of their kind: the volume, or the documents
-    bound = num_packs if is_fewest else lower_bound(histogram_of(slots, size), size)
     if max_packs is not None and max_packs < num_packs:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
     tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
@@ -354,7 +351,7 @@ def plan_packs(
         seed=seed,
         epoch=epoch,
         num_packs_made=num_packs,
-        lower_bound=bound,
+        lower_bound=-(-int(slots.sum(dtype=np.int64)) // size),
         counts=_count(lengths, pieces, int(tokens_per_pack.sum()), counts),
         note=packed.note,
     )
@@ -493,15 +490,11 @@ def _check_settings(size: int, overlong: str, max_packs: int | None, slot_multip
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     array = np.asarray(lengths)
-    if array.ndim != 1:
-        raise DataError(f"lengths has shape {array.shape} and must be one whole number a document: pass a flat list.")
     if not len(array):
         raise DataError("there are no documents to pack: check the path, the split and the filters of the dataset.")
-    if array.dtype.kind not in "iu":
-        raise DataError(f"lengths[0]={array[0]!r} ({array.dtype}) must be whole numbers of tokens: pass integers.")
-    shortest = int(array.argmin())
-    if array[shortest] < 1:
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 1:
         raise DataError(
-            f"lengths[{shortest}]={int(array[shortest])} must be at least 1 token: leave empty documents out."
+            f"lengths of shape {array.shape} and type {array.dtype}, such as {array.min()}: they must be a flat list "
+            "of whole numbers of tokens, at least 1 each; leave empty documents out."
         )
     return array if array.dtype == np.int32 else array.astype(np.int64, copy=False)

@@ -15,7 +15,7 @@ import pytest
 from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeConfig
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, StepBatches
-from automodel_lite.data.feeding.streams import StreamedPacks, StreamingDataset, TokenStream
+from automodel_lite.data.feeding.streams import ShardTurns, StreamedPacks, StreamingDataset
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.tokenize import Job
 from automodel_lite.errors import ConfigError, DataError
@@ -205,7 +205,9 @@ def test_too_many_bad_rows_end_a_stream(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\nbroken\n" for row in rows()) * 10)
     dataset = StreamingDataset(str(path), num_shards=1)
     job = Job(byte_tokenizer(MARKED), TokenizeConfig(on_bad_row="skip"))
-    assert sum(not rows for rows in TokenStream(dataset, job).read(0, 0)) == 610
+    turns = list(ShardTurns(dataset, job, Packer(40), [0], {}))
+    assert turns[-1][1] is None
+    assert turns[-1][2]["num_empty"] == 610
     loader = replace(loader_of(str(path)), job=job)
     with pytest.raises(DataError, match=r"\d+ documents read, \d+ bad, empty .*max_bad_frac=0.05 allows \d+ bad ones"):
         epoch_of(loader, Cursor())

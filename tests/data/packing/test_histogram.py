@@ -12,8 +12,8 @@ from automodel_lite.data.packing.histogram import (
     best_fit,
     exact_fill_in_proportion,
     fewest_bins,
-    lower_bound,
 )
+from benchmarks.packing import lower_bound
 
 cases = st.integers(1, 50).flatmap(
     lambda c: st.tuples(st.lists(st.integers(1, c), min_size=1, max_size=150), st.just(c))
