@@ -10,6 +10,7 @@ masks and labels, checks them and writes the cache. The ratio is of the medians;
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.encode import Renderer
-from automodel_lite.data.tokens.tokenize import Job, num_cores, tokenize_documents
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 
 
@@ -46,7 +47,8 @@ def main() -> None:
             ours.append(used)
         num_tokens = sum(map(len, ids))
         assert num_tokens == data.train.num_tokens
-    print(f"{len(texts):,} documents, {num_tokens:,} tokens, {num_cores()} cores, {args.repeats} repeats each")
+    cores = len(os.sched_getaffinity(0))
+    print(f"{len(texts):,} documents, {num_tokens:,} tokens, {cores} cores, {args.repeats} repeats each")
     print("                      wall s: tokens/s  (spread)            CPU s: tokens/s")
     for name, runs in (("tokenizer alone", alone), ("ours", ours)):
         wall, cpu = (sorted(run[kind] for run in runs) for kind in (0, 1))

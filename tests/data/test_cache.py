@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -152,12 +151,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_made_again_and_it_is_said(
-    tmp_path: Path, damage: str, ranks: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     built: list[int] = []
     entry = make_entry(tmp_path, built)
     harm, said = DAMAGES[damage]
@@ -196,14 +193,23 @@ def test_the_ranks_of_a_host_read_an_entry_once(tmp_path: Path, monkeypatch: pyt
         return real(path)
 
     monkeypatch.setattr(cache, "content_sum", counted)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for _ in range(3):
+    for rank in range(8):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert make_entry(tmp_path / "cache", []).note == "hit"
     assert len(reads) == 2
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert make_entry(tmp_path / "cache", []).note == "hit"
-    assert len(reads) == 4
+
+
+def test_a_damaged_entry_that_other_ranks_may_read_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = make_entry(tmp_path, [])
+    _flip(entry.folder / "ids.npy", -1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r"was damaged \(ids.npy differs .* and is removed; .*: start again"):
+        make_entry(tmp_path, [])
+    assert make_entry(tmp_path, []).note.startswith("miss")
+    assert len(list((tmp_path / "things").glob(".*"))) == 0
 
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from automodel_lite.errors import ConfigError, DataError
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
-OTHER_COMPRESSIONS = (".lz4", ".zip", ".7z", ".br", ".z", ".sz", ".snappy", ".rar")
 MAX_ENTRIES = 200_000  # of a folder: more is a whole disk, named by mistake
 SHOWN_NAMES = 3  # of the files that are left out for one reason
 _HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing|held.?out)(?![a-z])", re.I)
@@ -215,12 +214,8 @@ def _walk(folder: Path, path: str, key: str, left_out: dict[str, list[str]]) -> 
             file = Path(parent, name)
             if not file.exists():
                 left_out["links to nothing"].append(name)
-            elif not file.is_file():
-                left_out["neither files nor folders"].append(name)
-            elif kind_of(file) in KINDS:
+            elif file.is_file() and kind_of(file) in KINDS:
                 files.append(file)
-            elif file.suffix.lower() in OTHER_COMPRESSIONS:
-                left_out["in a compression that is not read"].append(name)
             else:
                 left_out["of other kinds"].append(name)
     return sorted(files)

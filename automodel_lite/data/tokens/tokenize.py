@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ def tokenize_chunks(rows: DocumentSet, job: Job) -> Iterator[Chunk]:
     thread each, which render chat templates (Python) on all cores too.
     """
     ranges = [range(start, min(start + CHUNK_DOCUMENTS, len(rows))) for start in range(0, len(rows), CHUNK_DOCUMENTS)]
-    num_proc = job.settings.num_proc or min(num_cores(), len(rows) // MIN_DOCUMENTS_PER_PROCESS)
+    num_proc = job.settings.num_proc or min(len(os.sched_getaffinity(0)), len(rows) // MIN_DOCUMENTS_PER_PROCESS)
     if num_proc <= 1:
         tokenizer = DocumentTokenizer(job)
         yield from (tokenizer.chunk(placed(rows, wanted), wanted.start) for wanted in ranges)
@@ -98,11 +98,6 @@ def _process_context() -> BaseContext:
     context = get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
     return context
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 class DocumentTokenizer:
@@ -262,7 +257,7 @@ def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | N
 
 def tokenize_validation(
     stream: Documents, job: Job, cache_dir: str | Path | None = None
-) -> tuple[dict[str, Rows], tuple[str, ...]]:
+) -> tuple[dict[str, Rows], Sequence[str]]:
     """Tokenizes the validation sets of a stream beforehand, as any others; returns them, and notes to print."""
     rows, _, notes, _ = _tokenize_sets(stream.val, f"{stream.identity} val", stream.kind, job, cache_dir)
     return rows, notes
