@@ -67,6 +67,7 @@ FORMER_KEYS = {  # of older versions -> today's; "" = no longer a setting
     "dataset.bos_id": "",
     "dataset.eos_id": "",
     "tokenize.shard": "",
+    "tokenizer.max_chars": "",
     "tokenize.num_shards": "",
     "dataset.parts": "dataset.sources",  # of mixtures
     "training.stuck_after_s": "training.hang_timeout_s",

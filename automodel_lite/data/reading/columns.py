@@ -85,9 +85,13 @@ class Detected:
             document = self.format.normalize(named)
             if named.get(GROUP) is not None:
                 document = {**document, GROUP: named[GROUP]}
-            if self.is_checked:
-                check_alignment(document, self.labels)
-            return align(document) if self.labels == "unshifted" else document
+            for part in document.get("documents", [document]) if self.is_checked else ():
+                check_alignment(part, self.labels)
+            if self.labels == "aligned":
+                return document
+            if "documents" in document:
+                return {**document, "documents": [align(part) for part in document["documents"]]}
+            return align(document)
         except DataError as error:
             message = str(error)
             for canonical, column in renames.items():

@@ -29,8 +29,9 @@ Document = dict[str, Any]
 - `messages` (list of `{"role", "content", ...}`), optional `tools`: a chat
 - `prompt`, `completion` (text), optional `system`: one question and its answer
 - `text`: plain text
-- `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss), `lengths` of the
-  documents in them: already tokenized; `labels` None: not said what is trained on
+- `input_ids` and `labels` (int32 arrays of equal length, next-token aligned, -100 = no loss): already tokenized;
+  `labels` None: not said what is trained on
+- `documents`: several of them in one row: answers to one prompt, or what was packed before
 """
 
 

@@ -39,7 +39,7 @@ def tokens(row: dict[str, Any]) -> Document:
         real = integers_of(row, "attention_mask", len(input_ids)) != 0
         input_ids, labels = input_ids[real], None if labels is None else labels[real]
         weights = {name: values[real] for name, values in weights.items()}
-    return {"input_ids": input_ids, "labels": labels, "lengths": [len(input_ids)], **weights}
+    return {"input_ids": input_ids, "labels": labels, **weights}
 
 
 def packed_tokens(row: dict[str, Any]) -> Document:
@@ -60,11 +60,8 @@ def packed_tokens(row: dict[str, Any]) -> Document:
             f"{len(input_ids)} input_ids: slots must hold their documents, and the row all slots."
         )
     starts = np.cumsum(slots) - slots
-    real = [slice(int(start), int(start + length)) for start, length in zip(starts, lengths)]
-    return {
-        **{name: np.concatenate([x[part] for part in real] or [x[:0]]) for name, x in columns.items()},
-        "lengths": [int(length) for length in lengths],
-    }
+    parts = [slice(int(start), int(start + length)) for start, length in zip(starts, lengths)]
+    return {"documents": [{name: values[part] for name, values in columns.items()} for part in parts or [slice(0)]]}
 
 
 def find_alignment(documents: Iterable[Placed]) -> Alignment:
@@ -77,21 +74,18 @@ def find_alignment(documents: Iterable[Placed]) -> Alignment:
     Raises:
         DataError: the labels of a row fit neither (names its place).
     """
-    for where, document in documents:
-        if isinstance(document, DataError) or document["labels"] is None:
-            continue
-        is_aligned, is_unshifted, found = _compare(document)
-        if not is_aligned and not is_unshifted:
-            raise DataError(f"{where}: {found}: {_ONE_KIND}")
-        if is_aligned != is_unshifted:
-            return "aligned" if is_aligned else "unshifted"
+    for where, row in documents:
+        for document in [] if isinstance(row, DataError) else row.get("documents", [row]):
+            is_aligned, is_unshifted, found = _compare(document)
+            if not is_aligned and not is_unshifted:
+                raise DataError(f"{where}: {found}: {_ONE_KIND}")
+            if is_aligned != is_unshifted:
+                return "aligned" if is_aligned else "unshifted"
     return "aligned"
 
 
 def check_alignment(document: Document, alignment: Alignment) -> None:
     """Raises DataError for labels that follow another convention than those of the rows before."""
-    if document["labels"] is None:
-        return
     is_aligned, is_unshifted, found = _compare(document)
     if not (is_aligned if alignment == "aligned" else is_unshifted):
         raise DataError(f"{found}, and the labels of other rows are {alignment}: {_ONE_KIND}")
@@ -105,31 +99,27 @@ _ONE_KIND = (
 def _compare(document: Document) -> tuple[bool, bool, str]:
     """Returns whether the labels may be next-token aligned, whether they may be unshifted, and what was counted."""
     ids, labels = document["input_ids"], document["labels"]
+    if labels is None:
+        return True, True, "no labels"
     has_label = labels != IGNORE_INDEX
-    # The last token of a document has no next one here: rows cut as ids[:-1], ids[1:] do have a label there.
-    has_next = np.ones(len(ids), bool)
-    lasts = np.cumsum(document["lengths"]) - 1
-    has_next[lasts[lasts >= 0]] = False
-    is_next = has_label & has_next & (labels == np.append(ids[1:], IGNORE_INDEX))
-    num, num_own, num_next = int(has_label.sum()), int((has_label & (labels == ids)).sum()), int(is_next.sum())
+    # The last token has no next one here: rows cut as ids[:-1], ids[1:] do have a label there.
+    num, num_inner = int(has_label.sum()), int(has_label[:-1].sum())
+    num_own, num_next = int((has_label & (labels == ids)).sum()), int((has_label[:-1] & (labels[:-1] == ids[1:])).sum())
     is_unshifted = num_own == num
     # Labels that are all the token itself, none of them the next one, are no aligned ones that all stand at the end.
-    is_aligned = num_next == int((has_label & has_next).sum()) and (num_next > 0 or not num or not is_unshifted)
+    is_aligned = num_next == num_inner and (num_next > 0 or not num or not is_unshifted)
     found = f"of {num:,} labels {num_next:,} are the next token and {num_own:,} the token itself"
     return is_aligned, is_unshifted, found
 
 
 def align(document: Document) -> Document:
-    """Makes unshifted labels next-token aligned, document by document; other values per token go with their labels."""
+    """Makes unshifted labels next-token aligned; other values per token go with their labels."""
     if document["labels"] is None:
         return document
-    lasts = np.cumsum(document["lengths"]) - 1
     shifted = {}
     for name in [name for name in COLUMNS if name in document and name != "input_ids"]:
-        values = np.full_like(document[name], COLUMNS[name].padding)
-        values[:-1] = document[name][1:]
-        values[lasts[lasts >= 0]] = COLUMNS[name].padding
-        shifted[name] = values
+        shifted[name] = np.full_like(document[name], COLUMNS[name].padding)
+        shifted[name][:-1] = document[name][1:]
     return {**document, **shifted}
 
 

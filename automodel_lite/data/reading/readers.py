@@ -227,49 +227,34 @@ def _read_json(text: str) -> Any:
 
 @dataclass(frozen=True)
 class RowList:
-    """Rows in memory with the line of each; a broken row is kept as the error that reading it raises."""
+    """Rows of a CSV file, a JSON array or a `datasets.Dataset`; a broken one is the error that reading it raises.
 
-    rows: Sequence[RawRow | DataError]
-    name: str
-    line_numbers: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> RawRow:
-        row = self.rows[index]
-        if isinstance(row, DataError):
-            raise row
-        return row
-
-    def where(self, index: int) -> str:
-        return f"{self.name}:{self.line_numbers[index]}"
-
-
-@dataclass(frozen=True)
-class NumberedRows:
-    """Rows of a JSON array or a `datasets.Dataset`; a place is the number of the row, from 1."""
+    line_numbers  of each row; None: its place is its number, from 1
+    """
 
     rows: Any
     name: str
+    line_numbers: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> RawRow:
         row = self.rows[int(index)]
+        if isinstance(row, DataError):
+            raise row
         if not isinstance(row, dict):
             raise DataError(f"{self.where(index)}: a row must be a JSON object, not {type(row).__name__}.")
         return row
 
     def where(self, index: int) -> str:
-        return f"{self.name}[{index + 1}]"
+        return f"{self.name}[{index + 1}]" if self.line_numbers is None else f"{self.name}:{self.line_numbers[index]}"
 
 
 def open_json(path: Path, name: str, encoding: str = "utf-8") -> RawRows:
     """Opens a `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
     lines = open_json_lines(path, name, encoding)
-    return lines if _has_row_a_line(lines) else NumberedRows(_json_array(path, name, encoding), name)
+    return lines if _has_row_a_line(lines) else RowList(_json_array(path, name, encoding), name)
 
 
 def _has_row_a_line(lines: JsonLines) -> bool:

@@ -10,7 +10,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
-from automodel_lite.data.reading.readers import NumberedRows, RawRow, RawRows, check_names
+from automodel_lite.data.reading.readers import RawRow, RawRows, RowList, check_names
 from automodel_lite.errors import ConfigError, DataError, one_line
 
 BLOCK_ROWS = 512  # made into Python objects together
@@ -89,7 +89,7 @@ def open_saved(path: Path, name: str, split: str) -> RawRows:
     return DatasetRows(loaded, name)
 
 
-class DatasetRows(NumberedRows):
+class DatasetRows(RowList):
     """Rows of a `datasets.Dataset`, without the nulls that Arrow fills in."""
 
     def __getitem__(self, index: int) -> RawRow:

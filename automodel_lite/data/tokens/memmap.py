@@ -111,7 +111,14 @@ class MemmapCorpus:
     def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         sets = {"train": self.rows} | {f"val/{name}": rows for name, rows in self.val_rows.items()}
         for name, rows in sets.items():
-            check_token_ids(rows, name, vocab_size)
+            # A thousand documents spread over the set: ids beyond the tokenizer were made with another one.
+            for index in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 1000)).astype(np.int64)).tolist():
+                tokens = rows[index]["input_ids"]
+                if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+                    raise DataError(
+                        f"{name}: document {index} holds the token {tokens.max()}, and the tokenizer has ids up to "
+                        f"{vocab_size - 1}: the corpus was made with another tokenizer, or dataset.dtype is wrong."
+                    )
         counts = {
             name: RowCounts(len(rows), len(rows), rows.num_tokens, int(np.maximum(rows.lengths - 1, 0).sum()))
             for name, rows in sets.items()
@@ -137,21 +144,6 @@ class JoinedRows(ConcatenatedRows, Rows):
     @property
     def lengths(self) -> np.ndarray:
         return np.concatenate([corpus.lengths for corpus in self.datasets])
-
-
-def check_token_ids(rows: Rows, name: str, vocab_size: int) -> None:
-    """Looks at a thousand documents spread over the set: ids beyond the tokenizer were made with another one.
-
-    Raises:
-        DataError: names the set and the document.
-    """
-    for index in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 1000)).astype(np.int64)).tolist():
-        tokens = rows[index]["input_ids"]
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            raise DataError(
-                f"{name}: document {index} holds the token {tokens.max()}, and the tokenizer has ids up to "
-                f"{vocab_size - 1}: the corpus was made with another tokenizer, or dataset.dtype is wrong."
-            )
 
 
 def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "uint32") -> None:

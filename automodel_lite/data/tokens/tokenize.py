@@ -127,17 +127,21 @@ class DocumentTokenizer:
                 try:
                     if isinstance(document, DataError):
                         raise document
-                    if "input_ids" in document:
-                        given.append(_given_tokens(document, self._settings.train_on, self._vocab_size))
-                        num_rows[-1] = len(document["lengths"])
+                    parts = document.get("documents", [document])
+                    if is_given := "input_ids" in parts[0]:
+                        given += [_given_tokens(part, self._settings.train_on, self._vocab_size) for part in parts]
+                        num_rows[-1] = len(parts)
                     else:
                         of_document = self._renderer.renderings(document)
                         renderings += of_document
                         num_rows[-1] = len(of_document)
-                        num_split += len(of_document) > len(document.get("documents", [1])) + ("chosen" in document)
+                        num_split += len(of_document) > len(parts) + ("chosen" in document)
                         if token := self._renderer.special_in(document):
                             specials.append(f"{place}: {token}")
-                    groups += [_group(document, number)] * num_rows[-1]
+                    group = ALONE if is_given and len(parts) != 1 else number  # packs hold documents of any sources
+                    if document.get("group") is not None:  # far beyond the numbers of documents
+                        group = int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
+                    groups += [group] * num_rows[-1]
                 except DataError as error:
                     named = error if error is document else DataError(f"{place}: {error}")
                     if self._settings.on_bad_row == "error":
@@ -149,17 +153,10 @@ class DocumentTokenizer:
         found = Findings(counts, first_error="".join(errors[:1]), first_special="".join(specials[:1]))
         if given:
             columns = flatten({name: d[name] for name in COLUMNS if name in d} for d in given).columns
-            lengths = np.array([length for document in given for length in document["lengths"]], np.int64)
+            lengths = np.array([len(document["input_ids"]) for document in given], np.int64)
         else:
             columns, lengths = self._encoder.encode(renderings)
         return check_rows(columns, lengths, num_rows, self._renderer.stop_ids, found, np.array(groups, np.int64))
-
-
-def _group(document: Document, index: int) -> int:
-    """The number of a document, or of what its column `group` names, far beyond those of documents."""
-    if document.get("group") is None:  # what was packed before holds documents of any sources
-        return index if len(document.get("lengths", [1])) == 1 else ALONE
-    return int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
 
 
 STALL_S = 20.0  # a chat takes a template some 0.0002 s
@@ -201,7 +198,7 @@ def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Documen
             f"to {vocab_size - 1}: they were made with another tokenizer: set tokenizer.path to it."
         )
     if train_on == "all":
-        lengths = np.array(document["lengths"], np.int64)
+        lengths = np.array([len(input_ids)])
         return {**document, "labels": next_token_labels(input_ids, np.ones(len(input_ids), bool), lengths)}
     if document["labels"] is None:
         raise DataError("has input_ids without labels: set train_on=all to train on every token.")

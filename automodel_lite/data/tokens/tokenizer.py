@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from automodel_lite.config.rules import PathStr, Positive, Range, looks_local
+from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import placed
@@ -19,6 +19,7 @@ from automodel_lite.errors import ConfigError, DataError, one_line
 from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
+MAX_CHARS = 20_000_000  # that a tokenizer is trained on
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
@@ -70,7 +71,6 @@ def train_bpe_tokenizer(
     documents: Documents,
     vocab_size: TokenCount = 384,  # at least 262: 256 bytes, six special tokens
     *,
-    max_chars: Positive = 20_000_000,  # train on the first this many characters
     cache_dir: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it."""
@@ -79,12 +79,11 @@ def train_bpe_tokenizer(
     key = {
         "data": documents.identity,
         "vocab_size": str(vocab_size),
-        "max_chars": str(max_chars),
         "template": short_hash(CHAT_TEMPLATE),
     }
 
     def build(folder: Path) -> None:
-        _train(_document_texts(documents.train, max_chars), vocab_size).save_pretrained(folder)
+        _train(_document_texts(documents.train), vocab_size).save_pretrained(folder)
 
     entry = build_once(cache_root(cache_dir), "tokenizers", f"bpe{vocab_size}", key, build)
     return PreTrainedTokenizerFast.from_pretrained(entry.folder)
@@ -93,8 +92,8 @@ def train_bpe_tokenizer(
 _LONG_WORD = re.compile(r"\S{1001}|\s{1001}")
 
 
-def _document_texts(rows: DocumentSet, max_chars: int) -> Iterator[str]:
-    """Yields the texts of the documents until `max_chars` characters were given.
+def _document_texts(rows: DocumentSet) -> Iterator[str]:
+    """Yields the texts of the documents until MAX_CHARS were given.
 
     Bad rows are passed over here: they are reported, or counted, when the documents are tokenized.
     """
@@ -109,7 +108,7 @@ def _document_texts(rows: DocumentSet, max_chars: int) -> Iterator[str]:
             # letters.
             step = 1000 if _LONG_WORD.search(text) else len(text)
             yield from (text[start : start + step] for start in range(0, len(text), step))
-        if num_chars >= max_chars:
+        if num_chars >= MAX_CHARS:
             return
 
 
