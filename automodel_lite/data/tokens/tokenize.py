@@ -42,6 +42,7 @@ from automodel_lite.data.tokens.token_rows import (
     flatten,
     next_token_labels,
 )
+from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import ALONE, load_trees, write_trees
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.progress import Progress
@@ -222,6 +223,9 @@ def _chunk_in_process(wanted: range) -> Chunk:
 def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens: int | None = None) -> Job:
     """The job of a run, whose tokenizer may be trained on its documents; `tree` and `most_tokens` are the packer's."""
     tokenizer = build_with(config.tokenizer, documents=documents, cache_dir=config.cache_dir)
+    pretrained = config.model.get("pretrained")
+    if pretrained and config.tokenizer.get("path") != pretrained:
+        check_vocabulary(pretrained, tokenizer)
     return Job(tokenizer, config.tokenize, tree, most_tokens)
 
 

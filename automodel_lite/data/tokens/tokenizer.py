@@ -62,6 +62,24 @@ def load_tokenizer(
     return tokenizer
 
 
+def check_vocabulary(pretrained: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ConfigError when the ids of a pretrained model mean other tokens here; more tokens may be added.
+
+    A model without tokenizer files is taken at its word.
+    """
+    try:
+        models_own = transformers.AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False).get_vocab()
+    except Exception:  # no files, or none that can be read
+        return
+    ours = tokenizer.get_vocab()
+    if moved := sorted(token for token, i in models_own.items() if ours.get(token) != i):
+        raise ConfigError(
+            f"tokenizer is not that of model.pretrained={pretrained}: {len(moved):,} of its {len(models_own):,} tokens "
+            f"have another id or none, as {moved[0]!r}, so its embeddings would stand for other tokens. Remove the "
+            "tokenizer settings (the model's own is the default), or train from scratch, model.config.model_type=..."
+        )
+
+
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The id that fills packs up: pad, else end, else 0. Padding is masked by position, so any id is right."""
     return next(int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.config.schema import Config, TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList, ToyChat
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.data.tokens.token_rows import TokenizedData, TokenRows, next_token_labels
-from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
-from automodel_lite.data.tokens.tokenizer import padding_id, train_bpe_tokenizer
-from automodel_lite.errors import DataError
+from automodel_lite.data.tokens.tokenize import Job, _process_context, job_of, tokenize_documents
+from automodel_lite.data.tokens.tokenizer import check_vocabulary, padding_id, train_bpe_tokenizer
+from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
 from tests.ranks import fork_server
 
@@ -340,3 +340,22 @@ def test_a_padding_token_that_is_the_end_token_is_trained_all_the_same(tmp_path:
     rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
     assert rows[0]["labels"].tolist()[-2:] == [END, _]
     assert padding_id(tokenizer) == END
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+    """The ids of a small tokenizer fit into any model, and were once trained in silence."""
+    byte_tokenizer(MARKED).save_pretrained(tmp_path / "model")
+    config = Config(
+        dataset={"_target_": "automodel_lite.data.reading.documents.ToyChat", "num_chats": 20},
+        tokenizer={"_target_": "automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer", "vocab_size": 300},
+        model={"pretrained": str(tmp_path / "model")},
+        cache_dir=str(tmp_path),
+    )
+    with pytest.raises(
+        ConfigError, match=r"tokenizer is not that of model.pretrained=.*tokens have another id or none"
+    ):
+        job_of(config, ToyChat(num_chats=20))
+    more = byte_tokenizer(MARKED)
+    more.add_tokens(["<one>"])
+    check_vocabulary(str(tmp_path / "model"), more)
+    check_vocabulary(str(tmp_path), more)  # no tokenizer there
