@@ -19,7 +19,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
-from automodel_lite.data.prepare import PlannedPacks, build_packer, check_sizes, prepare_data
+from automodel_lite.data.prepare import PlannedPacks, build_packer, check_sizes, epochs_of, prepare_data
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import check_alone
 from automodel_lite.telemetry.console import quiet_libraries
@@ -39,6 +39,7 @@ from automodel_lite.training.recompute import recomputation_text
 from automodel_lite.training.start import try_model
 
 POSITIVE = argument(float, Range(above=0))
+NOT_READ = "not read"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,17 +58,17 @@ def main(argv: list[str] | None = None) -> int:
 
     base = parts_of(())
     try_model(base.model)
-    lengths, documents = lengths_of(config, base, args.document_tokens)
-    job = Job(base, base.model.described({"vocab_size": 8192}), gpu, args.gpus, args.nodes, lengths)
-    print(f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; {documents}")
+    data = data_of(config, base, args.document_tokens)
+    world = (gpu, args.gpus, args.nodes)
+    job = Job(base, base.model.described({"vocab_size": 8192}), *world, data.lengths, data.paths)
+    print(f"{job.world} GPUs ({args.nodes} x {args.gpus} {args.gpu}), rates of {gpu.source}; {data.text}")
     outcome = make_plans(job)
     if not outcome.plans:
         print(f"no plan fits: {lost_text(outcome)}", *cures(job, parts_of), sep="\n")
         return 1
     best = outcome.plans[0]
     print("", table(outcome.plans), "", f"others: {lost_text(outcome)}", "", sep="\n")
-    tokens = 0 if "assumed" in documents else int(lengths.sum())
-    print(duration_text(best, job, config, tokens, args.price_per_gpu_hour))
+    print(duration_text(best, job, config, data.num_packs, args.price_per_gpu_hour))
     print("", command(best, job, args.config_name, overrides), sep="\n")
     if args.json:
         found = {"plans": [plan.as_json() for plan in outcome.plans], "lost": dict(outcome.lost)}
@@ -80,25 +81,44 @@ def main(argv: list[str] | None = None) -> int:
 def composed(preset: str, overrides: Sequence[str]) -> Config:
     raw = compose_config(preset, [*overrides, "name=plan"])
     if OmegaConf.is_missing(raw.dataset, "path"):
-        raw.dataset.path = "not read"
+        raw.dataset.path = NOT_READ
     return check_config(raw)
 
 
-def lengths_of(config: Config, parts: Parts, assumed: int) -> tuple[np.ndarray, str]:
-    """Returns the tokens of each document, as the packs cut them; without readable data, of an assumed length."""
-    size = parts.packed_sequence_size
-    path = config.dataset.get("path")
-    if path is None or path == "not read" or not Path(str(path)).exists():
-        return np.full(1, min(assumed, size)), f"documents of {min(assumed, size):,} tokens are assumed"
+@dataclass(frozen=True)
+class Data:
+    """What a plan needs of the data.
+
+    lengths, paths   as of `Job`
+    num_packs        of an epoch; 0 = not known
+    """
+
+    lengths: np.ndarray
+    paths: np.ndarray
+    num_packs: int
+    text: str
+
+
+def data_of(config: Config, parts: Parts, assumed: int) -> Data:
+    """Returns the documents and packs that training would read; without them, documents of `assumed` tokens."""
+    length = np.full(1, min(assumed, parts.packed_sequence_size))
+    unknown = Data(length, length, 0, f"documents of {length[0]:,} tokens are assumed")
+    if config.dataset.get("path") == NOT_READ:
+        return unknown
     try:
         alone = replace(config, mesh=replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1))
         data = prepare_data(alone, check_sizes(alone, 1), build_packer(alone))
     except (ConfigError, DataError) as error:
-        return np.full(1, min(assumed, size)), f"documents of {assumed:,} tokens are assumed, as {error}"
+        return replace(unknown, text=f"{unknown.text}, as {error}")
     if not isinstance(data, PlannedPacks):
-        return np.full(1, min(assumed, size)), f"a stream: documents of {min(assumed, size):,} tokens are assumed"
-    lengths = np.minimum(np.asarray(data.tokens.train.lengths), size)
-    return lengths, f"{len(lengths):,} documents, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}"
+        return replace(unknown, text=f"a stream: {unknown.text}")
+    rows, num_packs = data.tokens.train, len(data.packs_of(0))
+    lengths, paths = (
+        np.minimum(np.asarray(of), data.packer.packed_sequence_size) for of in (rows.lengths, rows.row_lengths)
+    )
+    trees = ", a tree as one" if data.has_trees else ""
+    text = f"{len(lengths):,} documents{trees}, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}"
+    return Data(lengths, paths, num_packs, f"{text}, {num_packs:,} packs")
 
 
 def table(plans: list[Plan]) -> str:
@@ -130,18 +150,15 @@ def lost_text(outcome: Outcome) -> str:
     return ", ".join(f"{number} {word}" for word, number in outcome.lost.most_common()) or "none"
 
 
-def duration_text(best: Plan, job: Job, config: Config, tokens: int, price: float | None) -> str:
+def duration_text(best: Plan, job: Job, config: Config, num_packs: int, price: float | None) -> str:
     """How long the run takes, if the length of the data or max_steps is known."""
-    training = config.training
-    if training.max_steps:
-        tokens = training.max_steps * best.tokens
-    else:
-        tokens *= training.num_epochs or 1
-    if not tokens:
+    training, batch = config.training, best.layout.global_batch
+    steps = training.max_steps or num_packs * epochs_of(training, len(job.lengths))[0] / batch
+    if not steps:
         return "hours: not known without the data (dataset.path, with a tokenizer)"
-    hours = tokens / (best.tokens_per_s_per_gpu * job.world) / 3600
+    hours = steps * best.step_s / 3600
     cost = f", {hours * job.world * price:,.2f} in money" if price else ""
-    return f"{hours:.3g} hours, {hours * job.world:,.3g} GPU-hours{cost} for {tokens:,} tokens"
+    return f"{hours:.3g} hours, {hours * job.world:,.3g} GPU-hours{cost} for {steps:,.0f} steps of {batch} packs"
 
 
 def command(best: Plan, job: Job, preset: str, overrides: Sequence[str]) -> str:
@@ -156,11 +173,12 @@ def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int 
     def fits_with(change: str) -> bool:
         return bool(make_plans(replace(job, parts=parts_of([change]), more=(change,)), most=1).plans)
 
-    nodes = job.nodes
-    while nodes < most_nodes:
-        nodes *= 2
-        if make_plans(replace(job, nodes=nodes), most=1).plans:
-            yield f"  fits {nodes * job.gpus_per_node} GPUs (--nodes {nodes})"
+    # more GPUs on the node first, then more nodes
+    worlds = [(gpus, 1) for gpus in (2, 4, 8) if job.nodes == 1 and gpus > job.gpus_per_node]
+    worlds += [(max(job.gpus_per_node, 8), job.nodes * 2**n) for n in range(1, 11) if job.nodes * 2**n <= most_nodes]
+    for gpus, nodes in worlds:
+        if make_plans(replace(job, gpus_per_node=gpus, nodes=nodes), most=1).plans:
+            yield f"  fits {nodes * gpus} GPUs (--gpus {gpus} --nodes {nodes})"
             break
     size = job.parts.packed_sequence_size // 2
     while size >= 512:

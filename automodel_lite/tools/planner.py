@@ -77,7 +77,8 @@ class Job:
     """What is to be planned.
 
     parts     with the preset's own mesh and batch
-    lengths   tokens of each document, cut as the packs cut them
+    lengths   tokens of each document, cut as the packs cut them; of a tree, each token once
+    paths     tokens of its longest row: the document's own, but for a tree
     more      overrides that every plan of it carries
     """
 
@@ -87,6 +88,7 @@ class Job:
     gpus_per_node: int
     nodes: int
     lengths: np.ndarray
+    paths: np.ndarray
     more: tuple[str, ...] = ()
 
     @property
@@ -103,8 +105,8 @@ class Job:
 
     def visible(self, window: int | None) -> float:
         """Returns the mean number of keys that a query sees."""
-        seen = CostModel(0.0, 0.0, window, 1.0).pairs(self.lengths)
-        return float(seen.sum() / self.lengths.sum())
+        seen = CostModel(0.0, 0.0, window, 1.0).pairs(self.paths) / self.paths  # by a query of each document
+        return float((seen * self.lengths).sum() / self.lengths.sum())
 
     def bandwidth(self, extent: int) -> float:
         """extent: ranks from the first to the last of a group; its slowest link decides."""

@@ -53,7 +53,9 @@ def least_recomputation(
     if fits(NONE):
         return rungs[NONE], found[NONE]
     if fits(FULL):
-        spared = found[NONE].peak - found[FULL].peak if NONE in found else 0
+        # without a count of `none`, the formulas say how much at least a layer's recomputation spares
+        ends = [estimate_memory(replace(plan, parts=rungs[rung]), adapter).total for rung in (NONE, FULL)]
+        spared = found[NONE].peak - found[FULL].peak if NONE in found else 0.7 * (ends[0] - ends[1])
         seem = [rung for rung in LADDER[1:-2] if found[FULL].peak + spared * (1 - 1 / rung[1]) <= capacity]
         chosen = next((rung for rung in seem if fits(rung)), FULL)
         return rungs[chosen], found[chosen]

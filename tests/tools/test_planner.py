@@ -29,7 +29,8 @@ def parts_of(more: Sequence[str] = ()) -> Parts:
 def job_of(gigabytes: float = 24, gpus: int = 2, layers: int = 10) -> Job:
     config = with_layers(parts_of().model.described({}), layers)
     gpu = replace(GPUS["rtx4090-24"], gigabytes=gigabytes)
-    return Job(parts_of(), config, gpu, gpus, 1, np.array([1000, 3000]))
+    lengths = np.array([1000, 3000])
+    return Job(parts_of(), config, gpu, gpus, 1, lengths, lengths)
 
 
 @cache
@@ -83,6 +84,12 @@ def test_a_query_sees_half_of_its_document() -> None:
     job = job_of()
     assert job.visible(None) == (1000 * 1001 + 3000 * 3001) / 2 / 4000
     assert job.visible(1) == 1.0
+
+
+def test_a_query_of_a_tree_sees_its_row_alone() -> None:
+    """Two answers of 1,000 tokens behind a prompt of 1,000: 3,000 tokens, in rows of 2,000."""
+    job = replace(job_of(), lengths=np.array([3000]), paths=np.array([2000]))
+    assert job.visible(None) == 2001 / 2
 
 
 def test_layouts_divide_what_they_share() -> None:
