@@ -98,7 +98,6 @@ class TrainingConfig:
     activation_checkpointing: Annotated[str, OneOf(("auto", "none", "full", "selective", "offload"))] = resumable(
         "auto"  # auto = the least that fits; selective = recompute cheap ops; offload = full, inputs in host memory
     )
-    tile_tokens: Count | None = None  # tile of MLPs and norms; 0 = none, null = 8192 for long recomputed packs
     recompute_every_layers: Positive = 1  # apply activation_checkpointing only to every n-th layer
     compile: BoolOrAuto = "auto"  # auto = on GPUs
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)

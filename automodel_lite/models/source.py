@@ -357,14 +357,14 @@ def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             f"model_type={config.model_type} needs the package timm for its vision tower: pip install timm."
         )
     text = config.get_text_config()
-    sizes = {key: _number(text, [key]) for key in MOST}
-    for key, value in sizes.items():
+    for key, most in MOST.items():
+        value = _number(text, [key])
         if value is not None and value < 1:
             raise cannot_work(f"{key}={value} must be at least 1.", overrides)
-        if value is not None and value > MOST[key]:
-            raise cannot_work(f"{key}={value:,} must be at most {MOST[key]:,}.", overrides)
+        if value is not None and value > most:
+            raise cannot_work(f"{key}={value:,} must be at most {most:,}.", overrides)
     # transformers finds this in the first forward, as a product of shapes that do not fit.
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    heads, kv_heads = (_number(text, [key]) for key in ("num_attention_heads", "num_key_value_heads"))
     if heads and kv_heads and heads % kv_heads:
         raise cannot_work(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides

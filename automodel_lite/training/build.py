@@ -30,12 +30,10 @@ from automodel_lite.models.layers import (
     cast_frozen,
     cast_trained,
     check_layers,
-    choose_tile,
     compile_layers,
     decoder_layers,
     local,
     recompute_layers,
-    tile_layers,
     use_fp8,
 )
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, PlainLoss
@@ -330,8 +328,6 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     """
     training = parts.training
     layers = decoder_layers(model.loss_model.lm)
-    tokens = training.micro_batch_size * parts.packed_sequence_size // mesh.shape.cp
-    tile_layers(layers, choose_tile(training, tokens))
     how = (training.activation_checkpointing, training.recompute_every_layers)
     has_to_be_plain = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
     if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):

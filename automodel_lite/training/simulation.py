@@ -32,7 +32,7 @@ from automodel_lite.attention.interface import install
 from automodel_lite.attention.spec import AttentionSpec, layer_shapes
 from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.sizes import global_batch_size_of
-from automodel_lite.models.layers import choose_tile, decoder_layers, freeze_towers, recompute_layers, tile_layers
+from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.models.sharded import Spread
 from automodel_lite.models.source import CausalLM, describe, experts_per_token
@@ -224,7 +224,6 @@ def _step(
     lm, training = model.loss_model.lm, parts.training
     install(lm, _CountedAttention())
     layers = decoder_layers(lm)
-    tile_layers(layers, choose_tile(training, len(inputs.labels)))
     recompute_layers(layers, training.activation_checkpointing, training.recompute_every_layers)
     # A first update makes the optimizer's states. It is no part of a step, and not counted.
     held.enter("optimizer")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.models.layers import decoder_layers, recompute_layers, tile_layers
+from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 from automodel_lite.parallel import context_parallel
 from automodel_lite.parallel.context_parallel import cp_shard
@@ -242,25 +242,24 @@ def spread_with_shifted_labels(rank: int, world: int) -> dict:
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 1, 2)], ids=["fsdp", "tp"])
-def test_tiles_of_layers_that_are_sharded(shape: tuple[int, ...]) -> None:
-    for errors in run_ranks(spread_in_tiles, 2, shape):
+def test_offloaded_layers_that_are_sharded(shape: tuple[int, ...]) -> None:
+    for errors in run_ranks(spread_offloaded, 2, shape):
         assert max(errors["llama"]) < LARGEST_ERROR * 5
 
 
-def spread_in_tiles(rank: int, world: int, shape: tuple[int, ...]) -> dict:
+def spread_offloaded(rank: int, world: int, shape: tuple[int, ...]) -> dict:
     from tests.parallel import test_matrix
 
     whole = test_matrix.loss_model
 
-    def tiled(family: str) -> LossModel:
+    def offloaded(family: str) -> LossModel:
         model = whole(family)
-        assert tile_layers(decoder_layers(model.lm), 32)
         recompute_layers(decoder_layers(model.lm), "offload", 1)
         return model
 
     num_data_ranks = 1 if len(shape) == 4 else 2
     one = test_matrix.one_process("llama", num_data_ranks * MICRO_BATCHES)
-    test_matrix.one_process, test_matrix.loss_model = lambda *_: one, tiled  # type: ignore[assignment]
+    test_matrix.one_process, test_matrix.loss_model = lambda *_: one, offloaded  # type: ignore[assignment]
     return test_matrix.spread(rank, world, shape, "fsdp", "all_gather", ["llama"])
 
 

@@ -363,10 +363,9 @@ def counted(model: transformers.PretrainedConfig, overrides: list[str]) -> tuple
     return simulate(asked, model, shape), estimate_memory(plan, None)
 
 
-def test_long_packs_are_held_in_tiles_and_on_the_host() -> None:
-    """Tiles shorten the layer at work, offloading takes one bf16 input per layer off the device."""
-    whole, tiled = world(1, 1, 2, overrides=(FULL,)), world(1, 1, 2, overrides=(FULL, "training.tile_tokens=128"))
-    assert tiled.peaks["backward"] < whole.peaks["backward"] - 3 * 1024 * 512 * 2  # three of 1,024 x 512 in bf16
+def test_offloading_holds_inputs_on_the_host() -> None:
+    """It takes one bf16 input per layer off the device."""
+    whole = world(1, 1, 2, overrides=(FULL,))
     offloaded = world(1, 1, 2, overrides=("training.activation_checkpointing=offload", "mesh.cp_exchange=ring"))
     assert offloaded.peaks["forward"] <= whole.peaks["forward"] - (LAYERS - 1) * 1024 * 256 * 2
 
