@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
-from automodel_lite.config.rules import RepoName, argument
+from automodel_lite.config.rules import REPO_NAME, argument
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=argument(Path), help="a run's folder, runs/<name>")
     parser.add_argument("--checkpoint", help="one of its checkpoints, step_00000500 (default: the newest)")
     parser.add_argument("--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)")
-    parser.add_argument("--push", type=argument(str, RepoName()), help="upload it to the hub as owner/name")
+    parser.add_argument("--push", type=argument(str, REPO_NAME), help="upload it to the hub as owner/name")
     parser.add_argument("--public", action="store_true", help="make the repository that --push creates public")
     parser.add_argument("--text-only", action="store_true", help="only the language model of a vision-language model")
     parser.add_argument("--gguf", action="store_true", help="also write model.gguf and a Modelfile, by llama.cpp")

@@ -57,14 +57,6 @@ def test_a_mistake_is_one_sentence(override: str, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_a_former_key_is_named_beside_the_new_one_that_is_missing() -> None:
-    with pytest.raises(ConfigError) as error:
-        check_config(compose_config("smoke", ["dataset=mixture", "dataset.parts.a.weight=1"]))
-    lines = str(error.value).splitlines()
-    assert lines[0] == "dataset.parts: unknown key; it is dataset.sources now."
-    assert "dataset.sources has no value: set dataset.sources=..." in lines
-
-
 PATHS = [
     "~/a.jsonl",
     "/x/a (1).jsonl",

@@ -20,17 +20,16 @@ from automodel_lite.config.components import (
     locate,
     own_targets,
     target_problem,
+    walk,
 )
-from automodel_lite.config.rules import MAX_PART_BYTES
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
 from automodel_lite.config.sizes import global_batch_size_of, mesh_shape, slot_multiple_of
 from automodel_lite.config.values import value_problems
-from automodel_lite.errors import FORMER_KEYS, ConfigError, did_you_mean, shown
+from automodel_lite.errors import ConfigError, did_you_mean, shown
 from automodel_lite.launched import world_size
 from automodel_lite.redact import secret_in
 
-MAX_NAME_BYTES = MAX_PART_BYTES - 55  # files beside the run's folder are named after it
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
 SEVERAL = ("logger", "callbacks")  # groups of parts, each under a name
 PUBLISHED = ("model.config.", "tokenizer.chat_template")
@@ -50,17 +49,21 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         raw.extra = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(extra)), raw.get("extra", {}))
     problems = list(_unresolved(raw))
     if problems:
-        former = [key for key in FORMER_KEYS if OmegaConf.select(raw, key, throw_on_missing=False) is not None]
-        raise ConfigError("\n".join([*(f"{key}: unknown key{did_you_mean(key, ())}" for key in former), *problems]))
+        raise ConfigError("\n".join(problems))
     plain: Any = OmegaConf.to_container(raw, resolve=True)
-    of_extra = _extra_problems(plain.get("extra"), extra)
-    problems = [*_schema_problems(plain, Config, ""), *of_extra]
+    problems = list(_schema_problems(plain, Config, ""))
+    if is_dataclass(extra) and isinstance(plain.get("extra"), dict):
+        problems += _schema_problems(plain["extra"], extra, "extra.")
+    elif extra is None and plain.get("extra"):
+        leaf, value = _first_leaf("extra", plain["extra"])
+        problems.append(f"{leaf}={shown(value)}: unknown key: this recipe has no keys of its own.")
     problems.sort(key=lambda line: ": unknown key" not in line)  # typos first
     allowed = OmegaConf.select(raw, "security.allow_targets", throw_on_missing=False) or []
-    problems += _target_problems(plain, allowed)
-    problems += [*_unsound_values(plain), *_name_problems(plain), *_missing_parts(plain)]
+    parts = [(key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node]
+    problems += _target_problems(parts, allowed)
+    problems += [*_unsound_values(plain), *_missing_parts(plain)]
     is_refused = any("_target_" in problem for problem in problems)  # then nothing but our own code is imported
-    for key, part in _parts(plain):
+    for key, part in parts:
         if not is_refused or part["_target_"] in list(own_targets()):
             problems += _part_problems(key, part, allowed)
     if problems:
@@ -127,15 +130,6 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             yield from value_problems(path, value, hints[key])
 
 
-def _extra_problems(values: Any, kind: type | None) -> Iterator[str]:
-    """What is wrong with a recipe's own keys."""
-    if is_dataclass(kind) and isinstance(values, dict):
-        yield from _schema_problems(values, typing.cast(type, kind), "extra.")
-    elif kind is None and values:
-        leaf, value = _first_leaf("extra", values)
-        yield f"{leaf}={shown(value)}: unknown key: this recipe has no keys of its own."
-
-
 def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> Iterator[str]:
     """Sizes that do not fit one another or the processes of this job, beside the problems that are known: the keys of
     these count as not set. A dry run answers for other processes.
@@ -163,35 +157,21 @@ def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> Iterator[s
             yield str(error)
 
 
-def _unsound_values(node: Any, path: str = "") -> Iterator[str]:
+def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
     """Values that no key can take: numbers that are not finite or too large for a machine word, zero bytes in a text.
 
     An infinite number may stand in `model.config`: some families have a limit that is none.
     """
-    if isinstance(node, (dict, list)):
-        items = node.items() if isinstance(node, dict) else enumerate(node)
-        for key, value in items:
-            yield from _unsound_values(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, float) and not math.isfinite(node):
-        if math.isnan(node) or not path.startswith("model.config."):
-            yield f"{path}={node} must be a finite number."
-    elif isinstance(node, int) and abs(node) >= 2**63:
-        yield f"{path}={node} must be below 2**63."
-    elif isinstance(node, str) and "\0" in node:
-        yield f"{path}={node!r} contains a zero byte, which is not allowed in texts and paths."
-    elif path.startswith(PUBLISHED) and (name := secret_in(str(node))):
-        yield f"{path} holds the value of {name}, and this part of the model is exported: remove it."
-
-
-def _name_problems(plain: dict[str, Any]) -> Iterator[str]:
-    if "name" not in plain:
-        yield "name has no value: set name=..."
-        return
-    name = str(plain["name"])
-    if not re.fullmatch(r"[\w][\w.,=+@ -]*", name):
-        yield f"name={name!r} must be a plain folder name (letters, digits, _-.=+@): set output_dir=... for a path."
-    elif len(name.encode()) > MAX_NAME_BYTES:
-        yield f"name={name[:20]}... must have at most {MAX_NAME_BYTES} bytes, and has {len(name.encode())}."
+    for path, value in walk(plain):
+        if isinstance(value, float) and not math.isfinite(value):
+            if math.isnan(value) or not path.startswith("model.config."):
+                yield f"{path}={value} must be a finite number."
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            yield f"{path}={value} must be below 2**63."
+        elif isinstance(value, str) and "\0" in value:
+            yield f"{path}={value!r} contains a zero byte, which is not allowed in texts and paths."
+        elif path.startswith(PUBLISHED) and not isinstance(value, (dict, list)) and (name := secret_in(str(value))):
+            yield f"{path} holds the value of {name}, and this part of the model is exported: remove it."
 
 
 def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
@@ -207,9 +187,9 @@ def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
                     yield _stray(group, name, value, [])
 
 
-def _target_problems(plain: dict[str, Any], allowed: Sequence[str]) -> list[str]:
+def _target_problems(parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[str]) -> list[str]:
     """Targets that are not allowed; nothing is imported before this is known."""
-    targets = [(key, part["_target_"]) for key, part in _parts(plain)]
+    targets = [(key, part["_target_"]) for key, part in parts]
     problems = [f"{key}.{text}" for key, path in targets if (text := target_problem(path, allowed))]
     for key, path in targets if not problems else ():
         if path not in own_targets():
@@ -263,33 +243,14 @@ def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
     return f"{path}={shown(value)}: unknown key; if the preset sets it, ~{path} removes it."
 
 
-def _parts(node: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every block with a `_target_`, with its key."""
-    if isinstance(node, dict):
-        if "_target_" in node:
-            yield prefix, node
-        for key, value in node.items():
-            yield from _parts(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _parts(value, f"{prefix}.{index}")
-
-
-def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every key of a schema, dotted: `training.max_steps`."""
-
-    def walk(schema: type, prefix: str) -> Iterator[str]:
-        for name, hint in typing.get_type_hints(schema).items():
-            yield prefix + name
-            if is_dataclass(hint):
-                yield from walk(typing.cast(type, hint), f"{prefix}{name}.")
-
-    return list(walk(schema, prefix))
+def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
+    """Yields every key of a schema, dotted: `training.max_steps`."""
+    for name, hint in typing.get_type_hints(schema).items():
+        yield prefix + name
+        if is_dataclass(hint):
+            yield from known_keys(typing.cast(type, hint), f"{prefix}{name}.")
 
 
 def _first_leaf(path: str, value: Any) -> tuple[str, Any]:
     """`optimizr`, {"lr": 1} -> `optimizr.lr`, 1: the key as it was typed."""
-    while isinstance(value, dict) and value:
-        key, value = next(iter(value.items()))
-        path = f"{path}.{key}"
-    return path, value
+    return next((key, leaf) for key, leaf in walk(value, path) if not isinstance(leaf, dict) or not leaf)

@@ -127,8 +127,6 @@ def target_problem(path: object, allowed: Sequence[str]) -> str | None:
         return f"_target_={path}: not the dotted path of a function or class."
     if path in own_targets() or _is_below(path, (*PREFIXES, *allowed)):
         return None
-    if (target := moved_target(path)) != path:
-        return f"_target_={path} is a name from an older version: use {target}, or choose the option of its group."
     near = difflib.get_close_matches(path, own_targets(), n=1, cutoff=0.8)
     return (
         f"_target_={path} is not allowed{f'; did you mean {near[0]}?' if near else '.'} A configuration may only call "
@@ -167,8 +165,16 @@ def code_problem(key: str, path: object, allowed: Sequence[str]) -> str | None:
     return None
 
 
+def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of every node of a plain configuration, containers before what is in them."""
+    yield path, node
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield from walk(value, f"{path}.{key}" if path else str(key))
+
+
 def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; an empty group is one."""
+    """Yields (dotted key, value) of every leaf; an empty group is one, and a list."""
     if isinstance(node, dict) and (node or not prefix):
         for key, value in node.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))

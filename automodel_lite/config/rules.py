@@ -20,6 +20,7 @@ from automodel_lite.errors import ConfigError, did_you_mean
 
 MAX_PATH_BYTES = 4096  # of Linux
 MAX_PART_BYTES = 255
+MAX_NAME_BYTES = 200  # files beside the run's folder are named after it
 
 
 @runtime_checkable
@@ -62,39 +63,30 @@ class OneOf:
 
 
 @dataclass(frozen=True)
-class Length:
-    """A list of so many values."""
+class Condition:
+    """A value for which a function holds; `text` completes the sentence `key=value must be ...`."""
 
-    length: int
+    text: str
+    holds: Callable[[Any], bool]
 
-    def problem(self, value: list[Any]) -> str | None:
-        return None if len(value) == self.length else f"{self}, not of {len(value)}."
-
-    def __str__(self) -> str:
-        return f"a list of {self.length} values"
-
-
-@dataclass(frozen=True)
-class RepoName:
-    """A repository of the Hugging Face hub."""
-
-    def problem(self, value: str) -> str | None:
-        return None if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", value, flags=re.ASCII) else f"{self}."
+    def problem(self, value: Any) -> str | None:
+        return None if self.holds(value) else f"{self.text}."
 
     def __str__(self) -> str:
-        return "owner/name"
+        return self.text
 
 
-@dataclass(frozen=True)
-class FirstAndLast:
-    """Two step numbers, [10, 12]."""
-
-    def problem(self, value: list[int]) -> str | None:
-        is_good = len(value) == 2 and 1 <= value[0] <= value[1]
-        return None if is_good else "the first and the last step, such as [10,12]."
-
-    def __str__(self) -> str:
-        return "the first and the last step"
+_REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_NAME = re.compile(r"\w[\w.,=+@ -]*")
+REPO_NAME = Condition("owner/name", lambda value: bool(_REPO.fullmatch(value)))  # of the Hugging Face hub
+PAIR = Condition("a list of 2 values", lambda value: len(value) == 2)
+FIRST_AND_LAST = Condition(
+    "the first and the last step, such as [10,12]", lambda value: len(value) == 2 and 1 <= value[0] <= value[1]
+)
+FOLDER_NAME = Condition(
+    f"a plain folder name (letters, digits, _-.=+@) of at most {MAX_NAME_BYTES} bytes: set output_dir=... for a path",
+    lambda value: bool(_NAME.fullmatch(value)) and len(value.encode()) <= MAX_NAME_BYTES,
+)
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,16 @@ from typing import Annotated, Any
 from omegaconf import MISSING
 
 from automodel_lite.config.rules import (
+    FIRST_AND_LAST,
+    FOLDER_NAME,
+    REPO_NAME,
     Count,
     Duration,
-    FirstAndLast,
     Fraction,
     OneOf,
     PathStr,
     Positive,
     Range,
-    RepoName,
     Seed,
     UpToTheCores,
 )
@@ -103,7 +104,7 @@ class TrainingConfig:
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
     tf32: bool = False  # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
     deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
-    profile_steps: Annotated[list[int], FirstAndLast()] | None = resumable(None)  # [10, 12]: profile these steps
+    profile_steps: Annotated[list[int], FIRST_AND_LAST] | None = resumable(None)  # [10, 12]: profile these steps
     num_threads: Annotated[int, Range(0), UpToTheCores()] = resumable(0)  # 0 = cores / processes of this host
     max_nonfinite_steps: Count = resumable(3)  # skipped in a row (loss or gradient) before the run ends
     max_time: Annotated[str | int, Duration()] | None = resumable(None)  # "1:30:00", saves before; null = SLURM's
@@ -128,7 +129,7 @@ class CheckpointConfig:
 class HubConfig:
     """Upload to the Hugging Face hub at the end of the run."""
 
-    push: Annotated[str, RepoName()] | None = None  # repository to upload the exported model to; null = none
+    push: Annotated[str, REPO_NAME] | None = None  # repository to upload the exported model to; null = none
     private: bool = True  # if the repository is created
 
 
@@ -158,7 +159,7 @@ class SweepConfig:
 class Config:
     """Everything a run is made of, in the order the data meets it."""
 
-    name: str = resumable(MISSING)  # of the run; its folder is output_dir
+    name: Annotated[str, FOLDER_NAME] = resumable(MISSING)  # of the run; its folder is output_dir
     seed: Seed = 0
     output_dir: PathStr = resumable("runs/${name}")
     dry_run: bool = resumable(False)  # check the run, compute its steps and memory, and exit

@@ -26,12 +26,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from automodel_lite.config.rules import Length, Range
+from automodel_lite.config.rules import PAIR, Range
 from automodel_lite.graphs import strict_graphs
 from automodel_lite.models.layers import local
 
 Rate = Annotated[float, Range(0)]
-Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], Length(2)]
+Betas = Annotated[Sequence[Annotated[float, Range(0, below=1)]], PAIR]
 Eps = Annotated[float, Range(0)]
 
 BLOCK = 256  # values of an 8-bit moment that share one scale

@@ -33,7 +33,7 @@ def problems(*overrides: str) -> list[str]:
 WRONG = {
     "optimizer.lr=inf": "optimizer.lr=inf must be a finite number.",
     "optimizer.lr=-1": "optimizer.lr=-1 must be at least 0.",
-    "optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be a list of 2 values, not of 1.",
+    "optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be a list of 2 values.",
     "optimizer.betas=[0.9,1.0]": "optimizer.betas.1=1.0 must be at least 0 and below 1.",
     "optimizer.eps=-1": "optimizer.eps=-1 must be at least 0.",
     "optimizer.weight_decay=-0.1": "optimizer.weight_decay=-0.1 must be at least 0.",
@@ -52,7 +52,7 @@ WRONG = {
     "packed_sequence.packed_sequence_size=100000000000": "packed_sequence.packed_sequence_size=100000000000 must be at least 1 and at most 16,777,216.",
     "training.precision=bf61": "training.precision=bf61 must be one of auto, fp32, bf16; did you mean bf16?",
     "~name": "name has no value: set name=...",
-    f"name={'x' * 300}": "name=xxxxxxxxxxxxxxxxxxxx... must have at most 200 bytes, and has 300.",
+    f"name={'x' * 300}": f"name={'x' * 300} must be a plain folder name (letters, digits, _-.=+@) of at most 200 bytes: set output_dir=... for a path.",
     "output_dir=": "output_dir= must be a path, and it is empty: was a shell variable not set?",
     "cache_dir=": "cache_dir= must be a path, and it is empty: was a shell variable not set?",
 }  # fmt: skip
