@@ -18,7 +18,7 @@ from typing import Any, TextIO
 LINE_EVERY_S = 10.0
 BAR_AFTER_S = 0.5
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:,}/{total:,}{unit} [{elapsed}<{remaining}]"
-_NOTED = "{desc}: {percentage:3.0f}%|{bar}| {n:,}/{total:,}{unit} [{elapsed}{postfix}]"
+_NOTED = _BAR.replace("]", "{postfix}]")
 
 
 def is_shown() -> bool:
@@ -58,16 +58,18 @@ class Progress:
             self._bar.dynamic_ncols = _room_for_a_bar
 
     def note(self, text: str) -> None:
-        """`text` stands beside the bar, which is shown at once, in the place of its own estimate."""
+        """Shows `text` beside the bar, which is drawn at once."""
         if self._bar is not None:
             self._bar.bar_format = _NOTED
             self._bar.delay = 0.0  # what was shown before BAR_AFTER_S is cleared at the end too
             self._bar.set_postfix_str(text)
 
-    def add(self, count: int = 1) -> None:
-        """`count` more are done."""
+    def add(self, count: int = 1, note: str = "") -> None:
+        """`count` more are done; `note` replaces the one beside the bar when it is drawn next."""
         self._num_done += count
         if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
         elif self._in_log and is_shown() and time.monotonic() - self._printed >= LINE_EVERY_S:
             self._print_line()

@@ -32,7 +32,7 @@ from automodel_lite.parallel.context_parallel import check_ranks_read_alike, cp_
 from automodel_lite.parallel.mesh import Mesh, init_mesh, world_size
 from automodel_lite.parallel.peers import Peers
 from automodel_lite.parallel.sharding import ParallelModel
-from automodel_lite.progress import Progress, activity, duration
+from automodel_lite.progress import Progress, activity
 from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import MetricsLog, value_of
@@ -157,6 +157,7 @@ class TrainFinetuneRecipe:
         if state.pending_validation:
             self.validate()
         self.open_feed()
+        before: StepResult | None = None
         while self.num_steps < self.plan.max_steps and not (guards.boundary.stop_reason or self.metrics.end_reason):
             guards.watchdog.enter(f"in step {self.num_steps + 1}")
             self.meter.start(self.num_steps + 1)
@@ -171,10 +172,12 @@ class TrainFinetuneRecipe:
             if logs or validates or saves:
                 guards.nonfinite.settle()
             self.meter.stop(self.num_steps, result.counts, ready.batches.wait_s)
-            self.bar.add(1)
+            self.bar.add(1, f"loss {before.loss:.4f}" if before else "")  # the device has finished the step before
+            before = result
             if logs:
                 self.log(result, ready.batches)
             if validates:
+                self.bar.note("validating")
                 self.validate()
             if saves:
                 self.save()
@@ -240,7 +243,7 @@ class TrainFinetuneRecipe:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
         row = self.meter.row(result, self.num_steps, batches.epoch, self.plan.max_steps)
         self.console.step(row)
-        self.bar.note(f"loss {row.loss:.4f}, ETA {duration(row.eta_s)}")
+        self.bar.note(f"loss {row.loss:.4f}")
         self.metrics.log_step(row.as_row() | batches.left_out)
         self.page.update()
 

@@ -23,8 +23,8 @@ from automodel_lite.progress import BAR_AFTER_S, Progress, print_above_bars
 with Progress("counting", 4, "things") as work:
     for _ in range(4):
         time.sleep(BAR_AFTER_S / 2)
-        work.note("loss 1.5")
-        work.add(1)
+        work.note("validating")
+        work.add(1, "loss 1.5")
         print_above_bars("a line")
 """
 
@@ -52,7 +52,8 @@ def on_a_terminal(code: str, columns: int = 80) -> str:
 def test_a_bar_on_a_terminal_with_lines_above_it() -> None:
     shown = on_a_terminal(WORK)
     assert "counting:  75%" in shown
-    assert "loss 1.5" in shown
+    assert "validating" in shown
+    assert re.search(r"3/4 things \[\d\d:\d\d<\d\d:\d\d, loss 1.5\]", shown)  # what is left is estimated at each draw
     assert shown.count("a line") == 4
     assert max(len(line) for line in re.split(r"[\r\n]", shown)) == 77  # `^C` has room behind a bar of 80 columns
 

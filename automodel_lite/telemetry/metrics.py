@@ -104,6 +104,11 @@ class StepResult:
     counts: Counts
     parts: dict[str, torch.Tensor] = field(default_factory=dict)  # of the loss, sums; still on the device
 
+    @property
+    def loss(self) -> float:
+        """The mean loss; waits until the device has finished the step."""
+        return self.numbers.read()[0] / self.counts.divisor
+
 
 @dataclass(frozen=True)
 class StepMetrics:
