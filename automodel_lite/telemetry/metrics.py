@@ -251,7 +251,7 @@ def sum_counts(
         (
             b.num_tokens,
             b.labels.numel(),
-            costs.pairs(np.diff(b.cu_seqlens.numpy())).sum(),
+            visible_pairs(b, costs),
             b.num_label_tokens,
             items(b) if items else b.num_label_tokens,
         )
@@ -261,6 +261,18 @@ def sum_counts(
     num_tokens, num_slots, num_pairs, *counted = total.tolist()
     num_label_tokens, num_items = (int(count) if count == int(count) else count for count in counted)
     return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items if items else None)
+
+
+def visible_pairs(batch: ThdBatch, costs: CostModel) -> float:
+    """Counts the (query, key) pairs of a whole stream; a query of a tree sees the keys of its path."""
+    lengths = np.diff(batch.cu_seqlens.numpy())
+    if batch.attention.tree is None:
+        return float(costs.pairs(lengths).sum())
+    # Each real token sees as many keys as its place in its row says, its own included.
+    starts = batch.cu_seqlens_padded.numpy()[:-1]
+    places = np.arange(lengths.sum()) + (starts - (lengths.cumsum() - lengths)).repeat(lengths)
+    depths = batch.position_ids.numpy()[places]
+    return float((costs.pairs(depths + 1) - costs.pairs(depths)).sum())
 
 
 def peak_memory_gib(device: torch.device) -> float:

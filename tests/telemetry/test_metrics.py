@@ -29,6 +29,20 @@ def test_counts_of_a_step():
     assert sum_counts([batch, batch], ALONE, COSTS) == Counts(10, 6, 16, 18.0)
 
 
+def test_the_queries_of_a_tree_see_their_paths():
+    """A row of 3 tokens and a branch of 2 at its second place, in a slot of 6: 1 + 2 + 3 and 2 + 3 keys."""
+    pack = {
+        "input_ids": torch.arange(6),
+        "labels": torch.tensor([1, 2, -100, 4, -100, -100]),
+        "position_ids": torch.tensor([0, 1, 2, 1, 2, 3]),
+        "seq_lens": torch.tensor([5]),
+        "seq_lens_padded": torch.tensor([6]),
+    }
+    batch = to_thd(packed_sequence_thd_collater([pack]))
+    assert sum_counts([batch], ALONE, COSTS).num_pairs == 11
+    assert sum_counts([batch], ALONE, CostModel(6.0, 12.0, window=2, window_frac=1.0)).num_pairs == 9
+
+
 def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
     now = [10.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])

@@ -146,7 +146,7 @@ class Mixture:
 
     def longest(self, rows: Mapping[str, Rows]) -> int:
         """Tokens of the longest document that any epoch may draw."""
-        return max(int(of.lengths[: self.sources[name].max_documents].max(initial=0)) for name, of in rows.items())
+        return max(int(of.row_lengths[: self.sources[name].max_documents].max(initial=0)) for name, of in rows.items())
 
     def table(self, mixed: MixedRows) -> list[str]:
         """A line a dataset: what an epoch takes of it."""
@@ -180,14 +180,19 @@ class MixedRows(Rows):
 
     def __init__(self, sources: Sequence[Rows], names: Sequence[str], source_ids: np.ndarray, row_ids: np.ndarray):
         self.sources, self.names, self.source_ids, self.row_ids = sources, names, source_ids, row_ids
-        self._lengths = np.zeros(len(row_ids), np.int64)
+        self._lengths, self._row_lengths = np.zeros((2, len(row_ids)), np.int64)
         for number, rows in enumerate(sources):
             mine = source_ids == number
             self._lengths[mine] = rows.lengths[row_ids[mine]]
+            self._row_lengths[mine] = rows.row_lengths[row_ids[mine]]
 
     @property
     def lengths(self) -> np.ndarray:
         return self._lengths
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        return self._row_lengths
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         return self.sources[self.source_ids[index]][int(self.row_ids[index])]

@@ -75,13 +75,25 @@ def assign_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
 WINDOW_STEPS = 32
 
 
-def pack_costs(plan: PackPlan, lengths: np.ndarray, model: CostModel) -> np.ndarray:
-    """Work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot."""
+def pack_costs(
+    plan: PackPlan, lengths: np.ndarray, model: CostModel, row_lengths: np.ndarray | None = None
+) -> np.ndarray:
+    """Work of every pack in FLOPs, float64 [packs]: its whole row, and attention inside each slot.
+
+    row_lengths  of the longest row of each document that is a tree, else its length: no query of a tree sees more keys
+    """
     multiple = plan.slot_multiple
     attention, used = np.empty(len(plan), np.float64), np.empty(len(plan), np.int64)
     for packs, part, begins in pack_blocks(plan.offsets):
         slots = plan.slots(lengths, part)
-        attention[packs] = np.add.reduceat(model.pairs(slots), begins)
+        pairs = model.pairs(slots)
+        if row_lengths is not None:
+            # The longest row whole, and for the tokens beside it at most as many keys as it has.
+            ids = plan.doc_ids[part]
+            longest = row_lengths[ids].astype(np.float64)
+            along_paths = model.pairs(longest) + (slots - longest) * longest
+            pairs = np.where(longest < lengths[ids], np.minimum(pairs, along_paths), pairs)
+        attention[packs] = np.add.reduceat(pairs, begins)
         used[packs] = np.add.reduceat(slots, begins)
     if plan.ragged:
         return model.per_token * used + model.per_pair * attention
@@ -142,10 +154,15 @@ def imbalance(costs: np.ndarray, shape: BatchShape) -> float:
 
 
 def plan_imbalance(
-    plan: PackPlan, lengths: np.ndarray, model: CostModel | None, balance: str, shape: BatchShape
+    plan: PackPlan,
+    lengths: np.ndarray,
+    model: CostModel | None,
+    balance: str,
+    shape: BatchShape,
+    row_lengths: np.ndarray | None = None,
 ) -> tuple[float, float] | None:
     """Returns the imbalance of one epoch before and after balancing; None without a cost model or with one rank."""
     if model is None or shape.dp_size == 1:
         return None
-    costs = pack_costs(plan, lengths, model)[seeded_order(len(plan), plan.seed, plan.epoch)]
+    costs = pack_costs(plan, lengths, model, row_lengths)[seeded_order(len(plan), plan.seed, plan.epoch)]
     return imbalance(costs, shape), imbalance(costs[assign_packs(costs, balance, shape, plan.seed)], shape)

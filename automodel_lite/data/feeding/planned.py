@@ -181,12 +181,12 @@ class PlannedPacks(PackSource):
         """The packs of an epoch in the order in which they are consumed: shuffled, then distributed by their cost."""
         packs = self.packs_of(epoch)
         order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
-        costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs)[order]
+        costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs, packs.rows.row_lengths)[order]
         return order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
         plan, lengths, balance = self.packs_of(0).plan, self.tokens.train.lengths, self.packer.balance
-        imbalance = plan_imbalance(plan, lengths, costs, balance, self.shape)
+        imbalance = plan_imbalance(plan, lengths, costs, balance, self.shape, self.tokens.train.row_lengths)
         return packing_report(plan, lengths, balance, imbalance, self.shape.micro_batch_size)
 
     def lengths(self) -> dict[str, list[float]]:

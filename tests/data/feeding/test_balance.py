@@ -104,3 +104,10 @@ def long_tailed() -> tuple[np.ndarray, PackPlan]:
     long = rng.random(len(lengths)) < 0.1
     lengths[long] = rng.integers(8192, 32769, int(long.sum()))
     return lengths, plan_packs(lengths, 32768)
+
+
+def test_a_tree_costs_its_paths_not_its_square() -> None:
+    """Two documents of 6 tokens, one of them a tree whose longest row has 4: 10 pairs and 2 x 4 at most, not 21."""
+    plan, lengths = plan_packs([6, 6], 6, strategy="next_fit"), np.array([6, 6])
+    assert pack_costs(plan, lengths, CostModel(0.0, 1.0), np.array([6, 4])).tolist() == [21.0, 18.0]
+    assert pack_costs(plan, lengths, CostModel(0.0, 1.0)).tolist() == [21.0, 21.0]
