@@ -12,7 +12,7 @@ import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.data.feeding.source import Cursor, PackSource
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
 from automodel_lite.errors import ConfigError
@@ -72,7 +72,7 @@ def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR
         return TrainState(sources=now)
     accepts = guards.config.checkpoint.accept_changes
     check_same_data(saved["data"], data.fingerprint(), accepts)
-    before: dict[str, str] = saved.get("sources", now)  # of a version that kept none
+    before: dict[str, str] = saved["sources"]
     # weights on disk matter where they are not trained: under an adapter; trained ones come from the checkpoint
     matters = lambda key: guards.config.peft or not key.endswith((".safetensors", ".bin", "index.json"))  # noqa: E731
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and matters(key)]
@@ -81,7 +81,8 @@ def state_of(saved: dict[str, Any] | None, data: PackSource, scheduler: LambdaLR
             f"{', '.join(sorted(changed))}: not what the checkpoint was trained with: restore the old files, start a "
             "new run with name=..., or continue with checkpoint.accept_changes=true."
         )
-    state = TrainState.of_json(saved, now)
+    cursor, is_pending = Cursor(**saved["cursor"]), saved["owes_validation"]
+    state = TrainState(saved["step"], cursor, is_pending, saved["val_loss"], now)
     move_to(scheduler, state.num_steps)
     return state
 

@@ -35,8 +35,3 @@ class TrainState:
             "val_loss": self.val_loss,
             "sources": self.sources,
         }
-
-    @classmethod
-    def of_json(cls, saved: dict[str, Any], sources: dict[str, str]) -> TrainState:
-        """Reads what `to_json` wrote; the sources are those of now."""
-        return cls(saved["step"], Cursor(**saved["cursor"]), saved["owes_validation"], saved["val_loss"], sources)

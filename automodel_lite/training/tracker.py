@@ -144,7 +144,11 @@ class MemoryTracker(TorchDispatchMode):
     def _count_sent(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
         given = [*args, *kwargs.values()]
-        groups = [dist.ProcessGroup.unbox(x) for x in given if isinstance(x, torch.ScriptObject) and _is_group(x)]
+        groups = [
+            dist.ProcessGroup.unbox(x)
+            for x in given
+            if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+        ]
         group_name = groups[0].group_name if groups else next(x for x in reversed(given) if isinstance(x, str))
         axes, ranks, extent = self._axes_of(group_name)
         largest = max((t.numel() * t.element_size() for t in gpu_tensors([*given, result])), default=0)
@@ -179,10 +183,6 @@ _MADE_IN = {  # phase -> what its tensors are
     "save": "states to save",
     "export": "weights to export",
 }
-
-
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
 
 
 _FREE = frozenset(

@@ -60,7 +60,10 @@ def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("rows", "sentence"),
     [
         ([{"messages": [{"role": "user", "content": "Hi"}]}], "a.jsonl:1: has no assistant message"),
-        ([{"prompt": "x" * 300, "completion": "y" * 300}], "1 of 1 documents are over packed_sequence.packed_sequence_size=64"),
+        (
+            [{"prompt": "x" * 300, "completion": "y" * 300}],
+            "1 of 1 documents are over packed_sequence.packed_sequence_size=64",
+        ),
     ],
     ids=["no answer", "all too long"],
 )
