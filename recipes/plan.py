@@ -29,7 +29,8 @@ from automodel_lite.cli import argument_parser, compose_config, run_tool
 from automodel_lite.config.check import check_config
 from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
-from automodel_lite.data.prepare import PlannedPacks, build_packer, check_sizes, epochs_of, prepare_data
+from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
+from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import check_alone
 from automodel_lite.telemetry.console import quiet_libraries
@@ -107,7 +108,7 @@ def data_of(config: Config, parts: Parts, assumed: int) -> Data:
         return unknown
     try:
         alone = replace(config, mesh=replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1))
-        data = prepare_data(alone, check_sizes(alone, 1), build_packer(alone))
+        data = prepare_data(alone, check_sizes(alone, 1), parts.packer)
     except (ConfigError, DataError) as error:
         return replace(unknown, text=f"{unknown.text}, as {error}")
     if not isinstance(data, PlannedPacks):
