@@ -99,11 +99,6 @@ def layers_of(model: nn.Module) -> Iterator[nn.Module]:
             yield from layers_of(child)
 
 
-def is_recomputed() -> bool:
-    """Is this a forward inside a backward pass?"""
-    return torch._C._current_graph_task_id() != -1
-
-
 _OF_MIXERS = frozenset({"attention_mask", "cache_params", "past_key_values", "past_key_value"})
 """A module that has one of these parameters mixes tokens."""
 
@@ -204,7 +199,7 @@ class PackedMixer:
     def _mix(self, *args: Any, **kwargs: Any) -> Any:
         documents = NOW.get()
         if documents is None:
-            if is_recomputed():
+            if torch._C._current_graph_task_id() != -1:  # a forward inside a backward pass
                 raise ConfigError(
                     f"{self.name} is recomputed without its documents: recompute whole layers, with "
                     "training.activation_checkpointing."

@@ -155,7 +155,8 @@ class Recorded:
         if call.name in FUSED:
             return None
         layout = FUNCTIONS[call.name]
-        self.heads.append([x.shape[dim] for x, dim in _with_heads(layout, call.arguments)])
+        given = [(call.arguments.get(name), heads) for name, (_, heads) in layout.tokens.items()]
+        self.heads.append([x.shape[heads] for x, heads in given if heads is not None and isinstance(x, Tensor)])
         self.takes_streams.append(
             takes_boundaries(call.function, layout.boundary) or packed_function(call.function, call.name) is not None
         )
@@ -239,7 +240,10 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     if layout.in_trees == "near" and stream.tree is not None and weights["weight"].shape[-1] <= NEAR_TOKENS:
         stream = stream.tree.near or stream
     if takes_boundaries(call.function, layout.boundary):
-        boundaries = _boundaries(layout, stream)
+        # transformers leaves out what a kernel lacks; some versions of fla read the boundaries on the host.
+        boundaries = {"cu_seqlens": stream.cu_seqlens, "cu_seqlens_cpu": stream.cu_host}
+        if layout.boundary == "seq_idx":
+            boundaries = {"seq_idx": stream.seq_idx}
         out = _on_paths(stream, streams, lambda xs: mix([x[None] for x in xs], **boundaries).squeeze(0))
     elif ours is not None:
         known = {name: value for name, value in arguments.items() if name in _parameters(ours)} | weights
@@ -262,19 +266,6 @@ def _on_paths(rows: DocumentRows, streams: Sequence[Tensor], function: Callable[
     if rows.tree is None:
         return function(streams)
     return function([x.index_select(0, rows.tree.paths) for x in streams]).index_select(0, rows.tree.own)
-
-
-def _boundaries(layout: Layout, rows: DocumentRows) -> dict[str, Any]:
-    """transformers leaves out what a kernel lacks; some versions of fla read the boundaries on the host."""
-    if layout.boundary == "seq_idx":
-        return {"seq_idx": rows.seq_idx}
-    return {"cu_seqlens": rows.cu_seqlens, "cu_seqlens_cpu": rows.cu_host}
-
-
-def _with_heads(layout: Layout, arguments: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
-    for name, (_, heads) in layout.tokens.items():
-        if heads is not None and isinstance(arguments.get(name), Tensor):
-            yield arguments[name], heads
 
 
 def _as_stream(x: Tensor, time: int, heads: int | None) -> Tensor:

@@ -261,7 +261,11 @@ def gated_delta_rule(
         query, key = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
         q, k, v, beta = (chunks.cut(x) for x in (query, key, value, beta[..., None]))
         decays = chunks.decays(chunks.cut(g if g.ndim == 3 else g[..., None]))
-        by_query, by_key = _scores(q, k, decays.between)
+        # Decayed products of queries, and of keys, with the keys, [M, H, L, L] each.
+        if decays.between.shape[-1] == 1:
+            by_query, by_key = (x @ k.mT * decays.between.squeeze(-1) for x in (q, k))
+        else:
+            by_query, by_key = ((decays.between * k[:, :, None]) @ torch.stack([q, k], -1)).unbind(-1)
         inputs = torch.cat([v, k * decays.from_before], -1) * beta
         solved = torch.linalg.solve_triangular(by_key * beta, inputs, upper=False, unitriangular=True)
         written, read = solved.split([v.shape[-1], k.shape[-1]], -1)
@@ -269,15 +273,6 @@ def gated_delta_rule(
         states, written = _delta_states(written, read, k * decays.to_end, decay, chunks.parents)
         out = (q * decays.from_before) @ states + by_query @ written
     return chunks.join(out).to(dtype)
-
-
-def _scores(q: Tensor, k: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
-    """Decayed products of queries, and of keys, with the keys, [M, H, L, L] each."""
-    if between.shape[-1] == 1:
-        return q @ k.mT * between.squeeze(-1), k @ k.mT * between.squeeze(-1)
-    products = (between * k[:, :, None]) @ torch.stack([q, k], -1)
-    by_query, by_key = products.unbind(-1)
-    return by_query, by_key
 
 
 def _delta_states(

@@ -64,11 +64,20 @@ class RotationByDocument:
         kind = self.module.rope_type if layer_type is None else self.module.rope_type[layer_type]
         if batch is None or kind not in LENGTH_DEPENDENT:
             return self.forward(x, position_ids, *args, **kwargs)
-        lens_T, original = batch.document_lens, self._original(kind, layer_type)
+        own = vars(self.module)
+        if kind == "dynamic":
+            original = int(self.module.original_max_seq_len)
+        else:
+            rope = self.module.config.rope_parameters
+            original = int((rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"])
+        lens_T, prefix = batch.document_lens, "" if layer_type is None else f"{layer_type}_"
 
         def rotation_of(length: int) -> Any:
             """Of all tokens, as if each belonged to a document of `length` tokens."""
-            self._forget_earlier_calls(kind, layer_type)
+            if kind == "dynamic":  # it keeps the frequencies of the longest call so far for calls that are shorter
+                own[f"{prefix}max_seq_len_cached"] = original
+                kept, first = (getattr(self.module, f"{prefix}{name}") for name in ("inv_freq", "original_inv_freq"))
+                setattr(self.module, f"{prefix}inv_freq", first.to(kept.device))
             # One more position, the document's last, makes transformers' code choose by it; those beyond are other
             # documents' or padding, whose results nobody takes.
             last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
@@ -86,22 +95,6 @@ class RotationByDocument:
                 pick = functools.partial(torch.where, is_its_T[:, None])
                 result = pytree.tree_map(pick, rotation_of(length), result)
         return result
-
-    def _original(self, kind: str, layer_type: str | None) -> int:
-        """Returns the longest document, in tokens, that takes the frequencies of pretraining."""
-        if kind == "dynamic":
-            return int(self.module.original_max_seq_len)
-        rope = self.module.config.rope_parameters
-        return int((rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"])
-
-    def _forget_earlier_calls(self, kind: str, layer_type: str | None) -> None:
-        """Dynamic scaling keeps the frequencies of the longest call so far for calls that are shorter."""
-        if kind == "dynamic":
-            prefix = "" if layer_type is None else f"{layer_type}_"
-            own = vars(self.module)
-            own[f"{prefix}max_seq_len_cached"] = self.module.original_max_seq_len
-            original = getattr(self.module, f"{prefix}original_inv_freq")
-            setattr(self.module, f"{prefix}inv_freq", original.to(getattr(self.module, f"{prefix}inv_freq").device))
 
 
 def scale_queries(module: nn.Module, q_THD: Tensor, positions_T: Tensor) -> Tensor:

@@ -127,7 +127,9 @@ def _layer_shape(text: PretrainedConfig, layer: int) -> LayerShape:
 
     num_heads = value("num_attention_heads", 0)
     if not num_heads or kind == "linear_attention" or not any(word in kind for word in _ATTENTION_WORDS):
-        return LayerShape(0, 0, 0, 0, state=_state_size(config))
+        sizes = ([config_value(config, name) for name in names] for names in _STATES)
+        known = (math.prod(found) for found in sizes if all(isinstance(size, int) for size in found))
+        return LayerShape(0, 0, 0, 0, state=next(known, 0))
     head_dim = value("head_dim", config.hidden_size // num_heads)
     value_head_dim = value("v_head_dim", head_dim)
     if config_value(config, "kv_lora_rank") is not None:  # latent attention: keys are wider than values
@@ -147,14 +149,6 @@ _STATES = (
     ("num_heads", "head_dim", "state_size"),  # Mamba 2
     ("intermediate_size", "state_size"),  # Mamba
 )
-
-
-def _state_size(config: PretrainedConfig) -> int:
-    for names in _STATES:
-        sizes = [config_value(config, name) for name in names]
-        if all(isinstance(size, int) for size in sizes):
-            return math.prod(sizes)
-    return 0
 
 
 def has_attention(config: PretrainedConfig) -> bool:

@@ -155,7 +155,7 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
-        raise _cannot_load(source, "tokenizer", error) from error
+        raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
     model: Any = load_model(source, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
     return Generator(model.to("cuda" if has_gpu else "cpu"), tokenizer)
 
@@ -174,12 +174,7 @@ def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False)
         if is_out_of_memory(error):
             raise
         if trust_remote_code or "trust_remote_code" not in str(error):
-            raise _cannot_load(folder, "model", error) from error
+            raise ConfigError(f"{folder} cannot be loaded as a model: {one_line(error)}") from error
         raise ConfigError(f"{folder} runs its own code: review it, and allow it with --trust-remote-code.") from None
     check_finite(model, folder)
     return model.eval()
-
-
-def _cannot_load(folder: str, what: str, error: Exception) -> ConfigError:
-    reason = one_line(error)
-    return ConfigError(f"{folder} cannot be loaded as a {what}: {reason}")
