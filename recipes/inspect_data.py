@@ -14,10 +14,11 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackedDataset
@@ -25,6 +26,7 @@ from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_firs
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import DataError
 from automodel_lite.launched import check_alone
+from automodel_lite.thd import CHOSEN, REJECTED
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3
@@ -141,6 +143,18 @@ def draw_tree(branches: np.ndarray, width: int = 64) -> list[str]:
     ]
 
 
+def pair_of(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, np.ndarray]) -> list[str]:
+    """The prompt of a preference pair, and its answers, as far as they are trained on."""
+    is_chosen, is_rejected = (row["answers"] == which for which in (CHOSEN, REJECTED))
+    first = int((is_chosen | is_rejected).argmax()) + 1
+    texts = {
+        "prompt  ": row["input_ids"][:first],
+        "chosen  ": row["labels"][is_chosen],
+        "rejected": row["labels"][is_rejected],
+    }
+    return [f"{name} {tokenizer.decode(ids[:SHOWN_TOKENS].tolist())!r}" for name, ids in texts.items()]
+
+
 def draw_histogram(lengths: np.ndarray, limit: int | None = None, bins: int = 12, width: int = 40) -> list[str]:
     """Lengths in tokens, a line a range; `limit` marks the ranges that are too long for a pack."""
     ends = [] if limit is None or not lengths.min() <= limit < lengths.max() else [limit + 1]
@@ -176,4 +190,6 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
         yield f"  document {index}{f', tokens {start:,} to {stop - 1:,}' if is_cut else ''}:"
         if "branches" in row:
             yield from draw_tree(row["branches"])
+        if "answers" in row:
+            text, more = "\n".join(pair_of(data.tokenizer, row)), ""
         yield "\n".join(f"    {line}" for line in f"{text}{more}".splitlines())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -87,3 +88,23 @@ def test_inspecting_is_an_error_when_nothing_would_be_trained_on(tmp_path: Path,
 def test_a_tree_is_drawn_row_by_row() -> None:
     drawn = inspect_data.draw_tree(np.array([0, 0, 0, 0, 0, 3, 0, 0, 4, 0, 0]), width=6)
     assert drawn == ["    █████ 5 of 5 tokens", "      ███ 3 of 5 tokens", "       ███ 3 of 6 tokens"]
+
+
+def test_a_preference_pair_is_shown_as_prompt_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pair = {"prompt": "Name a ship.", "chosen": "The gray harbor ship.", "rejected": "No idea at all."}
+    (tmp_path / "a.jsonl").write_text(json.dumps(pair) + "\n")
+    config = config_of(
+        tmp_path,
+        "dataset=files",
+        "dataset.format=preference",
+        f"dataset.path={tmp_path / 'a.jsonl'}",
+        "tokenizer=bpe",
+        "tokenizer.vocab_size=262",
+        "loss=dpo",
+        preset="llama_packed",
+    )
+    assert inspect_data.main(config) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"prompt   '.*Name a ship\.", shown)
+    assert re.search(r"chosen   'The gray harbor ship\.", shown)
+    assert re.search(r"rejected 'No idea at all\.", shown)
