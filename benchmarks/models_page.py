@@ -78,9 +78,7 @@ def markdown(findings: Iterable[Finding]) -> str:
         "## Composites trained on text, exact end to end",
         "",
         "Composites are loaded with their own class, and their towers are frozen and not part of the step. The "
-        "export is the whole model, with every untrained weight bit-identical. `python recipes/export_hf.py "
-        "runs/mine --text-only --to mine_text` writes only the language model, for families whose language model "
-        "has its own class in transformers (Qwen-VL, for example, has none).",
+        "export is the whole model, with every untrained weight bit-identical.",
         "",
         *table(composites),
     ]

@@ -3,7 +3,6 @@
 python recipes/export_hf.py runs/mine
 python recipes/export_hf.py runs/mine --push me/my-model                   (to the Hugging Face hub, private)
 python recipes/export_hf.py runs/mine --checkpoint step_00000500 --to /models/mine_500
-python recipes/export_hf.py runs/mine --text-only --to /models/mine_text      (of a vision-language model)
 python recipes/export_hf.py runs/mine --gguf                        (and hf/model.gguf, for llama.cpp and Ollama)
 torchrun --nproc-per-node 8 recipes/export_hf.py runs/mine        (sharded: no process holds the whole model)
 """
@@ -32,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=argument(Path), help="the folder to write (default: hf in the run's folder)")
     parser.add_argument("--push", type=argument(str, REPO_NAME), help="upload it to the hub as owner/name")
     parser.add_argument("--public", action="store_true", help="make the repository that --push creates public")
-    parser.add_argument("--text-only", action="store_true", help="only the language model of a vision-language model")
     parser.add_argument("--gguf", action="store_true", help="also write model.gguf and a Modelfile, by llama.cpp")
     parser.add_argument("--allow-targets", nargs="+", default=[], help="your own packages that the run may use code of")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's repository")
@@ -52,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             args.run, args.checkpoint, allow_targets=args.allow_targets, trust_remote_code=args.trust_remote_code
         )
     target = args.to or args.run / "hf"
-    trained.export(target, args.text_only)
+    trained.export(target)
     merged = " (adapter merged)" if trained.was_merged else ""
     if rank() == 0:
         console = Console(is_silent=False)

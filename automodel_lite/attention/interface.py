@@ -29,8 +29,8 @@ from automodel_lite.attention.spec import (
     UNPACKED,
     AttentionSpec,
     config_value,
-    has_attention,
     layer_chunk,
+    layer_shapes,
     layer_window,
 )
 from automodel_lite.attention.trees import over_tree
@@ -124,7 +124,7 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     hold_documents(model)
     install_rotations(model)
     text = model.config.get_text_config()
-    if has_attention(text):
+    if any(shape.num_heads for shape in layer_shapes(text)):
         transformers.AttentionInterface.register(kernel.name, torch.compiler.disable(packed_attention(kernel)))
         # Of a composite, the language model alone: some towers look their attention up in a table of their own.
         of_text = {key: kernel.name for key in model.config.sub_configs if config_value(model.config, key) is text}

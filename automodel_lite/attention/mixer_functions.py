@@ -195,12 +195,11 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 def _chosen(function: Callable[..., Any]) -> Mapping[str, Any]:
     """What transformers' decorator found when it looked for the package."""
-    decorated = inspect.unwrap(function, stop=lambda f: "is_new_implementation" in _nonlocals(f))
-    return _nonlocals(decorated)
 
+    def variables(wrapper: Callable[..., Any]) -> Mapping[str, Any]:
+        return inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
 
-def _nonlocals(function: Callable[..., Any]) -> Mapping[str, Any]:
-    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return variables(inspect.unwrap(function, stop=lambda wrapper: "is_new_implementation" in variables(wrapper)))
 
 
 def split_at_documents(plan: MixerPlan) -> Callable[[Call], Any]:

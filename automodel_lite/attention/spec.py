@@ -151,11 +151,6 @@ _STATES = (
 )
 
 
-def has_attention(config: PretrainedConfig) -> bool:
-    """False for a family without attention layers (Mamba), of a text config."""
-    return any(shape.num_heads for shape in layer_shapes(config))
-
-
 def attention_specs(
     model_config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype
 ) -> list[AttentionSpec]:

@@ -7,7 +7,6 @@ of attention inside a checkpoint, gives up on the frame and silently runs it eag
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import functools
 import sys
@@ -210,29 +209,6 @@ def towers(lm: nn.Module) -> list[nn.Module]:
             else:
                 stack.append(child)
     return found
-
-
-def text_part(lm: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """Returns a composite's language model as a causal LM of its own, of the same (sharded) layers; raises
-    ConfigError where transformers has no class for it.
-    """
-    config = copy.deepcopy(lm.config.get_text_config())
-    if (
-        config.model_type == lm.config.model_type
-        or type(config) not in transformers.AutoModelForCausalLM._model_mapping
-    ):
-        raise ConfigError(f"{type(lm).__name__} has no language model that transformers loads by itself.")
-    decoder, head, embedding = text_decoder(lm), output_head(lm), lm.get_input_embeddings()
-    config._name_or_path = ""  # it has other keys than the checkpoint
-    config.tie_word_embeddings = embedding.weight is head.weight
-    with torch.device("meta"):
-        text: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
-    names = {module: name for name, module in text.named_modules()}
-    for own, given in ((text_decoder(text), decoder), (output_head(text), head)):
-        assert type(own) is type(given)
-        text.set_submodule(names[own], given)
-    text.generation_config = lm.generation_config
-    return text
 
 
 def freeze_towers(lm: nn.Module, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from automodel_lite.attention.interface import tolerance_std
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.interpreter import trim_malloc
-from automodel_lite.models.layers import has_fp8, local, text_part
+from automodel_lite.models.layers import has_fp8, local
 from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, is_remote_code
 from automodel_lite.parallel.control import all_ranks
@@ -155,7 +155,6 @@ def export_hf(
     logits: Callable[[ThdBatch], Tensor],
     step: int,
     mesh: Mesh | None = None,
-    is_text_only: bool = False,
 ) -> None:
     """Writes config, generation config, tokenizer, chat template and safetensors; every rank calls it and writes files.
 
@@ -163,17 +162,11 @@ def export_hf(
     compared weight by weight, and by what it answers to a few tokens with what the trained model does (`logits`).
 
     mesh   over which the model is sharded; None = each rank has all of it
-    is_text_only  of a composite its language model alone, as a causal LM of its own
     Raises RuntimeError when what is read back differs.
     """
     device = mesh.device if mesh else next(model.parameters()).device
     expected_TV = probe_logits(model, logits, device)
     lm, dtypes = model.lm, stored_dtypes(model.lm, dtype)
-    if is_text_only:
-        of_weights = {id(weight): dtypes.get(name) for name, weight in lm.state_dict(keep_vars=True).items()}
-        lm = text_part(lm)
-        found = {name: of_weights[id(weight)] for name, weight in lm.state_dict(keep_vars=True).items()}
-        dtypes = {name: kept for name, kept in found.items() if kept is not None}
 
     def check() -> None:
         loaded = _load_again(temporary, lm, tokenizer, dtypes, mesh)

@@ -41,14 +41,12 @@ class Trained:
     logits: Logits  # of the model before it was merged
     mesh: Mesh | None  # over which it is sharded, when torchrun started several ranks
 
-    def export(self, to: Path, is_text_only: bool = False) -> None:
+    def export(self, to: Path) -> None:
         """Writes it as a Hugging Face folder; every rank calls it. Raises ConfigError when `to` cannot be written."""
         step = step_of(self.checkpoint) or 0
         try:
             with activity("exporting"):
-                export_hf(
-                    to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh, is_text_only=is_text_only
-                )
+                export_hf(to, self.model, self.tokenizer, self.dtype, self.logits, step, self.mesh)
         except OSError as error:
             raise ConfigError(f"{to} cannot be written ({error.strerror or error}).") from error
 

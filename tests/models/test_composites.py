@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_timm_available
 
 from automodel_lite.attention.documents import runs_by_rows
@@ -19,7 +19,6 @@ from automodel_lite.models.layers import (
     freeze_towers,
     output_head,
     text_decoder,
-    text_part,
     towers,
 )
 from automodel_lite.models.lora import Lora
@@ -27,7 +26,6 @@ from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.run.weight_files import _unique, as_saved, groups_of, stored_dtypes
 from benchmarks.survey_models import load, run, save, separate, step_of, weights_of
 from benchmarks.tiny_models import tiny_model
-from recipes import export_hf
 from tests.ranks import run_ranks
 
 FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_5", "kimi_k25", "nemotron_h_omni", "got_ocr2", "deepseek_vl_hybrid"]
@@ -143,38 +141,6 @@ def test_a_composite_is_written_back_whole(tmp_path: Path) -> None:
     assert (tmp_path / "full/hf/preprocessor_config.json").is_file()
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "full/hf", dtype="auto")
     assert type(loaded).__name__ == "Qwen3_5ForConditionalGeneration"
-    assert export_hf.main([str(tmp_path / "full"), "--text-only", "--to", str(tmp_path / "text")]) == 0
-    check_text_only(tmp_path / "text", loaded)
-
-
-def check_text_only(folder: Path, composite: PreTrainedModel) -> None:
-    """The language model of `composite`, bit by bit and dtype by dtype, under a class of its own."""
-    text = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert type(text).__name__ == "Qwen3_5ForCausalLM"
-    want = text_decoder(composite).state_dict()
-    assert len(weights_of(folder)) == len(want) + 1
-    for name, value in text.model.state_dict().items():
-        assert value.dtype == want[name].dtype
-        assert torch.equal(value, want[name]), name
-    assert torch.equal(text.lm_head.weight, composite.lm_head.weight)
-    ids = torch.arange(5, 20)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(text(ids).logits, composite(ids).logits, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "kimi_k25", "nemotron_h_omni", "gemma4", "llama4", "mistral3"])
-def test_the_language_model_by_itself_answers_as_inside_the_composite(family: str) -> None:
-    model, ids = tiny_model(family), torch.arange(5, 20)[None]
-    with torch.no_grad():
-        want = model(input_ids=ids, use_cache=False).logits
-        got = text_part(model).eval()(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
-def test_what_transformers_has_no_class_for_is_refused(family: str) -> None:
-    with pytest.raises(ConfigError, match="has no language model that transformers loads by itself"):
-        text_part(tiny_model(family))
 
 
 def _train_on_rank(rank: int, world_size: int, folder: Path) -> str:
