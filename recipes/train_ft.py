@@ -37,7 +37,7 @@ from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import MetricsLog, value_of
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, sum_counts
+from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_own, counts_of
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.tools.report import LiveReport
@@ -79,6 +79,7 @@ class TrainFinetuneRecipe:
         self.metrics: MetricsLog
         # used by run()
         self.feed: DeviceFeed
+        self.counts: Counts  # of the next step, over all ranks
         self.bar: Progress
 
     @classmethod
@@ -188,12 +189,9 @@ class TrainFinetuneRecipe:
 
         Nothing here waits for the device: a nonfinite step is skipped on the device and detected one step later.
         """
-        items = self.model.loss_model.loss.num_items
-        counts = sum_counts(ready.micro_batches, self.mesh, self.built.flops.attention, items)
-        own_sums = self.forward_backward(ready, counts)
-        if self.num_steps + 1 < self.plan.max_steps:
-            self.feed.stage()
-            self.meter.lap("data")
+        counts, own_sums = self.counts, self.forward_backward(ready, self.counts)
+        self.send_counts(has_next=self.num_steps + 1 < self.plan.max_steps)
+        self.meter.lap("data")
         sums = dict(zip(own_sums, self.mesh.sum(torch.stack([*own_sums.values()]))))
         loss_sum, lr = sums.pop("loss"), float(self.scheduler.get_last_lr()[0])
         max_norm = self.config.training.max_grad_norm
@@ -202,13 +200,11 @@ class TrainFinetuneRecipe:
         self.optimizer.zero_grad()
         self.meter.lap("optimizer")
         numbers = StepNumbers(loss_sum, grad_norm)
-        self.guards.after_step(ready, numbers)
+        self.counts = counts_of(self.guards.after_step(ready, numbers))
         return StepResult(numbers, lr, counts, sums)
 
     def forward_backward(self, ready: ReadyStep, counts: Counts) -> dict[str, torch.Tensor]:
-        """Accumulates the gradients of this rank's micro-batches; returns the sums of its losses and of their parts,
-        detached.
-        """
+        """Accumulates the gradients of this rank's micro-batches; returns the sums of its losses and of their parts."""
         sums = {"loss": torch.zeros((), device=self.mesh.device)}
         for number, batch in enumerate(ready.inputs, start=1):
             with self.model.accumulate(is_last=number == len(ready.inputs)):
@@ -225,11 +221,19 @@ class TrainFinetuneRecipe:
         """The steps from here on, each read and copied to the device while the one before it is computed."""
         steps = self.data.steps(self.state.cursor, self.mesh, self.built.flops.attention)
         self.feed = DeviceFeed(steps, self.shard, self.mesh.device, self.model.loss_model.takes_mixers)
-        if self.num_steps < self.plan.max_steps:
-            for axis in (self.mesh.cp, self.mesh.tp):
-                check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
+        has_next = self.num_steps < self.plan.max_steps
+        for axis in (self.mesh.cp, self.mesh.tp) if has_next else ():
+            check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
+        self.send_counts(has_next)
+        self.counts = counts_of(self.guards.boundary.receive())
         self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
         self.bar.note("first step")
+
+    def send_counts(self, has_next: bool) -> None:
+        """Reads the next step, and starts the message that sums over the ranks what is in it."""
+        micro_batches = self.feed.peek().micro_batches if has_next else ()
+        items = self.model.loss_model.loss.num_items
+        self.guards.boundary.send(count_own(micro_batches, self.mesh, self.built.flops.attention, items))
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank."""
@@ -253,12 +257,10 @@ class TrainFinetuneRecipe:
         """
         self.state.pending_validation = True
         self.guards.watchdog.enter(f"validating after step {self.num_steps}")
-        losses: dict[str, float] = {}
+        losses, must_stop = dict[str, float](), self.guards.boundary.must_stop
         with self.average.applied(self.model):
             for name, packs in self.data.val_packs.items():
-                found = validation_losses(
-                    self.model, packs, self.data, self.mesh, self.shard, self.guards.boundary.must_stop
-                )
+                found = validation_losses(self.model, packs, self.data, self.mesh, self.shard, must_stop)
                 if found is None:
                     return
                 losses |= {f"val_{kind}/{name}": loss for kind, loss in found.items()}

@@ -42,6 +42,19 @@ class Control:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
         return agreed.tolist()
 
+    def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Starts the sum over all ranks, for each place; the function that it returns waits for it."""
+        if self.group is None:
+            return lambda: list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+
+        def wait() -> list[float]:
+            work.wait()
+            return total.tolist()
+
+        return wait
+
     def on_first(self, fn: Callable[[], T]) -> T:
         """Calls fn on rank 0 alone; every rank returns its value, or raises its error."""
         if self.group is None:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STOPPING = (*STOP_SIGNALS, signal.SIGUSR2)
 _SECOND_AFTER_S = 1.0  # torchrun forwards Ctrl-C to ranks that the terminal has signaled already: that is no second one
 _TIME_IS_UP = 100  # no signal
+_REASONS = (*_STOPPING, _TIME_IS_UP)
 
 
 class StoppedEarly(BaseException):
@@ -121,9 +122,10 @@ def deadline_of(max_time: str | int | None, margin_s: float, environment: Mappin
 
 @dataclass
 class StepBoundary:
-    """The one message that the ranks exchange in every step, and in every batch of validation.
+    """The one message that the ranks exchange in every step, and in every batch of validation: has any rank received a
+    stop signal, is any still writing, and what do all of them read in the next step?
 
-    Has any rank received a stop signal? Is any still writing?
+    It is started in the middle of a step and read at its end, so that neither the host nor the device waits for it.
     """
 
     ranks: Control
@@ -133,27 +135,37 @@ class StepBoundary:
     stop_reason: str | None = None
     longest_s: float = 0.0  # between two messages
     _last: float | None = None
+    _receive: Callable[[], list[float]] | None = None
 
-    def agree(self) -> None:
-        """Sets `stop_reason`; closes a save that all ranks have written. Raises RunStoppedError when any has noticed
-        that the folder is another job's.
-        """
+    def send(self, counts: Sequence[float] = ()) -> None:
+        """Starts the message; `counts` are summed over the ranks, which all send as many."""
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - (self._last or now))
         self._last = now
         wish = SIGNALS.received
         if not wish and now + 2 * self.longest_s + 2 * self.saves.longest_s >= self.deadline:
             wish = _TIME_IS_UP
-        mine = [wish, int(self.saves.is_busy()), int(self.lock.is_lost)]
-        number, any_busy, any_lost = self.ranks.max(mine)
+        wishes = [wish == number for number in _REASONS]
+        self._receive = self.ranks.start_sum([*wishes, self.saves.is_busy(), self.lock.is_lost, *counts])
+
+    def receive(self) -> list[float]:
+        """Returns the sums of the counts. Sets `stop_reason`; closes a save that all ranks have written. Raises
+        RunStoppedError when any has noticed that the folder is another job's.
+        """
+        assert self._receive is not None
+        *wishes, any_busy, any_lost = (sums := self._receive())[: len(_REASONS) + 2]
+        self._receive = None
         if any_lost:
             self.lock.check_held()
-        if number and self.stop_reason is None:
-            self.stop_reason = reason_of(number)
+        wished = [number for number, count in zip(_REASONS, wishes) if count]
+        if wished and self.stop_reason is None:
+            self.stop_reason = reason_of(max(wished))
         if not any_busy:
             self.saves.finish()
+        return sums[len(_REASONS) + 2 :]
 
     def must_stop(self) -> bool:
-        """`agree` between steps: has any rank received a stop signal?"""
-        self.agree()
+        """Agrees between steps: has any rank received a stop signal?"""
+        self.send()
+        self.receive()
         return self.stop_reason is not None

@@ -239,14 +239,16 @@ def _time_row(seconds: dict[str, float]) -> dict[str, float]:
     return {f"time_s/{phase}": round(value, 6) for phase, value in seconds.items()}
 
 
-def sum_counts(
+def count_own(
     micro_batches: Sequence[ThdBatch], mesh: Mesh, costs: CostModel, items: Callable[[ThdBatch], float] | None = None
-) -> Counts:
-    """Counted on the host before context parallelism cuts the streams; the ranks of a cp group count the same
-    streams.
+) -> list[float]:
+    """Returns this rank's share of a step's `Counts`, to be summed over the ranks: counted on the host before context
+    parallelism cuts the streams. The ranks of a cp or tp group read the same streams, of which one counts.
 
     items  what the loss counts of a stream; None = label tokens
     """
+    if mesh.rank % (mesh.shape.cp * mesh.shape.tp):
+        micro_batches = ()
     own = [
         (
             b.num_tokens,
@@ -257,10 +259,14 @@ def sum_counts(
         )
         for b in micro_batches
     ]
-    total = mesh.sum(torch.tensor(own, dtype=torch.float64).sum(0)) / mesh.shape.cp
-    num_tokens, num_slots, num_pairs, *counted = total.tolist()
+    return [float(sum(column)) for column in zip(*own)] or [0.0] * 5
+
+
+def counts_of(sums: Sequence[float]) -> Counts:
+    """Returns the counts whose shares were summed over the ranks."""
+    num_tokens, num_slots, num_pairs, *counted = sums
     num_label_tokens, num_items = (int(count) if count == int(count) else count for count in counted)
-    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items if items else None)
+    return Counts(int(num_tokens), num_label_tokens, int(num_slots), num_pairs, num_items)
 
 
 def visible_pairs(batch: ThdBatch, costs: CostModel) -> float:

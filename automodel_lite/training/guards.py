@@ -109,10 +109,12 @@ class Guards:
         SIGNALS.defer()
         SIGNALS.watch(self._record_end)
 
-    def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> None:
-        """Looks at the numbers of the step before, which the device has finished, and agrees on a stop."""
+    def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> list[float]:
+        """Looks at the numbers of the step before, which the device has finished; returns the sums of what the ranks
+        have sent in the middle of this one.
+        """
         self.nonfinite.watch(self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
-        self.boundary.agree()
+        return self.boundary.receive()
 
     def are_savable(self, parameters: Iterable[Tensor]) -> bool:
         """Is every weight finite, and was the last step? A checkpoint of anything else could not be continued from."""

@@ -8,7 +8,16 @@ from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.run.nonfinite import StepNumbers
-from automodel_lite.telemetry.metrics import Counts, Meter, PhaseClock, StepResult, peak_flops, peak_of, sum_counts
+from automodel_lite.telemetry.metrics import (
+    Counts,
+    Meter,
+    PhaseClock,
+    StepResult,
+    count_own,
+    counts_of,
+    peak_flops,
+    peak_of,
+)
 from automodel_lite.thd import to_thd
 
 CPU = torch.device("cpu")
@@ -26,7 +35,7 @@ def test_counts_of_a_step():
         "seq_lens_padded": torch.tensor([3, 2, 3]),
     }
     batch = to_thd(packed_sequence_thd_collater([pack]))
-    assert sum_counts([batch, batch], ALONE, COSTS) == Counts(10, 6, 16, 18.0)
+    assert counts_of(count_own([batch, batch], ALONE, COSTS)) == Counts(10, 6, 16, 18.0, 6)
 
 
 def test_the_queries_of_a_tree_see_their_paths():

@@ -123,7 +123,7 @@ def test_the_steps_of_the_recipe_read_nothing_off_the_device(
     real_read = StepNumbers.read
     monkeypatch.setattr(StepNumbers, "read", read)
     monkeypatch.setattr(train_ft, "StepNumbers", numbers)
-    for owner, name in ((train_ft, "sum_counts"), (DeviceFeed, "stage"), (ReferenceAttention, "__call__")):
+    for owner, name in ((train_ft, "count_own"), (DeviceFeed, "stage"), (ReferenceAttention, "__call__")):
         monkeypatch.setattr(owner, name, on_the_host()(getattr(owner, name)))
     monkeypatch.setattr(train_ft, "TrainFinetuneRecipe", StrictRecipe)
     options = ["training.max_steps=6", "training.log_every_steps=3", "checkpoint.every_steps=0"]
