@@ -37,7 +37,7 @@ from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import MetricsLog, value_of
 from automodel_lite.telemetry.console import Console, quiet_libraries
-from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_own, counts_of
+from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_own
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.tools.report import LiveReport
@@ -200,7 +200,7 @@ class TrainFinetuneRecipe:
         self.optimizer.zero_grad()
         self.meter.lap("optimizer")
         numbers = StepNumbers(loss_sum, grad_norm)
-        self.counts = counts_of(self.guards.after_step(ready, numbers))
+        self.counts = self.guards.after_step(ready, numbers)
         return StepResult(numbers, lr, counts, sums)
 
     def forward_backward(self, ready: ReadyStep, counts: Counts) -> dict[str, torch.Tensor]:
@@ -225,7 +225,7 @@ class TrainFinetuneRecipe:
         for axis in (self.mesh.cp, self.mesh.tp) if has_next else ():
             check_ranks_read_alike(self.feed.peek().micro_batches[0], axis)
         self.send_counts(has_next)
-        self.counts = counts_of(self.guards.boundary.receive())
+        self.counts = self.guards.receive_counts()
         self.bar = Progress("training", self.plan.max_steps, "steps", in_log=False, num_done=self.num_steps)
         self.bar.note("first step")
 

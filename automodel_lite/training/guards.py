@@ -30,6 +30,7 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.nonfinite import NonfiniteSteps, StepNumbers, are_finite
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.run.watchdog import Watchdog
+from automodel_lite.telemetry.metrics import Counts, counts_of
 from automodel_lite.training.state import TrainState
 
 _VISIBLE_WITHIN_S = 10.0
@@ -109,12 +110,16 @@ class Guards:
         SIGNALS.defer()
         SIGNALS.watch(self._record_end)
 
-    def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> list[float]:
-        """Looks at the numbers of the step before, which the device has finished; returns the sums of what the ranks
-        have sent in the middle of this one.
+    def after_step(self, ready: ReadyStep, numbers: StepNumbers) -> Counts:
+        """Looks at the numbers of the step before, which the device has finished; returns the counts of the next one,
+        which the ranks have sent in the middle of this one.
         """
         self.nonfinite.watch(self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
-        return self.boundary.receive()
+        return self.receive_counts()
+
+    def receive_counts(self) -> Counts:
+        """Returns what is in the next step, over all ranks; agrees on a stop."""
+        return counts_of(self.boundary.receive())
 
     def are_savable(self, parameters: Iterable[Tensor]) -> bool:
         """Is every weight finite, and was the last step? A checkpoint of anything else could not be continued from."""

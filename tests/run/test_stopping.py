@@ -36,8 +36,8 @@ def _messages(rank: int, world_size: int, folder: str) -> list[str]:
 
     def watched(name: str, real: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            is_of_host = not isinstance(args[0], torch.Tensor) or args[0].dtype in (torch.float64, torch.int64)
-            if is_on and is_of_host:
+            is_of_device = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float32
+            if is_on and not is_of_device:
                 found.append(f"{name} {'started' if options.get('async_op') else 'waited for'}")
             return real(*args, **options)
 
