@@ -35,7 +35,7 @@ class Mesh:
 
     shape: MeshShape
     device: torch.device
-    root: DeviceMesh | None  # axes dp_replicate, dp_shard, cp, tp
+    root: DeviceMesh | None  # those of AXES that are larger than 1
 
     @property
     def rank(self) -> int:
@@ -192,5 +192,6 @@ def init_mesh(config: MeshConfig) -> Mesh:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         _open_group(backend, timedelta(seconds=config.timeout_s))
-    sizes = (shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
-    return Mesh(shape, device, init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
+    # an axis of size 1 would make a group of each rank: 3,072 of them at 1,024 ranks
+    sizes = {axis: size for axis in AXES if (size := getattr(shape, axis)) > 1} or {"dp_shard": 1}
+    return Mesh(shape, device, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))

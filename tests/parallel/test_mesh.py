@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.attention.interface import install
@@ -56,6 +57,27 @@ def test_many_ranks_may_open_their_sockets() -> None:
 def test_experts_are_sharded_over_no_more_ranks_than_there_are(num_experts: int, num_shards: int, copies: int) -> None:
     """60 over 64 of 1,024 ranks: every rank gathers padding for 4 of 64, not for 964."""
     assert copies_of_experts(num_experts, num_shards) == copies
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_groups"),
+    [({"dp_shard": 1024}, 0), ({"dp_shard": 128, "cp": 8}, 128 + 8), ({"dp_replicate": 4, "dp_shard": 32, "cp": 8}, 256 + 32 + 128)],
+)  # fmt: skip
+def test_axes_of_size_1_make_no_groups(axes: dict[str, int], num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At (1, 1024, 1, 1) there were 3,072 calls, each of them a barrier in the store where a site has set that."""
+    made: list[object] = []
+    real = dist.distributed_c10d._new_group_with_tag
+    counted = lambda *args, **more: made.append(args) or real(*args, **more)  # noqa: E731
+    monkeypatch.setattr(dist.distributed_c10d, "_new_group_with_tag", counted)
+    monkeypatch.setenv("WORLD_SIZE", "1024")
+    monkeypatch.setenv("RANK", "0")
+    dist.init_process_group("fake", rank=0, world_size=1024)
+    try:
+        mesh = init_mesh(MeshConfig(**axes))
+        assert (mesh.cp.size() if mesh.cp else 1) == axes.get("cp", 1)
+    finally:
+        dist.destroy_process_group()
+    assert len(made) == num_groups
 
 
 def test_one_gpu_is_sharded_like_many() -> None:
