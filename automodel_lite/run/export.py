@@ -57,8 +57,10 @@ def _written(folder: Path, step: int) -> Iterator[Path]:
     def begin() -> None:
         if aside.exists() and not folder.exists():  # a killed process had set it aside
             os.rename(aside, folder)
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in (aside, temporary):
+            if leftover.is_symlink():  # somebody else's: what is behind it stays as it is
+                leftover.unlink()
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def end() -> None:
         ours = sorted(path.name for path in temporary.iterdir())

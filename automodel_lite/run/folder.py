@@ -67,6 +67,8 @@ class RunFolder:
         """Raises ConfigError when the folder belongs to something else, or to a run with other settings."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"output_dir={self.path} is a file.")
+        if self.logs.is_symlink():  # a run of a stranger's: nothing is written through it
+            raise ConfigError(f"{self.logs} is a link: remove it, or choose another name=... .")
         if not self.config.is_file():
             if self.path.is_dir() and any(not _BEFORE_THE_RUN.fullmatch(path.name) for path in self.path.iterdir()):
                 raise ConfigError(

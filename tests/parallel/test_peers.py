@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_lite.config.schema import MeshConfig
-from automodel_lite.errors import DataError, PeerError, RanksDifferError
+from automodel_lite.errors import ConfigError, DataError, PeerError, RanksDifferError
 from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.peers import flat, open_peers, together, versions
 from automodel_lite.parallel.processes import this_process
@@ -228,3 +228,50 @@ def test_a_watching_thread_has_a_store_of_its_own() -> None:
     assert not store.clone().check(["failure"])  # type: ignore[attr-defined]
     assert time.monotonic() - began < 2
     waiting.join()
+
+
+def _join_under(rank: int, world_size: int, numbers: list[int]) -> str:
+    os.environ |= {"RANK": str(numbers[rank]), "WORLD_SIZE": str(world_size)}
+    peers = open_peers()
+    try:
+        peers.join()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.barrier()  # the first process holds the store
+    return ""
+
+
+def test_two_ranks_with_one_number_are_named() -> None:
+    said = sorted(run_ranks(_join_under, 3, [0, 1, 1]))
+    assert said[:2] == ["", ""]
+    assert re.fullmatch(
+        r"two processes of this job have RANK=1: process \d+ on \S+, and process \d+ on \S+: number them from 0 to 2\.",
+        said[2],
+    )
+
+
+def _fall_silent(rank: int, world_size: int) -> str:
+    """Rank 1, on a host of its own, ends without a word after three heartbeats: rank 0 cannot see its process."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    heard: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_LOOK_EVERY_S": 0.05, "_BEAT_EVERY_LOOKS": 2, "_SILENT_S": 0.5, "_DEAD_S": 2.0}.items():
+            patch.setattr(f"automodel_lite.parallel.peers.{name}", value)
+        peers = open_peers()
+        peers.leave = lambda error: heard.append(str(error))
+        peers.join()
+        if rank == 1:
+            time.sleep(0.5)
+            peers._is_over.set()
+        end = time.monotonic() + 30
+        while rank == 0 and not heard and time.monotonic() < end:
+            time.sleep(0.05)
+        dist.barrier()
+        peers.stop()
+    return heard[0] if heard else ""
+
+
+def test_a_host_without_heartbeats_is_taken_for_dead() -> None:
+    first, _ = run_ranks(_fall_silent, 2)
+    assert re.fullmatch(r"rank 1 on \S+: no heartbeat for \d+ s: its host may be down", first)

@@ -265,6 +265,17 @@ def export_untrained(rank: int, world: int, config: Config, folder: Path) -> Non
     export.export_hf(folder, model.loss_model, tokenizer(), parts.model.dtype, model.logits, 0, model.sharded_over)
 
 
+def test_an_export_is_not_written_through_a_link(base: Path, tmp_path: Path):
+    """`.tmp-hf` as a link to a folder of the user's own once took the export, and lost its name to hf/."""
+    trained = load_trained(base)
+    (tmp_path / "own").mkdir()
+    (tmp_path / ".tmp-hf").symlink_to(tmp_path / "own")
+    export.export_hf(tmp_path / "hf", trained.model, trained.tokenizer, trained.dtype, trained.model.logits, 3)
+    assert list((tmp_path / "own").iterdir()) == []
+    assert not (tmp_path / "hf").is_symlink()
+    assert (tmp_path / "hf/config.json").is_file()
+
+
 class FullDisk:
     """An adapter that cannot be written."""
 

@@ -279,6 +279,27 @@ def test_a_reused_process_number_is_not_the_holder(tmp_path: Path) -> None:
     lock.release()
 
 
+def test_a_file_system_without_hard_links_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*paths: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(ConfigError, match=r"output_dir=.* cannot be written: Operation not permitted\."):
+        RunLock(tmp_path / "run.lock").acquire()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logs_behind_a_link_are_refused(tmp_path: Path) -> None:
+    """A run's folder may come from a stranger: its logs once were appended to files of the user's own."""
+    (tmp_path / "own").mkdir()
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.logs.symlink_to(tmp_path / "own")
+    with pytest.raises(ConfigError, match=r"run/logs is a link: remove it"):
+        train_quick(run.path)
+    assert list((tmp_path / "own").iterdir()) == []
+
+
 def test_a_torn_lock_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text('{"token": "a')
     RunLock(tmp_path / "run.lock").acquire(60)

@@ -49,9 +49,11 @@ def test_parts_that_overlap(layout: Layout, wanted: list, parts: list) -> None:
 
 def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], bool]:
     """Saves tensors of several layouts, one of them on meshes side by side; reads them cut in other ways."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh, others = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (4,))
     whole = {name: torch.randn(5, 6, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("vwxyz")}
+    whole["u"] = torch.randn(2, 6)[:, :6].copy_(whole["v"][:2])  # two experts on four ranks: two ranks have none
     cuts = {
+        "u": (others, [Shard(0)]),
         "v": (mesh, [Replicate(), Shard(0)]),
         "w": (mesh, [Replicate(), Shard(1)]),
         "x": (mesh, [Shard(1), Shard(0)]),
@@ -63,8 +65,10 @@ def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], boo
     if rank == 0:
         Path(folder, "index.json").write_text(index_text(layouts))
     dist.barrier()
-    others = init_device_mesh("cpu", (4,))
-    fresh = {name: distribute_tensor(torch.zeros(5, 6), others, [Shard(number % 2)]) for number, name in enumerate("vwxyz")}  # fmt: skip
+    fresh = {
+        name: distribute_tensor(torch.zeros_like(value), others, [Shard(number % 2 if len(value) > 2 else 0)])
+        for number, (name, value) in enumerate(whole.items())
+    }
     read_tensors(Path(folder), read_index(Path(folder)), fresh)
     return sorted(mine), all(torch.equal(tensor.full_tensor(), whole[name]) for name, tensor in fresh.items())
 
@@ -72,8 +76,13 @@ def _round_trip(rank: int, world_size: int, folder: str) -> tuple[list[str], boo
 def test_any_layout_is_read_into_any_other(tmp_path: Path) -> None:
     keys, equal = zip(*run_ranks(_round_trip, 4, str(tmp_path)))
     assert equal == (True,) * 4
-    # v by its first replica, w by its second; x by all; y by the mesh of rank 0 alone; z by rank 4 % 4
-    assert keys == (["v@0,0", "x@0,0", "y@0,0", "z@0,0"], ["v@3,0", "x@3,0"], ["w@0,0", "x@0,3", "y@3,0"], ["w@0,3", "x@3,3"])  # fmt: skip
+    # w by its first replica, v by its second; u and x by all that have some; y by the mesh of rank 0 alone
+    assert keys == (
+        ["u@0,0", "w@0,0", "x@0,0", "y@0,0"],
+        ["u@1,0", "w@0,3", "x@3,0", "z@0,0"],
+        ["v@0,0", "x@0,3", "y@3,0"],
+        ["v@3,0", "x@3,3"],
+    )
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
