@@ -16,7 +16,7 @@ from tests.runs import train_quick
 
 OPTIONS = [
     "training.max_steps=6",
-    "training.log_every_steps=0",
+    "training.log_every_steps=100",
     "checkpoint.every_steps=0",
     "training.val_every_steps=0",
 ]
