@@ -7,6 +7,7 @@ first use: 2 CPU-s that an error in the settings or the data need not wait for.
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -508,6 +509,11 @@ def _loading_errors(source: str, config: PretrainedConfig, quantization: dict[st
     except SafetensorError as error:
         raise ConfigError(
             f"model.pretrained={source}: the weights are truncated or not safetensors ({error}): download them again."
+        ) from None
+    except pickle.UnpicklingError:  # torch's own text explains how to run the code that is in the file
+        raise ConfigError(
+            f"model.pretrained={source}: its weights are a pickle that holds more than tensors, which may be a program: "
+            "use a checkpoint in safetensors."
         ) from None
     except ValueError as error:  # converters of the family that the quantizer cannot extend
         if isinstance(error, ConfigError) or not quantization:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import load_model
@@ -24,6 +24,7 @@ from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.source import CausalLM
 from benchmarks.survey_models import load, run, save, separate, step_of
 from benchmarks.tiny_models import random_model, tiny_config, tiny_model
+from tests.data.templates import MARKED, byte_tokenizer
 from tests.runs import train
 
 
@@ -224,3 +225,20 @@ def test_added_tokens_get_rows_that_are_exported(is_tied: bool, tmp_path: Path) 
         run(tmp_path, "known", "tokenizer.added_tokens=[w5]")
     with pytest.raises(ConfigError, match=r"model.resize_embeddings=true with peft"):
         run(tmp_path, "adapter", *added, "model.resize_embeddings=true", "peft=lora")
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
+def test_weights_that_are_a_program_are_a_sentence(tmp_path: Path) -> None:
+    """torch's own error explains how to run it."""
+    LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=400
+    ).save_pretrained(tmp_path)
+    torch.save({"x": Bomb()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigError, match=r"its weights are a pickle that holds more than tensors, .*: use a checkpoint"
+    ):
+        CausalLM(str(tmp_path)).build(byte_tokenizer(MARKED))
