@@ -512,8 +512,8 @@ def _loading_errors(source: str, config: PretrainedConfig, quantization: dict[st
         ) from None
     except pickle.UnpicklingError:  # torch's own text explains how to run the code that is in the file
         raise ConfigError(
-            f"model.pretrained={source}: its weights are a pickle that holds more than tensors, which may be a program: "
-            "use a checkpoint in safetensors."
+            f"model.pretrained={source}: its weights are a pickle that holds more than tensors, which may be a "
+            "program: use a checkpoint in safetensors."
         ) from None
     except ValueError as error:  # converters of the family that the quantizer cannot extend
         if isinstance(error, ConfigError) or not quantization:

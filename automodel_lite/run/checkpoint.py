@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +102,6 @@ class Checkpointer:
     def config(self) -> CheckpointConfig:
         return self.run_config.checkpoint
 
-    @cached_property
-    def _config_text(self) -> str:
-        return config_yaml(self.run_config)
-
     # ------------------------------------------------------------------------------------------------------ saving
     def is_due(self, step: int, is_planned: bool) -> bool:
         """Planned, pending since a step that could not be saved, or failed a while ago."""
@@ -131,7 +126,7 @@ class Checkpointer:
         texts = {  # as they are now: what the training changes later stays out of them
             f"{on_disk.TENSORS}/{INDEX}": index_text(layouts),
             on_disk.STATE: json.dumps({**state, "optimizer_scalars": scalars}, indent=1),
-            "config.yaml": self._config_text,
+            "config.yaml": config_yaml(self.run_config),
         }
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_pending = current, False
