@@ -48,8 +48,8 @@ def test_the_queries_of_a_tree_see_their_paths():
         "seq_lens_padded": torch.tensor([6]),
     }
     batch = to_thd(packed_sequence_thd_collater([pack]))
-    assert sum_counts([batch], ALONE, COSTS).num_pairs == 11
-    assert sum_counts([batch], ALONE, CostModel(6.0, 12.0, window=2, window_frac=1.0)).num_pairs == 9
+    assert counts_of(count_own([batch], ALONE, COSTS)).num_pairs == 11
+    assert counts_of(count_own([batch], ALONE, CostModel(6.0, 12.0, window=2, window_frac=1.0))).num_pairs == 9
 
 
 def test_three_rates_and_useful_flops(monkeypatch: pytest.MonkeyPatch):
