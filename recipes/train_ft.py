@@ -17,8 +17,6 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.train_ft:main")
 
-from typing import Any
-
 import torch
 
 from automodel_lite.config.components import build
@@ -83,7 +81,7 @@ class TrainFinetuneRecipe:
         self.bar: Progress
 
     @classmethod
-    def launch(cls, config: Config, *more: Any) -> int:
+    def launch(cls, config: Config, *more: object) -> int:
         """Trains, or continues, or counts a dry run; `more` are arguments of a subclass. Returns the exit code."""
         quiet_libraries()
         config = start.from_run(config)
