@@ -21,6 +21,7 @@ import torch
 import yaml
 from torch.profiler import profile
 
+from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.run.nonfinite import StepNumbers
@@ -91,8 +92,15 @@ class Counts:
 
     @property
     def divisor(self) -> float:
-        """What a sum of the step is divided by; 1 for a step without any, whose sums are 0."""
-        return (self.num_label_tokens if self.num_items is None else self.num_items) or 1
+        """What a sum of the step is divided by; raises DataError for a step that trains nothing."""
+        divisor = self.num_label_tokens if self.num_items is None else self.num_items
+        if not divisor:
+            raise DataError(
+                f"a step without a label: none of its {self.num_tokens:,} tokens is trained on, so it would teach "
+                "nothing. Where packed_sequence=wrapped has cut prompts from their answers, take another strategy or "
+                "larger packs; where loss_weights are 0, leave these rows out."
+            )
+        return divisor
 
 
 @dataclass(frozen=True)

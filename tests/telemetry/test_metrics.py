@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
+from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.run.nonfinite import StepNumbers
@@ -98,3 +99,12 @@ def test_laps_add_up():
     assert spent["forward"] >= 0.02
     assert spent["backward"] >= 0.01
     assert clock.seconds() == {}
+
+
+def test_a_step_without_a_label_is_an_error() -> None:
+    """It was once trained with a loss of 0, in silence."""
+    with pytest.raises(DataError, match=r"a step without a label: none of its 80 tokens is trained on"):
+        Counts(80, 0, 100, 200.0).divisor  # noqa: B018
+    with pytest.raises(DataError, match=r"a step without a label"):
+        Counts(80, 40, 100, 200.0, num_items=0).divisor  # noqa: B018
+    assert Counts(80, 40, 100, 200.0, num_items=2).divisor == 2

@@ -229,6 +229,7 @@ class PlanCounts:
     cut_tokens: int = 0
     masked_documents: int = 0  # over-long, without a label once they are cut
     masked_tokens: int = 0  # of pieces without a label
+    unlabeled_pieces: int = 0  # of documents that a strategy cuts: they stay in their packs, and train nothing
 
 
 @dataclass(frozen=True)
@@ -331,6 +332,10 @@ def plan_packs(
     num_packs = len(packed.offsets) - 1
     if strategy.cuts_documents:
         pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
+        if has_labels is not None and pieces.starts is not None and pieces.stops is not None:
+            cut = np.flatnonzero(pieces.stops - pieces.starts < lengths[pieces.doc_ids])
+            is_labeled = has_labels(pieces.doc_ids[cut], pieces.starts[cut], pieces.stops[cut])
+            counts = counts | {"unlabeled_pieces": int((~is_labeled).sum())}
     else:
         pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
     if max_packs is not None and max_packs < num_packs:

@@ -82,6 +82,8 @@ class PackingReport(PlanCounts):
         lines = [(topic, f"{text}, {tokens:,} tokens") for tokens, topic, text in remarks if tokens]
         if self.split_documents:
             lines.append(("split", f"{self.split_documents:,} documents over several packs or pieces"))
+        if self.unlabeled_pieces:
+            lines.append(("unlabeled", f"{self.unlabeled_pieces:,} pieces of cut documents train nothing"))
         if self.imbalance_before is not None:
             pace = f"slowest rank {self.imbalance_before:.3f} x the mean, {self.imbalance_after:.3f} x balanced"
             lines.append(("balance", f"{self.balance}: {pace}"))

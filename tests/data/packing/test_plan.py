@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from automodel_lite.data.packing.histogram import best_fit
 from automodel_lite.data.packing.plan import OVERLONG, STRATEGIES, ExactFill, PackPlan, padding_segments, plan_packs
+from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import ConfigError, DataError
 from benchmarks.packing import lower_bound
 from tests.data.packing.brute_force import fewest_packs
@@ -220,6 +221,15 @@ def test_wrapped_cuts_documents_where_packs_end() -> None:
     assert {int(first), int(second)} == {0, 1}
     assert len(plan) == 3
     assert plan.counts.split_documents == 2
+    assert plan.counts.packed_tokens == 11
+
+
+def test_pieces_that_train_nothing_are_counted() -> None:
+    """Documents of 5 and 6 whose last label is their only one: a piece before it trains nothing."""
+    rows = flatten([{"input_ids": [1] * n, "labels": [-100] * (n - 2) + [1, -100]} for n in (5, 6)])
+    plan = plan_packs([5, 6], 4, strategy="wrapped", has_labels=rows.has_labels)
+    has_label = rows.has_labels(plan.doc_ids, plan.starts, plan.stops)
+    assert plan.counts.unlabeled_pieces == int((~has_label).sum()) > 0
     assert plan.counts.packed_tokens == 11
 
 
