@@ -15,7 +15,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -297,9 +297,7 @@ class ToyChat:
         phrasings = TOY["phrasings"]
         # At most all but one phrasing of each country are held out, spread evenly over the countries.
         rounds = [
-            rng.sample(
-                [_turn(text.format(country), TOY["answer"].format(country, city)) for text in phrasings], len(phrasings)
-            )
+            rng.sample([(text.format(country), TOY["answer"].format(country, city)) for text in phrasings], 5)
             for country, city in TOY["capitals"].items()
         ]
         rng.shuffle(rounds)
@@ -308,19 +306,17 @@ class ToyChat:
         self.train = DocumentList(_chats(rng, asked, self.num_chats), "toy_chat")
         val_chats = _chats(rng, held_out, self.num_val_chats) if held_out else []
         self.val = {"held_out": DocumentList(val_chats, "toy_chat.held_out")} if val_chats else {}
-        self.questions = [Question([question], answer["content"]) for question, answer in held_out]
+        self.questions = [Question([{"role": "user", "content": asks}], answer) for asks, answer in held_out]
         self.description = f"toy_chat: {self.num_chats} generated chats, {len(held_out)} questions held out"
         self.identity = f"toy_chat(num_chats={self.num_chats}, num_val_chats={self.num_val_chats}, "
         self.identity += f"num_questions={self.num_questions}, seed={self.seed})"
 
 
-def _turn(question: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def _chats(rng: random.Random, turns: list[list[Message]], num_chats: int) -> list[Document]:
+def _chats(rng: random.Random, turns: list[tuple[str, str]], num_chats: int) -> list[Document]:
     chats: list[Document] = []
     for _ in range(num_chats):
         num_turns = min(MAX_TURNS, max(1, round(rng.lognormvariate(MEAN_LOG_TURNS, SD_LOG_TURNS))))
-        chats.append({"messages": [*chain.from_iterable(rng.choice(turns) for _ in range(num_turns))]})
+        texts = chain.from_iterable(rng.choice(turns) for _ in range(num_turns))
+        roles = cycle(("user", "assistant"))
+        chats.append({"messages": [{"role": role, "content": text} for role, text in zip(roles, texts)]})
     return chats

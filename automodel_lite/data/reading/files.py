@@ -38,7 +38,9 @@ from automodel_lite.data.reading.paths import (
 from automodel_lite.data.reading.readers import (
     DELIMITERS,
     TEXT_UNITS,
+    UTF_8,
     ConcatenatedRows,
+    JsonLines,
     Placed,
     RawRow,
     RawRows,
@@ -46,8 +48,7 @@ from automodel_lite.data.reading.readers import (
     find_delimiter,
     open_csv,
     open_json,
-    open_json_lines,
-    open_text,
+    open_spans,
     placed,
 )
 from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
@@ -82,7 +83,7 @@ class ReadOptions:
                 f"dataset.encoding={self.encoding} cannot be read line by line: convert the files, iconv -f "
                 f"{self.encoding} -t utf-8."
             )
-        object.__setattr__(self, "encoding", name)
+        object.__setattr__(self, "encoding", UTF_8 if name == "utf-8" else name)
 
 
 @dataclass
@@ -277,7 +278,7 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
     plain = _in_cache(path, path.name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
     if kind in (".jsonl", ".ndjson"):
-        return open_json_lines(plain, path.name, options.encoding)
+        return open_spans(JsonLines, plain, path.name, options.encoding)
     if kind == ".json":
         return open_json(plain, path.name, options.encoding)
     if kind in (".csv", ".tsv"):
@@ -286,7 +287,7 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         delimiter = DELIMITERS[given] if given else find_delimiter(plain, usual, options.encoding)
         return open_csv(plain, path.name, delimiter, options.encoding)
     if kind == ".txt":
-        return open_text(plain, path.name, options.text_unit, options.encoding)
+        return open_spans(TextSpans, plain, path.name, options.encoding, options.text_unit)
     return TableRows(_in_cache(plain, path.name, parquet_to_arrow) if kind == ".parquet" else plain, path.name)
 
 

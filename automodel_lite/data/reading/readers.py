@@ -19,7 +19,7 @@ from functools import cached_property
 from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import ConcatDataset
@@ -27,6 +27,7 @@ from torch.utils.data import ConcatDataset
 from automodel_lite.errors import DataError
 
 RawRow = dict[str, Any]
+UTF_8 = "utf-8-sig"  # in which a byte order mark at the beginning is no text
 INDEX_BLOCK_BYTES = 64 * 2**20
 MAX_ROW_BYTES = 64 * 2**20  # of one line, paragraph or text file: more takes a tokenizer gigabytes
 
@@ -66,7 +67,7 @@ class SpanRows(ABC):
     starts: np.ndarray  # byte offset of each row, int64
     line_numbers: np.ndarray  # of the line where it starts, from 1
     num_bytes: int  # of the file
-    encoding: str = "utf-8"
+    encoding: str = UTF_8
 
     @cached_property
     def _file(self) -> FileIO:
@@ -120,7 +121,7 @@ class TextSpans(SpanRows):
     def __getitem__(self, index: int) -> RawRow:
         span = self.span(index)
         try:
-            text = span.decode(with_bom(self.encoding) if not self.starts[index] else self.encoding)
+            text = span.decode(self.encoding)
         except UnicodeDecodeError as error:
             line = self.line_numbers[index] + span.count(b"\n", 0, error.start)
             raise DataError(f"{self.name}:{line}: {undecodable(span[error.start], self.encoding)}") from error
@@ -130,69 +131,47 @@ class TextSpans(SpanRows):
 TEXT_UNITS = ("file", "paragraph", "line")
 
 
-def open_text(path: Path, name: str, unit: str, encoding: str) -> TextSpans:
-    """Indexes the documents of a text file: the whole file, its paragraphs (blank lines between) or its lines."""
-    starts, stops = _line_bounds(path)
-    is_row = ~_blank_lines(path, starts, stops)
-    num_bytes = int(stops[-1])
+Span = TypeVar("Span", bound=SpanRows)
+
+
+def open_spans(kind: type[Span], path: Path, name: str, encoding: str, unit: str = "line") -> Span:
+    """Indexes the rows of a text file: its lines, its paragraphs (blank lines between), or the file as one row."""
+    breaks, num_bytes = [], 0
+    with path.open("rb") as file:
+        while block := file.read(INDEX_BLOCK_BYTES):
+            breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + num_bytes)
+            num_bytes += len(block)
+        stops = np.concatenate([*breaks, [num_bytes]]).astype(np.int64)
+        starts = np.append(0, stops[:-1] + 1)
+        is_row = stops > starts
+        # A line of white space is blank too; only short ones are looked at.
+        for line in np.flatnonzero(is_row & (stops - starts < 8)):
+            file.seek(int(starts[line]))
+            is_row[line] = bool(file.read(int(stops[line] - starts[line])).strip())
     if unit == "paragraph":  # a line with text behind a line without
         is_row = is_row & ~np.append(False, is_row[:-1])
     if unit == "file":
-        first = np.zeros(int(is_row.any()), np.int64)
-        return TextSpans(path, name, first, first + 1, num_bytes, encoding)
-    return TextSpans(path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding)
-
-
-def open_json_lines(path: Path, name: str, encoding: str = "utf-8") -> JsonLines:
-    """Indexes the lines of a file."""
-    starts, stops = _line_bounds(path)
-    blank = _blank_lines(path, starts, stops)
-    return JsonLines(path, name, starts[~blank], np.flatnonzero(~blank) + 1, int(stops[-1]), encoding)
-
-
-def with_bom(encoding: str) -> str:
-    """Returns the encoding in which a byte order mark at the beginning is no text."""
-    return "utf-8-sig" if encoding == "utf-8" else encoding
+        starts, is_row = starts[:1], np.array([is_row.any()])
+    return kind(path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding)
 
 
 def undecodable(byte: int, encoding: str) -> str:
     """Describes a byte that cannot be read, and what it would be in the encoding that is the usual cause."""
-    if encoding != "utf-8":
+    if encoding != UTF_8:
         return f"byte {byte:#04x} is not {encoding}: set dataset.encoding to what the file was written in."
     meant = bytes([byte]).decode("cp1252", errors="ignore")
     cure = f"; in cp1252 (Excel, Windows) it is {meant!r}: if so, set dataset.encoding=cp1252" if meant else ""
     return f"byte {byte:#04x} is not UTF-8{cure}."
 
 
-def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Byte offsets [start, stop) of every line, line breaks left out."""
-    breaks, done = [], 0
-    with path.open("rb") as file:
-        while block := file.read(INDEX_BLOCK_BYTES):
-            breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + done)
-            done += len(block)
-    ends = np.concatenate([*breaks, [done]]).astype(np.int64)
-    return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64), ends
-
-
-def _blank_lines(path: Path, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Which lines hold white space only; only short ones are looked at."""
-    blank = stops <= starts
-    with path.open("rb") as file:
-        for line in np.flatnonzero(~blank & (stops - starts < 8)):
-            file.seek(int(starts[line]))
-            blank[line] = not file.read(int(stops[line] - starts[line])).strip()
-    return blank
-
-
-def parse_json_object(line: bytes, where: str, encoding: str = "utf-8") -> RawRow:
+def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
     """Parses one row.
 
     Raises:
         DataError: names `where` and the column (character) of the fault.
     """
     try:
-        row = _read_json(line.decode(with_bom(encoding)).rstrip())
+        row = _read_json(line.decode(encoding).rstrip())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}:{error.start + 1}: {undecodable(line[error.start], encoding)}") from error
     except json.JSONDecodeError as error:
@@ -251,9 +230,9 @@ class RowList:
         return f"{self.name}[{index + 1}]" if self.line_numbers is None else f"{self.name}:{self.line_numbers[index]}"
 
 
-def open_json(path: Path, name: str, encoding: str = "utf-8") -> RawRows:
+def open_json(path: Path, name: str, encoding: str) -> RawRows:
     """Opens a `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
-    lines = open_json_lines(path, name, encoding)
+    lines = open_spans(JsonLines, path, name, encoding)
     return lines if _has_row_a_line(lines) else RowList(_json_array(path, name, encoding), name)
 
 
@@ -276,7 +255,7 @@ def _rows_in(whole: RawRow) -> list[list[Any]]:
 def _json_array(path: Path, name: str, encoding: str) -> list[Any]:
     content = path.read_bytes()
     try:
-        whole = _read_json(content.decode(with_bom(encoding)))
+        whole = _read_json(content.decode(encoding))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
@@ -294,10 +273,10 @@ DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", ",": ","
 NUM_SNIFFED_LINES = 20
 
 
-def find_delimiter(path: Path, usual: str, encoding: str = "utf-8") -> str:
+def find_delimiter(path: Path, usual: str, encoding: str) -> str:
     """Finds what separates values: `usual` unless only another one gives the same number (over 1) on every line."""
     try:
-        with path.open(newline="", encoding=with_bom(encoding)) as file:
+        with path.open(newline="", encoding=encoding) as file:
             text = "".join(islice(file, NUM_SNIFFED_LINES))
     except UnicodeDecodeError:
         return usual  # the bad byte is named when its line is read
@@ -315,13 +294,13 @@ def find_delimiter(path: Path, usual: str, encoding: str = "utf-8") -> str:
     return others[0] if columns(usual) == 1 and len(others) == 1 else usual
 
 
-def open_csv(path: Path, name: str, delimiter: str, encoding: str = "utf-8") -> RowList:
+def open_csv(path: Path, name: str, delimiter: str, encoding: str) -> RowList:
     """Reads a CSV or TSV file with a header line; every value stays the text that it is."""
     csv.field_size_limit(2**31 - 1)
     rows: list[RawRow | DataError] = []
     line_numbers: list[int] = []
     header: list[str] | None = None
-    with path.open(newline="", encoding=with_bom(encoding), errors="surrogateescape") as file:
+    with path.open(newline="", encoding=encoding, errors="surrogateescape") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         while True:
             line = reader.line_num + 1
