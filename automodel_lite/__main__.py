@@ -18,7 +18,6 @@ TOOLS = {
     "run": "run a recipe of your own: automodel-lite run my_package.kd:main --config-name ...",
     "validate": "check a training's settings, data and sizes, estimate its memory, and stop",
     "ls": "list presets, groups and options",
-    "cp": "copy a preset or an option into a folder of your own",
     "convert": "write a preset from a configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or TRL",
     "slurm": "write an sbatch script for this cluster",
     "schema": "print the JSON schema of presets, for editors",
@@ -28,8 +27,9 @@ TOOLS = {
 def main() -> None:
     """Runs the recipe named by the first argument with the others."""
     name, *rest = sys.argv[1:] or ["--help"]
-    if name in ("-sc", "--shell-completion"):
-        _complete(rest)
+    if name in ("-sc", "--shell-completion"):  # what the shell asks: `automodel-lite -sc query=bash`
+        sys.argv[0] = os.path.basename(sys.argv[0])
+        name, rest = "run", ["recipes.train_ft:main", "-sc", *rest]
     if name == "--version":
         name, rest = "train", ["--version"]
     if name in TOOLS:
@@ -51,7 +51,7 @@ def main() -> None:
 def _run_tool(name: str, arguments: list[str]) -> NoReturn:
     from automodel_lite.cli import run_recipe, run_tool
 
-    sys.argv = [f"automodel-lite {name}", *arguments]
+    sys.argv = [sys.argv[0] if "-sc" in arguments else f"automodel-lite {name}", *arguments]
     if name == "validate":
         run_recipe("recipes.train_ft:main", [*arguments, "dry_run=true"])
     if name == "run" and arguments[:1] not in ([], ["-h"], ["--help"]):
@@ -61,14 +61,6 @@ def _run_tool(name: str, arguments: list[str]) -> NoReturn:
         raise SystemExit(0 if arguments else 2)
     module = import_module(f"automodel_lite.cli.{name if name in ('convert', 'slurm', 'schema') else 'help'}")
     run_tool(vars(module)[name], arguments)
-
-
-def _complete(arguments: list[str]) -> NoReturn:
-    """What Hydra's completion asks the program itself: `automodel-lite -sc query=bash`."""
-    from automodel_lite.cli import run_recipe
-
-    sys.argv[0] = os.path.basename(sys.argv[0])
-    run_recipe("recipes.train_ft:main", ["-sc", *arguments])
 
 
 if __name__ == "__main__":

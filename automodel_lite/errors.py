@@ -63,27 +63,10 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-FORMER_KEYS = {  # of older versions -> today's; "" = no longer a setting
-    "dataset.bos_id": "",
-    "dataset.eos_id": "",
-    "tokenize.shard": "",
-    "tokenizer.max_chars": "",
-    "tokenize.num_shards": "",
-    "dataset.parts": "dataset.sources",  # of mixtures
-    "training.stuck_after_s": "training.hang_timeout_s",
-    "training.max_bad_steps": "training.max_nonfinite_steps",
-    "dataloader.prefetch_factor": "",
-    "dataloader.pin_memory": "",
-    "checkpoint.checksums": "",
-}
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` or nothing: the closest last part in the same group, then the closest group, then any
     group.
     """
-    if name in FORMER_KEYS:
-        return f"; it is {FORMER_KEYS[name]} now." if FORMER_KEYS[name] else ", and no longer a setting: remove it."
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
     group, _, last = name.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}

@@ -72,24 +72,21 @@ class Progress:
                 self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
         elif self._in_log and is_shown() and time.monotonic() - self._printed >= LINE_EVERY_S:
-            self._print_line()
+            now = self._printed = time.monotonic()
+            per_s = self._num_done / (now - self._start)
+            left_s = (self._total - self._num_done) / per_s if per_s else float("inf")
+            rate = f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.2g}/s"
+            print(
+                f"{self._what}: {self._num_done:,} of {self._total:,} {self._unit} "
+                f"({self._num_done / self._total:.0%}), {rate}, {left_s:,.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    def _print_line(self) -> None:
-        now = self._printed = time.monotonic()
-        per_s = self._num_done / (now - self._start)
-        left_s = (self._total - self._num_done) / per_s if per_s else float("inf")
-        rate = f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.2g}/s"
-        print(
-            f"{self._what}: {self._num_done:,} of {self._total:,} {self._unit} "
-            f"({self._num_done / self._total:.0%}), {rate}, {left_s:,.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
 
     def __enter__(self) -> Progress:
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -65,20 +64,6 @@ def test_foreign_targets_are_refused_before_they_are_imported(target: str, monke
 def test_an_allowed_module_does_not_lead_elsewhere() -> None:
     with pytest.raises(ConfigError, match=r"it is functools.partial, outside torch.optim"):
         check("optimizer._target_=torch.optim.optimizer.functools.partial")
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        ("automodel_lite.datasets.files.FilesDataset", "automodel_lite.data.reading.files.FilesDataset"),
-        ("automodel_lite.training.optim.adamw", "automodel_lite.training.optimizers.adamw"),
-        ("automodel_lite.packing.packer.Packer", "automodel_lite.data.packing.packs.Packer"),
-    ],
-)
-def test_a_class_that_moved_is_named_by_its_new_place(former: str, now: str) -> None:
-    sentence = f"dataset._target_={former} is a name from an older version: use {now}, or choose the option of its"
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        check(f"dataset._target_={former}")
 
 
 def test_a_nested_target_is_seen() -> None:

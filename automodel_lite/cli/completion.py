@@ -75,16 +75,10 @@ def _settings(sources: Sources, preset: str | None, overrides: list[str], word: 
         raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
     folder, _, _ = key.rpartition(".")
     node = OmegaConf.select(raw, folder, throw_on_missing=False) if folder else raw
-    if isinstance(node, DictConfig):
-        yield from _keys(node, f"{folder}." if folder else "", is_set != "")
-
-
-def _keys(node: DictConfig, prefix: str, with_values: bool) -> Iterator[str]:
+    if not isinstance(node, DictConfig):
+        return
+    prefix = f"{folder}." if folder else ""
     plain: Any = OmegaConf.to_container(node, resolve=False)
     for name, value in plain.items():
-        if isinstance(value, dict):
-            yield f"{prefix}{name}."
-        elif with_values:
-            yield f"{prefix}{name}={shown(value).replace(' ', '')}"
-        else:
-            yield f"{prefix}{name}="
+        after = "." if isinstance(value, dict) else f"={shown(value).replace(' ', '') if is_set else ''}"
+        yield f"{prefix}{name}{after}"

@@ -52,7 +52,12 @@ def end(work: Callable[[], int]) -> NoReturn:
     except PeerError as error:
         leave(str(error), error.exit_code, is_shown=is_first_here())
     except (ConfigError, DataError) as error:
-        _leave_mistake(for_installed_cli(str(error)).rstrip())
+        # Most mistakes are met by all ranks: the first of each node prints it. The others are a moment late, so that
+        # launchers, which quote the first failure and end the rest, quote rank 0.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_AFTER_RANK_0_S)
+        leave(for_installed_cli(str(error)).rstrip(), MISTAKE_EXIT, is_shown=is_first_here())
     except RunStoppedError as error:
         leave(for_installed_cli(str(error)).rstrip(), 1)
     except StoppedEarly as stopped:
@@ -73,16 +78,6 @@ def end(work: Callable[[], int]) -> NoReturn:
     if code in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
         write_error_file(SAVED, code)
     exit_now(code)
-
-
-def _leave_mistake(message: str) -> NoReturn:
-    """Most mistakes are met by all ranks: the first of each node prints it. The others are a moment late, so that
-    launchers, which quote the first failure and end the rest, quote rank 0.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(_AFTER_RANK_0_S)
-    leave(message, MISTAKE_EXIT, is_shown=is_first_here())
 
 
 def hide_secrets() -> None:

@@ -1,9 +1,8 @@
-"""What there is to choose: `--help`, and `automodel-lite ls` and `cp`."""
+"""What there is to choose: `--help`, and `automodel-lite ls`."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from automodel_lite.cli.line import argument_parser, for_installed_cli
 from automodel_lite.cli.recipes import Recipe
@@ -60,6 +59,7 @@ def ls(argv: list[str]) -> int:
     automodel-lite ls
     automodel-lite ls optimizer
     automodel-lite ls optimizer/adamw
+    automodel-lite ls finetune > my_conf/mine.yaml     # train --config-dir my_conf --config-name mine
     """
     parser = argument_parser(ls.__doc__)
     parser.add_argument("name", nargs="?", help="a group, a preset or group/option")
@@ -74,44 +74,10 @@ def ls(argv: list[str]) -> int:
     elif (group := args.name.rstrip("/")) in known:
         lines = [f"{option:18s} {first_comment(f'{group}/{option}', sources)}" for option in known[group]]
     else:
-        lines = [f"# {_found(sources, args.name)}", _found(sources, args.name).read_text().rstrip()]
+        path = sources.file(args.name.removesuffix(".yaml"))
+        if path is None:
+            names = [*presets_of(sources), *(f"{group}/{option}" for group in known for option in known[group])]
+            raise ConfigError(f"{args.name}: no such preset or option{did_you_mean(args.name, names) or '.'}")
+        lines = [f"# {path}", path.read_text().rstrip()]
     print("\n".join(lines))
     return 0
-
-
-def cp(argv: list[str]) -> int:
-    """Copy a preset or an option into a folder of your own, to change it there.
-
-    automodel-lite cp finetune my_conf                            # my_conf/finetune.yaml
-    automodel-lite cp finetune my_conf --as mine                  # my_conf/mine.yaml
-    automodel-lite cp optimizer/adamw my_conf                     # my_conf/optimizer/adamw.yaml
-    automodel-lite train --config-dir my_conf --config-name mine
-    """
-    parser = argument_parser(cp.__doc__)
-    parser.add_argument("name", help="a preset or group/option: automodel-lite ls lists them")
-    parser.add_argument("folder", type=Path, help="for --config-dir; made if it is not there")
-    parser.add_argument("--as", dest="new_name", help="another name for the copy")
-    args = parser.parse_args(argv)
-    path = _found(Sources(), args.name)
-    group = args.name.rpartition("/")[0]
-    target: Path = args.folder / group / f"{(args.new_name or path.stem).removesuffix('.yaml')}.yaml"
-    if target.exists():
-        raise ConfigError(f"{target} exists already: choose another name with --as.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text()
-    if not group and args.new_name:  # the run would go to the folder of the preset's
-        text = re.sub(r"^name: .*$", f"name: {target.stem}", text, flags=re.MULTILINE)
-    target.write_text(text)
-    print(target)
-    return 0
-
-
-def _found(sources: Sources, name: str) -> Path:
-    path = sources.file(name.removesuffix(".yaml"))
-    if path is None:
-        known = presets_of(sources)
-        known += [f"{group}/{option}" for group, options in groups_of(sources).items() for option in options]
-        raise ConfigError(
-            f"{name}: no such preset or option{did_you_mean(name, known) or '.'} automodel-lite ls lists them."
-        )
-    return path

@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from automodel_lite.config.components import IS_INSTALLED
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.version import __version__
@@ -131,31 +134,23 @@ def chosen(override: str) -> list[str]:
 
 
 def _quoted(value: str) -> str:
+    """Puts what Hydra's grammar does not take into quotes, item by item."""
     if _SYNTAX.match(value):
         return value
-    return ",".join(item if _UNQUOTED.fullmatch(item) else f"'{_escaped(item.strip())}'" for item in value.split(","))
-
-
-def _escaped(text: str) -> str:
-    """A backslash quotes the quote that follows it; others stand for themselves."""
-    return re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text)
-
-
-_SWEEP_FUNCTION = re.compile(r"\s*(range|interval|choice|glob|tag|sort|shuffle)\(")
+    items = []
+    for item in value.split(","):
+        # a backslash quotes the quote that follows it; others stand for themselves
+        text = re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), item.strip())
+        items.append(item if _UNQUOTED.fullmatch(item) else f"'{text}'")
+    return ",".join(items)
 
 
 def is_sweep(override: str) -> bool:
     """Does it name several values? `lr=1,2` and `lr=range(0,3)` do, `logger=[a,b]` does not."""
-    value = split(override)[1] or ""
-    if _SWEEP_FUNCTION.match(value):
-        return True
-    value = re.sub(r"'[^']*'|\"[^\"]*\"", "", value)
-    depth = 0
-    for letter in value:
-        depth += (letter in "[{(") - (letter in "]})")
-        if letter == "," and depth == 0:
-            return True
-    return False
+    try:
+        return OverridesParser.create().parse_override(f"key={_quoted(split(override)[1] or '')}").is_sweep_override()
+    except HydraException:
+        return False
 
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")

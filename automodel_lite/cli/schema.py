@@ -21,8 +21,9 @@ from omegaconf import MISSING
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of, read
 from automodel_lite.config import schema as schema_module
+from automodel_lite.config.components import own_targets
 from automodel_lite.config.rules import OneOf, Range
-from automodel_lite.config.signatures import options_of
+from automodel_lite.config.signatures import REQUIRED, arguments_of
 
 
 def schema(argv: list[str]) -> int:
@@ -45,10 +46,12 @@ def json_schema(sources: Sources) -> dict[str, Any]:
     """Of presets. A key that is not in it is a mistake, but for the arguments of parts."""
     known = groups_of(sources)
     found = _object(schema_module.Config, known, sources)
+    enums = {group: {"enum": [*options, None]} for group, options in known.items() if "/" not in group}
+    choices = enums | {f"override {group}": value for group, value in enums.items()}
     found["properties"]["defaults"] = {
         "description": "the preset this one starts from, `override group: option`, and _self_ last",
         "type": "array",
-        "items": {"anyOf": [{"type": "string"}, {"type": "object", "properties": _choices(known)}]},
+        "items": {"anyOf": [{"type": "string"}, {"type": "object", "properties": choices}]},
     }
     found["properties"]["hydra"] = {"description": "settings of Hydra: --cfg hydra prints them", "type": "object"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "automodel_lite", **found}
@@ -96,14 +99,14 @@ def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str
         for key in content:
             if key not in ("defaults", "_target_"):
                 properties.setdefault(str(key), {})
-        for key, argument in options_of(str(content.get("_target_"))).items():
-            properties[key] = {"description": argument.comment, "default": argument.default}
+        target = str(content.get("_target_"))
+        for key, argument in arguments_of(target).items() if target in own_targets() else ():
+            if key in properties or argument.comment:
+                own: dict[str, Any] = {"description": argument.comment} if argument.comment else {}
+                own |= {"default": argument.default} if argument.comment and argument.default is not REQUIRED else {}
+                types = [*properties.get(key, {}).get("anyOf", []), *_alternatives(_value(argument.hint))]
+                properties[key] = {**own, "anyOf": [kind for i, kind in enumerate(types) if kind not in types[:i]]}
     return {"type": ["object", "null"], "properties": properties}
-
-
-def _choices(known: dict[str, list[str]]) -> dict[str, Any]:
-    of_options = {group: {"enum": [*options, None]} for group, options in known.items() if "/" not in group}
-    return of_options | {f"override {group}": value for group, value in of_options.items()}
 
 
 def _value(hint: Any) -> dict[str, Any]:

@@ -75,17 +75,9 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
             f"--partition {name}: there is no such partition{did_you_mean(name, names) or '.'} "
             f"The partitions are {', '.join(names)}."
         )
-    gpus = min(_gpus(row[2]) for row in mine)
+    # `gpu:h100:8(S:0-1)` are 8; a day, or the partition's limit where it is shorter
+    gpus = min(sum(map(int, re.findall(r"gpu(?::[^:,(]+)?:(\d+)", row[2]))) for row in mine)
     cpus = min(int(re.sub(r"\D", "", row[3]) or 1) for row in mine)
-    return name, _limit(mine[0][1]), gpus, cpus, sum(int(row[4]) for row in mine)
-
-
-def _gpus(resources: str) -> int:
-    """`gpu:h100:8(S:0-1)` -> 8"""
-    return sum(int(number) for number in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", resources))
-
-
-def _limit(told: str) -> str:
-    """A day, or the partition's limit where it is shorter."""
-    days = re.match(r"(\d+)-", told)
-    return "24:00:00" if told in ("infinite", "n/a") or (days and int(days[1]) >= 1) else told
+    limit, days = mine[0][1], re.match(r"(\d+)-", mine[0][1])
+    is_long = limit in ("infinite", "n/a") or (days and int(days[1]) >= 1)
+    return name, "24:00:00" if is_long else limit, gpus, cpus, sum(int(row[4]) for row in mine)

@@ -182,12 +182,5 @@ def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def moved_target(path: str) -> str:
-    """The same class or function of this package where it is now, for a path of an older version."""
-    if path in own_targets() or not path.startswith("automodel_lite."):
-        return path
-    return next((target for target in own_targets() if target.rpartition(".")[2] == path.rpartition(".")[2]), path)
-
-
 def _is_below(path: str, prefixes: Sequence[str]) -> bool:
     return any(path == prefix or path.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)

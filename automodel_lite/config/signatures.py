@@ -11,7 +11,6 @@ import inspect
 import re
 import typing
 from collections import abc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -67,7 +66,12 @@ def options_of(target: str) -> dict[str, Argument]:
 def missing_extra(target: str) -> str | None:
     """Returns the optional package that one of our parts needs and that is not installed."""
     source = _source(target.rpartition(".")[0])
-    tops = {package for node in source.body for package in _imported(node)} if source else set()
+    tops: set[str] = set()
+    for node in source.body if source else ():
+        if isinstance(node, ast.ImportFrom):
+            tops.add(str(node.module).split(".")[0])
+        elif isinstance(node, ast.Import):
+            tops |= {alias.name.split(".")[0] for alias in node.names}
     return next((package for package in EXTRAS if package in tops and find_spec(package) is None), None)
 
 
@@ -164,11 +168,3 @@ class _Source(dict[str, Any]):
 def _source(module: str) -> _Source | None:
     path = PACKAGE.parent / f"{module.replace('.', '/')}.py"
     return _Source(module, path.read_text()) if module.startswith("automodel_lite.") and path.is_file() else None
-
-
-def _imported(node: ast.stmt) -> Iterator[str]:
-    """Yields the packages that a statement imports, their first names."""
-    if isinstance(node, ast.ImportFrom) and node.module:
-        yield node.module.split(".")[0]
-    elif isinstance(node, ast.Import):
-        yield from (alias.name.split(".")[0] for alias in node.names)

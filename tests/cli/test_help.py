@@ -31,15 +31,17 @@ def test_ls_shows_all_a_group_and_a_file(capsys: pytest.CaptureFixture[str]) -> 
         help.ls(["optimizer/adamv"])
 
 
-def test_a_copied_preset_and_option_compose_from_their_folder(tmp_path: Path) -> None:
-    help.cp(["smoke", str(tmp_path), "--as", "mine"])
-    help.cp(["optimizer/adamw", str(tmp_path), "--as", "slow"])
-    option = tmp_path / "optimizer/slow.yaml"
-    option.write_text(option.read_text() + "weight_decay: 0.5\n")
+def test_a_copied_preset_and_option_compose_from_their_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "optimizer").mkdir()
+    for name, copy in (("smoke", "mine"), ("optimizer/adamw", "optimizer/slow")):
+        help.ls([name])
+        (tmp_path / f"{copy}.yaml").write_text(capsys.readouterr().out)
+    with open(tmp_path / "optimizer/slow.yaml", "a") as option:
+        option.write("weight_decay: 0.5\n")
     config = compose_config("mine", ["optimizer=slow"], config_dir=str(tmp_path))
-    assert (config.name, config.optimizer.weight_decay) == ("mine", 0.5)
-    with pytest.raises(ConfigError, match=r"mine.yaml exists already: choose another name with --as"):
-        help.cp(["smoke", str(tmp_path), "--as", "mine"])
+    assert (config.name, config.optimizer.weight_decay) == ("smoke", 0.5)
 
 
 def test_the_json_schema_has_every_key_and_the_rules() -> None:
@@ -66,16 +68,24 @@ def test_a_validator_takes_every_preset_and_finds_every_mistake() -> None:
     validator = jsonschema.Draft202012Validator(schema)
     for preset in CONF_DIR.glob("*.yaml"):
         assert not list(validator.iter_errors(yaml.safe_load(preset.read_text()))), preset
-    wrong = {"seed": -1, "training": {"max_stepz": 3, "max_steps": 0, "precision": "fp61"}}
+    wrong = {
+        "seed": -1,
+        "training": {"max_stepz": 3, "max_steps": 0, "precision": "fp61"},
+        "optimizer": {"lr": "high", "weight_decay": 0.1},
+        "peft": {"r": "many", "alpha": 16},
+    }
     found = {".".join(map(str, error.path)) for error in validator.iter_errors(wrong)}
-    assert found == {"seed", "training", "training.max_steps", "training.precision"}
+    assert found == {"seed", "training", "training.max_steps", "training.precision", "optimizer.lr", "peft.r"}
 
 
 @pytest.mark.parametrize(
     ("resources", "gpus"), [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1)", 4), ("gpu:a:2,gpu:b:2,tmp:1", 4)]
 )
-def test_gpus_of_a_node(resources: str, gpus: int) -> None:
-    assert slurm._gpus(resources) == gpus
+def test_gpus_of_a_node(resources: str, gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sinfo").write_text(f"#!/bin/bash\necho 'main*|1:00:00|{resources}|96|4'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert slurm._partition(None) == ("main", "1:00:00", gpus, 96, 4)
 
 
 def test_the_slurm_script_takes_the_numbers_of_the_partition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
