@@ -357,20 +357,15 @@ class MixerExchange(Protocol):
     def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
         """As `DocumentRows.each`, of streams [T / cp, ...]: each rank mixes whole documents."""
 
-    def own(self, x_T: Tensor) -> Tensor:
-        """[T, ...] -> [T / cp, ...]."""
+    def own(self, x_T: Tensor) -> Tensor: ...  # [T, ...] -> [T / cp, ...]
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, without gradients."""
+    def summed(self, x: Tensor) -> Tensor: ...  # over the ranks, without gradients
 
-    def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]:
-        """[T / cp, H, ...] -> [T, H / cp, ...], of each."""
+    def to_heads(self, xs_TH: Sequence[Tensor]) -> list[Tensor]: ...  # [T / cp, H, ...] -> [T, H / cp, ...], of each
 
-    def from_heads(self, x_TH: Tensor) -> Tensor:
-        """[T, H / cp, ...] -> [T / cp, H, ...]."""
+    def from_heads(self, x_TH: Tensor) -> Tensor: ...  # and back
 
-    def part(self, weight: Tensor, dim: int) -> Tensor:
-        """The slice of a weight that belongs to this rank's heads."""
+    def part(self, weight: Tensor, dim: int) -> Tensor: ...  # the slice of a weight that belongs to this rank's heads
 
 
 @dataclass(frozen=True)

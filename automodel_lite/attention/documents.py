@@ -49,7 +49,11 @@ class WithinDocuments:
         if packed is None:
             self._scale_in_layers(NOW.get() is None)
             return self.forward(*args, **kwargs)
-        self._keep_for_recomputation()
+        # transformers' own gradient checkpointing, which may be turned on at any time.
+        for module in self.recomputing:
+            recompute = vars(module).get("_gradient_checkpointing_func")
+            if recompute is not None and not isinstance(recompute, WithContext):
+                module._gradient_checkpointing_func = WithContext(recompute)
         self._scale_in_layers(False)
         before = NOW.set(packed)
         try:
@@ -63,13 +67,6 @@ class WithinDocuments:
         """
         for layer in self.placed:
             layer.attn_temperature_tuning = is_outside_packs
-
-    def _keep_for_recomputation(self) -> None:
-        """transformers' own gradient checkpointing, which may be turned on at any time."""
-        for module in self.recomputing:
-            recompute = vars(module).get("_gradient_checkpointing_func")
-            if recompute is not None and not isinstance(recompute, WithContext):
-                module._gradient_checkpointing_func = WithContext(recompute)
 
 
 class WithContext:
@@ -216,7 +213,17 @@ class PackedMixer:
         if self._splits_inside(call, documents.mixers):
             with running(split_at_documents(documents.mixers)):
                 return self.forward(**arguments)
-        return self._by_documents(call, documents.mixers)
+        rest: list[Any] = []  # what it returns beside the mixed tokens
+
+        def mix(of_rows: list[Tensor]) -> Tensor:
+            out = self.forward(**call.with_streams(of_rows))
+            if isinstance(out, tuple):
+                out, *rest[:] = out
+            mixed: Tensor = out
+            return mixed
+
+        mixed = documents.mixers.each(mix, call.streams)[None]
+        return (mixed, *rest) if rest else mixed
 
     def _splits_inside(self, call: _Arguments, plan: MixerPlan) -> bool:
         """Are the inner functions split at documents, rather than the whole mixer? Where ranks share their heads, and
@@ -236,21 +243,6 @@ class PackedMixer:
         if plan.exchange is not None:
             return self.called.divide(plan.exchange.size)
         return any(self.called.takes_streams)
-
-    def _by_documents(self, call: _Arguments, plan: MixerPlan) -> Any:
-        """The whole mixer on rows."""
-        rest: list[Any] = []
-
-        def mix(of_rows: list[Tensor]) -> Tensor:
-            out = self.forward(**call.with_streams(of_rows))
-            if isinstance(out, tuple):
-                rest[:] = out[1:]
-                out = out[0]
-            mixed: Tensor = out
-            return mixed
-
-        out = plan.each(mix, call.streams)
-        return (out[None], *rest) if rest else out[None]
 
 
 @dataclass(frozen=True)

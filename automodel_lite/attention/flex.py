@@ -84,9 +84,10 @@ class FlexAttention:
         # Below one block the start-up probes would compile kernels, 5 to 10 s each, that training never calls.
         is_compiled = qkv[0].device.type in self._compiled_devices and len(qkv[0]) >= BLOCK
         attend: Any = self._compiled if is_compiled else flex_attention
+        cap = options.softcap
         out, aux = attend(
             *(x.transpose(0, 1)[None] for x in qkv),
-            score_mod=None if options.softcap is None else _softcap(options.softcap),
+            score_mod=None if cap is None else (lambda score, b, h, i, j: cap * torch.tanh(score / cap)),
             block_mask=mask,
             scale=options.scale,
             enable_gqa=qkv[0].shape[1] != qkv[1].shape[1],
@@ -164,10 +165,3 @@ def _ordered(is_in: Tensor) -> tuple[Tensor, Tensor]:
     """bool [query blocks, key blocks] -> how many are in, and their indices first, as [1, 1, ...] int32."""
     indices = torch.argsort(is_in.to(torch.int8), dim=1, descending=True, stable=True)
     return is_in.sum(1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
-
-
-def _softcap(softcap: float) -> Callable[..., Tensor]:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return score_mod

@@ -42,7 +42,13 @@ class VarlenAttention:
         self.parameters: Set[str] = inspect.signature(varlen_attn).parameters.keys()
         self.implementation = implementation
         if implementation is not None:
-            _activate(implementation)
+            try:
+                activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
+            except (ImportError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"attention.implementation={implementation} cannot be activated ({error}): install the package "
+                    "that torch names, or leave attention.implementation at null for the FlashAttention-2 inside torch."
+                ) from error
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head dims."""
@@ -110,13 +116,3 @@ class VarlenAttention:
 def _without_decoding(segments: Segments) -> Segments:
     """A longest segment of 1 would select the path for decoding."""
     return segments._replace(max_q=max(segments.max_q, 2), max_k=max(segments.max_k, 2))
-
-
-def _activate(implementation: str) -> None:
-    try:
-        activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
-    except (ImportError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"attention.implementation={implementation} cannot be activated ({error}): install the package that torch "
-            "names, or leave attention.implementation at null for the FlashAttention-2 inside torch."
-        ) from error

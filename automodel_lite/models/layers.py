@@ -52,7 +52,12 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
         return
     contexts: dict[str, Any] = {}
     if how == "selective":
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+        def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_kept = op in KEPT_OPS or op.namespace in _KEPT_NAMESPACES
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
     # The first layers, too: their inputs are kept for the longest time.
     for layer in layers[::every_layers]:
         layer.forward = _checkpointed(layer.forward, how == "offload", contexts)  # type: ignore[method-assign]
@@ -138,11 +143,6 @@ def from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
     """Copies a tensor back to the device, when the layer is recomputed."""
     device, tensor = kept
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = op in KEPT_OPS or op.namespace in _KEPT_NAMESPACES
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def text_decoder(lm: nn.Module) -> nn.Module:

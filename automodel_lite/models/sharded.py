@@ -48,8 +48,14 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
     tied: list[tuple[str, str]] = []
 
     def shard(cls: type, model: transformers.PreTrainedModel, *of_the_engine: object) -> transformers.PreTrainedModel:
-        if any(not _keeps_slices(converter) for converter in get_model_conversion_mapping(model)):
-            raise CannotReadSlicesError
+        # Does each converter make this rank's part of a weight of this rank's parts of the checkpoint's? Parameters are
+        # sharded over dim 0; the engine hands experts of their own files to the ranks that hold them.
+        converters = (x for x in get_model_conversion_mapping(model) if isinstance(x, WeightConverter))
+        for step in (step for converter in converters for step in converter.operations):
+            if not (
+                step.dim == 0 if isinstance(step, MergeModulelist) else isinstance(step, Concatenate) and step.dim > 0
+            ):
+                raise CannotReadSlicesError
         model.tie_weights(recompute_mapping=False)  # before FSDP, which then gathers and reduces them once
         tied.extend(model.all_tied_weights_keys.items())
         spread(model)
@@ -138,14 +144,3 @@ def keep_part(shard: DTensor, whole: Tensor) -> None:
     """Copies this rank's part of `whole` into its shard."""
     part: Any = DtensorShardOperation(shard).shard_tensor(whole)
     shard.to_local().copy_(part)
-
-
-def _keeps_slices(conversion: object) -> bool:
-    """Returns whether it makes this rank's part of a weight of this rank's parts of the checkpoint's weights.
-
-    Parameters are sharded over dim 0; the engine hands experts of their own files to the ranks that hold them.
-    """
-    operations = conversion.operations if isinstance(conversion, WeightConverter) else []
-    return all(
-        x.dim == 0 if isinstance(x, MergeModulelist) else isinstance(x, Concatenate) and x.dim > 0 for x in operations
-    )

@@ -208,8 +208,11 @@ class CausalLM:
                 f"different shape than in the config, {(missing + mismatched)[0]} first; they would be initialized at "
                 "random."
             )
-        if quantization:
-            _forget_quantization(model)
+        if quantization:  # forgotten: otherwise the export would quantize again, as the checkpoint was
+            for part in (model.config, model.config.get_text_config()):
+                vars(part).pop("quantization_config", None)
+            model.hf_quantizer, model.is_quantized, model._weight_conversions = None, False, None
+            model.float()
         check_finite(model, f"model.pretrained={self.pretrained}")
         if unknown := sorted(report["unexpected_keys"]):
             names = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
@@ -547,13 +550,3 @@ def _is_finite(weight: Tensor) -> bool:
     if not here.is_floating_point() or not here.numel():
         return True
     return all(bool(value.isfinite()) for value in here.detach().aminmax())
-
-
-def _forget_quantization(model: transformers.PreTrainedModel) -> None:
-    """Puts all weights into fp32 and removes the quantization from the config, in place."""
-    for part in (model.config, model.config.get_text_config()):
-        vars(part).pop("quantization_config", None)
-    # Otherwise the export would quantize again, as the checkpoint was.
-    bare: Any = model
-    bare.hf_quantizer, bare.is_quantized, bare._weight_conversions = None, False, None
-    model.float()

@@ -259,7 +259,7 @@ def test_an_implementation_is_refused_where_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the first forward they raise RuntimeError; FA4 on torch 2.11 in the first backward."""
-    monkeypatch.setattr("automodel_lite.attention.varlen._activate", lambda name: None)
+    monkeypatch.setattr("automodel_lite.attention.varlen.activate_flash_attention_impl", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     kernel = VarlenAttention(implementation, varlen_attn=recorder(parameters.split(), [], lambda a: a["query"]))
