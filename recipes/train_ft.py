@@ -274,7 +274,8 @@ class TrainFinetuneRecipe:
 
     def save(self, wait: bool = False) -> None:
         """Saves everything that the next step depends on; never after a nonfinite step."""
-        if not self.guards.are_savable(self.model.parameters()):
+        if reason := self.guards.nonfinite_text(self.model.parameters()):
+            self.console.print(f"{self.num_steps:7d}  WARNING: the step is not saved: {reason}")
             return
         self.guards.watchdog.enter(f"saving step {self.num_steps}")
         self.average.settle()

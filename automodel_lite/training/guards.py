@@ -121,23 +121,18 @@ class Guards:
         """Returns what is in the next step, over all ranks; agrees on a stop."""
         return counts_of(self.boundary.receive())
 
-    def are_savable(self, parameters: Iterable[Tensor]) -> bool:
-        """Is every weight finite, and was the last step? A checkpoint of anything else could not be continued from."""
-        if self.nonfinite.in_a_row:
-            return False
-        if not are_finite(parameters, self.ranks):
-            self.say(f"{self.state.num_steps:7d}  WARNING: the step is not saved: its weights are not finite")
-            return False
-        return True
+    def nonfinite_text(self, parameters: Iterable[Tensor]) -> str:
+        """Says why a checkpoint of now could not be continued from; empty where it could. Every rank calls it."""
+        if bad := self.nonfinite.in_a_row:
+            return f"the loss or the gradient of the last {bad} steps is not finite"
+        return "" if are_finite(parameters, self.ranks) else "the trained weights are not finite"
 
     def check_finite(self, parameters: Iterable[Tensor]) -> None:
         """Raises RunStoppedError when the last steps were skipped, or the trained weights are not finite."""
-        is_good = are_finite(parameters, self.ranks)
-        if bad := self.nonfinite.in_a_row or not is_good:
-            what = f"the loss or the gradient of the last {bad} steps was" if is_good else "the trained weights are"
+        if reason := self.nonfinite_text(parameters):
             raise RunStoppedError(
-                f"step {self.state.num_steps} is the last one, and {what} not finite: {self.newest_text()} Lower "
-                "optimizer.lr, raise the warm-up, or look at the data, and start a new run with name=... ."
+                f"step {self.state.num_steps} is the last one, and {reason}: {self.newest_text()} Lower optimizer.lr, "
+                "raise the warm-up, or look at the data, and start a new run with name=... ."
             )
 
     def check_saved(self) -> None:

@@ -170,14 +170,12 @@ def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
 
 def optimizer_bytes(optimizer: Callable[[nn.Module], Optimizer], master: int = _FP32) -> float:
     """Bytes that the optimizer keeps per trained weight: those of a matrix that it has stepped once."""
-    dtype = torch.float32 if master == _FP32 else torch.bfloat16
-    layer = torch.nn.utils.skip_init(torch.nn.Linear, _TRIED, _TRIED, bias=False, dtype=dtype)  # nothing is drawn
-    layer.weight.data.zero_()
-    layer.weight.grad = torch.zeros_like(layer.weight)
-    stepped = optimizer(layer)
+    weight = nn.Parameter(torch.zeros(_TRIED, _TRIED, dtype=torch.float32 if master == _FP32 else torch.bfloat16))
+    weight.grad = torch.zeros_like(weight)
+    stepped = optimizer(nn.ParameterList([weight]))
     stepped.step()
-    state = stepped.state[layer.weight].values()
-    return sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.ndim) / layer.weight.numel()
+    state = (value for value in stepped.state[weight].values() if isinstance(value, torch.Tensor) and value.ndim)
+    return sum(value.nbytes for value in state) / weight.numel()
 
 
 def remedies(parts: Parts) -> list[str]:

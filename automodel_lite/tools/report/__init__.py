@@ -36,19 +36,9 @@ MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
 REFRESH_S = 10
 _OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
 _RATES = ("tokens_per_s", "mfu_frac", "tflops_per_s", "data_wait_s")
-_PACKING = (  # of packing.json, by the names that the page shows
-    "documents",
-    "tokens",
-    "longest_tokens",
-    "median_tokens",
-    "packs",
-    "packed_sequence_size",
-    "strategy",
-    "documents_per_pack_mean",
-    "speedup_over_padding",
-    "dropped_documents",
-    "truncated_documents",
-)
+_PACKED = ("packs", "packed_sequence_size", "strategy", "documents_per_pack_mean", "speedup_over_padding")
+_LENGTHS = ("documents", "tokens", "longest_tokens", "median_tokens")
+_PACKING = (*_LENGTHS, *_PACKED, "dropped_documents", "truncated_documents")  # of packing.json; the page's names
 _CURVES = ("loss", "token_accuracy", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
