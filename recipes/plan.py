@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     check_alone()
     quiet_libraries()
     config = composed(args.config_name, overrides)
+    if args.write and (removed := [text for text in overrides if text.startswith("~")]):
+        raise ConfigError(f"--write {args.write}: a preset cannot remove an option, as {removed[0]} does.")
     if args.gpu not in GPUS:
         raise ConfigError(f"--gpu {args.gpu}: choose one of {', '.join(GPUS)}.")
     gpu = calibrated(GPUS[args.gpu], args.calibration) if args.calibration else GPUS[args.gpu]
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         found = {"plans": [plan.as_json() for plan in outcome.plans], "lost": dict(outcome.lost)}
         args.json.write_text(json.dumps(found, indent=1))
     if args.write:
-        write_preset(args.write, args.config_name, [*overrides, *best.overrides])
+        write_preset(args.write, args.config_name, config, [*overrides, *best.overrides])
     return 0
 
 
@@ -193,15 +195,15 @@ def cures(job: Job, parts_of: Callable[[Sequence[str]], Parts], most_nodes: int 
                 yield f"  fits with {change}"
 
 
-def write_preset(path: Path, preset: str, overrides: Sequence[str]) -> None:
-    """Writes a preset that starts from this one; group choices become its defaults."""
-    chosen = [text.partition("=") for text in overrides]
-    groups = [(key, value) for key, _, value in chosen if "." not in key and key not in ("name", "seed", "output_dir")]
-    lines = ["defaults:", f"  - {preset}", *(f"  - override {key}: {value}" for key, value in groups), "  - _self_"]
-    values = OmegaConf.from_dotlist([text for text in overrides if "." in text.partition("=")[0]])
+def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[str]) -> None:
+    """Writes a preset that starts from this one; choices of a group's option become its defaults."""
+    chosen = dict(text.split("=", 1) for text in overrides)
+    groups = {key: value for key, value in chosen.items() if isinstance(vars(config).get(key), dict)}
+    lines = ["defaults:", f"  - {preset}", *(f"  - override {key}: {value}" for key, value in groups.items())]
+    values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in chosen.items() if key not in groups])
     OmegaConf.update(values, "name", path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n\n" + OmegaConf.to_yaml(values))
+    path.write_text("\n".join([*lines, "  - _self_"]) + "\n\n" + OmegaConf.to_yaml(values))
     print(f"\nwritten: --config-dir {path.parent} --config-name {path.stem}")
 
 

@@ -168,29 +168,6 @@ def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:
     return f"rows: {type(lm).__name__} mixes tokens in its own code: documents go through it as right-padded rows"
 
 
-def check_balance(parts: Parts, described: transformers.PreTrainedModel, coefficient: float) -> None:
-    """Raises ConfigError for a model without such a loss, and where its routers are not seen."""
-    balance_of(described, coefficient)
-    if parts.training.compile is True:
-        raise ConfigError(
-            f"model.router_aux_loss={coefficient} with training.compile=true: the outputs of the routers are "
-            "recorded, which compiled layers do not support: set training.compile=false."
-        )
-
-
-def check_offload(parts: Parts, strategy: str) -> None:
-    """Raises ConfigError for what cannot wait in host memory."""
-    if not parts.mesh.cpu_offload:
-        return
-    if strategy != "fsdp":
-        raise ConfigError(f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}.")
-    if parts.mesh.tp > 1 or parts.mesh.ep > 1:
-        raise ConfigError(
-            f"mesh.cpu_offload=true with mesh.tp={parts.mesh.tp} mesh.ep={parts.mesh.ep} is not supported: use "
-            "mesh.dp_shard, or set mesh.cpu_offload=false."
-        )
-
-
 def as_teacher(parts: Parts) -> Parts:
     """The parts of the frozen second model: the same but for what is trained."""
     assert parts.teacher is not None

@@ -42,18 +42,15 @@ class WeightAverage:
             if NAME not in state:
                 state[NAME] = parameter.detach().to("cpu", torch.float32, copy=True)
             elif parameter.is_cuda:
-                self._pending.append((local(state[NAME]), self._copy(parameter)))
+                here = local(parameter.detach())
+                if parameter not in self._copies:
+                    self._copies[parameter] = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+                self._pending.append((local(state[NAME]), self._copies[parameter].copy_(here, non_blocking=True)))
             else:
                 local(state[NAME]).lerp_(local(parameter.detach()).float(), 1 - self.decay)
         if self._pending:
             self._copied = torch.cuda.Event()
             self._copied.record()
-
-    def _copy(self, parameter: Tensor) -> Tensor:
-        here = local(parameter.detach())
-        if parameter not in self._copies:
-            self._copies[parameter] = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
-        return self._copies[parameter].copy_(here, non_blocking=True)
 
     @torch.no_grad()
     def settle(self) -> None:

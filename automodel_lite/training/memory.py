@@ -143,14 +143,6 @@ def gpu_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def host_bytes() -> int:
-    """Of this machine, or of the container that this process is in."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return min(found, int(text)) if text.isdecimal() else found
-
-
 def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
     """Raises ConfigError for a model whose weights alone are more than the memory, by the smallest type that they may
     have: it would be noticed by the kernel, which kills processes without a message.
@@ -159,7 +151,10 @@ def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
     need = (0.5 if plan.parts.is_quantized else 2) * plan.size.parameters / shards
     have, where = gpu_bytes(device), "GPU"
     if have is None or plan.parts.mesh.cpu_offload:
-        have, where = host_bytes(), "machine"
+        have, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "machine"
+        limit = Path("/sys/fs/cgroup/memory.max")  # of the container that this process is in
+        text = limit.read_text().strip() if limit.is_file() else ""
+        have = min(have, int(text)) if text.isdecimal() else have
         need *= launched("LOCAL_WORLD_SIZE", 1)
     if need > have:
         raise ConfigError(

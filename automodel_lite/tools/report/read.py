@@ -75,6 +75,7 @@ def read_run(path: Path) -> RunRecord:
         raise ConfigError(f"{path} has logged no step yet.")
     config, facts = saved_config(folder.config), json_object(folder.facts)
     printed = facts.get("lines")
+    is_line = lambda line: isinstance(line, list) and [*map(type, line)] == [str, str]  # noqa: E731
     return RunRecord(
         path=path,
         name=str(config.get("name", folder.path.name)),
@@ -83,7 +84,7 @@ def read_run(path: Path) -> RunRecord:
         packing=_leaves(json_object(folder.packing)),
         lengths=json_object(folder.lengths),
         status=_leaves(folder.read_status()),
-        facts={**facts, "lines": [line for line in printed if _is_line(line)] if isinstance(printed, list) else []},
+        facts={**facts, "lines": [line for line in printed if is_line(line)] if isinstance(printed, list) else []},
     )
 
 
@@ -94,7 +95,3 @@ def _leaves(found: dict[str, Any]) -> dict[str, Any]:
 
 
 _TEXTS = ("state", "reason", "checkpoint", "strategy")
-
-
-def _is_line(line: Any) -> bool:
-    return isinstance(line, list) and len(line) == 2 and all(isinstance(text, str) for text in line)
