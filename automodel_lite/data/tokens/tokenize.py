@@ -266,11 +266,9 @@ def tokenize_validation(
 
 def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
     """Token rows of a set that need no cache; checked as those of a file are."""
-    chunks = list(tokenize_chunks(rows, job))
-    check_set("train", "messages", sum((chunk.found for chunk in chunks), Findings()), job.settings, job.tokenizer)
-    columns = flatten(chunk.columns for chunk in chunks).columns
-    lengths = np.concatenate([chunk.lengths for chunk in chunks])
-    return TokenRows(columns, np.concatenate([[0], np.cumsum(lengths)]))
+    chunk = DocumentTokenizer(job).chunk(placed(rows))
+    check_set("train", "messages", chunk.found, job.settings, job.tokenizer)
+    return TokenRows(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))
 
 
 def _tokenize_sets(
