@@ -54,9 +54,7 @@ class StepBatches:
     epoch: int
     after: Cursor  # the position once this step is done
     wait_s: float  # how long the trainer waited for it
-    left_out: dict[str, int] = field(
-        default_factory=dict
-    )  # documents of a stream, in this epoch so far, over all ranks
+    left_out: dict[str, int] = field(default_factory=dict)  # documents of a stream's epoch so far, over all ranks
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class TrainingPlan:
 class PackSource(ABC):
     """Where the packs of a run come from. A position means the same packs on every number of ranks and workers.
 
-    The methods with a body here answer for packs that are not known before the start.
+    The properties with a body here are those of packs that are not known before the start.
     """
 
     documents: Documents

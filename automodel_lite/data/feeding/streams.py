@@ -3,11 +3,8 @@
 Shards take turns: pack k of the stream is the next pack of shard k % num_shards, or empty once that shard has ended.
 Rank r of W reads the shards r, r + W, …, so its packs are every W-th pack of the stream, and the global batches depend
 neither on the number of ranks nor on workers. The position is the state of every shard, taken behind the last pack
-that was trained on; what workers have read ahead is not in it.
-
-Streams are the hub's, generators, and files too large to be prepared first. A stream is distributed to a fixed number
-of shards; each shard is read, tokenized and packed on its own, wherever it lives. Which process reads a shard is
-another matter: the packs do not depend on the number of ranks or workers.
+that was trained on; what workers have read ahead is not in it. Streams are the hub's, generators, and files too large
+to be prepared first.
 
     documents   0 1 2 3 4 5 6 7 8 …        num_shards 4
     shard 1       1       5       9 …      on rank 0 of one, on rank 1 of two, in worker 1 of two …
@@ -326,9 +323,9 @@ class StreamedPacks(PackSource):
             is_whole = not int(summed[0])  # the same on all ranks, so all end the epoch at this step
             counts = dict(zip(STREAM_COUNTS, summed[1:].tolist()))
             if is_whole or counts["num_documents"] >= MIN_JUDGED_DOCUMENTS:
-                self._judge(counts)
+                found = self._judged(counts)
                 if mesh.rank == 0 and (is_whole or not is_judged):
-                    print(f"data: {self._counts_text(counts)}", flush=True)
+                    print(f"data: {found}", flush=True)
                 is_judged = True
             if is_whole:
                 return
@@ -337,20 +334,22 @@ class StreamedPacks(PackSource):
             left_out = {f"stream/{name}": counts[name] for name in ("num_dropped", "num_empty")}
             yield StepBatches(batches, [], cursor.epoch, after, wait_s, left_out)
 
-    def _counts_text(self, counts: Mapping[str, int]) -> str:
-        """`stream.jsonl: 1,200 documents read, 12 bad, empty or without a trained token, 3 over-long dropped`."""
-        return (
-            f"{self.documents.stream.name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, "
-            f"empty or without a trained token, {counts['num_dropped']:,} over-long dropped"
-        )
+    def _judged(self, counts: Mapping[str, int]) -> str:
+        """Returns `stream.jsonl: 1,200 documents read, 12 bad, ...`.
 
-    def _judge(self, counts: Mapping[str, int]) -> None:
-        """Raises DataError when too much of what all shards have read so far cannot be trained on."""
-        max_bad_frac = self.job.settings.max_bad_frac
+        Raises:
+            DataError: too much of what all shards have read so far cannot be trained on.
+        """
+        name, max_bad_frac = self.documents.stream.name, self.job.settings.max_bad_frac
+        text = (
+            f"{name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, empty or without a "
+            f"trained token, {counts['num_dropped']:,} over-long dropped"
+        )
+        allowed = int(max_bad_frac * counts["num_documents"])
         if counts["num_empty"] > max_bad_frac * counts["num_documents"]:
-            allowed = int(max_bad_frac * counts["num_documents"])
-            raise DataError(f"{self._counts_text(counts)}; max_bad_frac={max_bad_frac} allows {allowed:,} bad ones.")
-        self.packer.check_dropped(counts["dropped_tokens"], counts["num_tokens"], self.documents.stream.name)
+            raise DataError(f"{text}; max_bad_frac={max_bad_frac} allows {allowed:,} bad ones.")
+        self.packer.check_dropped(counts["dropped_tokens"], counts["num_tokens"], name)
+        return text
 
     def _turns(self, cursor: Cursor, dp_rank: int) -> Iterator[Turn | None]:
         """This rank's turns from `cursor` on; None for a shard that has ended."""
