@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from automodel_lite.config.rules import Range, Seed
+from automodel_lite.data.reading.readers import RawRows
 from automodel_lite.errors import DataError
 
 Message = dict[str, Any]
@@ -67,15 +68,8 @@ def question_of(document: Document) -> Question | None:
     return Question([*system, {"role": "user", "content": document["prompt"]}], document["completion"] or None)
 
 
-class DocumentSet(Protocol):
-    """Map-style normalized documents; reading a bad one raises `DataError` that names its place."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Document: ...
-
-    def where(self, index: int) -> str:
-        """Where document `index` came from, `train.jsonl:17`."""
+DocumentSet = RawRows
+"""Map-style normalized documents; reading a bad one raises `DataError` that names its place, `train.jsonl:17`."""
 
 
 class Documents(Protocol):

@@ -1,15 +1,13 @@
 """Corpora that were tokenized beforehand: flat token files, mapped into memory and read as they are.
 
-    corpus.bin             a b c d e f g …      uint16 or uint32, documents end to end
-    corpus.offsets.npy     0     3       7 …    int64 [N + 1], documents (absent: a separator token ends each)
-    corpus.json            {"dtype": "uint16"}
+    corpus.bin    a b c d e f g …      tokens, documents end to end
+    corpus.idx    Megatron's index: their type, and where documents begin
 
-Megatron's pairs (`corpus.bin`, `corpus.idx`) are read too.
+Where there is no index, `dataset.dtype` and a token that ends each document describe the file.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,8 +82,8 @@ class MemmapCorpus:
 
     path: PathStr | Sequence[PathStr]  # a .bin file, or a list of them
     val_path: PathStr | Mapping[str, PathStr] | None = None  # validation corpus, or several by name
-    dtype: Annotated[str, OneOf(DTYPES)] | None = None  # for files without a .json or .idx that specifies it
-    separator_id: Count | None = None  # the token that ends each document, for files without document boundaries
+    dtype: Annotated[str, OneOf(DTYPES)] | None = None  # of the tokens, for files without .idx
+    separator_id: Count | None = None  # the token that ends each document, for files without .idx
 
     rows: Rows = field(init=False)
     val_rows: dict[str, Rows] = field(init=False)
@@ -127,15 +125,18 @@ class MemmapCorpus:
         return TokenizedData(self.rows, self.val_rows, counts, notes, short_hash(self.identity))
 
     def _open(self, path: str, key: str) -> MemmapRows:
-        if not _bin_path(path).is_file():
-            raise ConfigError(f"{key}={path}: there is no file {_bin_path(path)}.")
-        index = _bin_path(path).with_suffix(".idx")
-        dtype, offsets = (
-            read_megatron_index(index)
-            if index.is_file()
-            else _own_index(_bin_path(path), self.dtype, self.separator_id)
-        )
-        return MemmapRows(_bin_path(path), dtype, offsets)
+        file = _bin_path(path)
+        if not file.is_file():
+            raise ConfigError(f"{key}={path}: there is no file {file}.")
+        index = file.with_suffix(".idx")
+        if index.is_file():
+            return MemmapRows(file, *read_megatron_index(index))
+        if self.dtype is None or self.separator_id is None:
+            raise ConfigError(
+                f"{file.name} has no {index.name}: set dataset.dtype={' or '.join(DTYPES)} and dataset.separator_id, "
+                "the token that ends its documents."
+            )
+        return MemmapRows(file, self.dtype, _offsets_by_separator(_map_tokens(file, self.dtype), self.separator_id))
 
 
 class JoinedRows(ConcatenatedRows, Rows):
@@ -146,23 +147,25 @@ class JoinedRows(ConcatenatedRows, Rows):
         return np.concatenate([corpus.lengths for corpus in self.datasets])
 
 
-def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "uint32") -> None:
-    """Writes `<path>.bin`, `<path>.offsets.npy` and `<path>.json`; read them with `MemmapCorpus`.
+def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "int32") -> None:
+    """Writes `<path>.bin` and `<path>.idx`, a pair of Megatron's; read them with `MemmapCorpus`.
 
     Raises:
-        DataError: a token that `dtype` cannot hold.
+        DataError: a token that `dtype` (uint16, int32) cannot hold.
     """
-    most = np.iinfo(dtype).max
-    offsets = [0]
+    most, lengths = np.iinfo(dtype).max, []
     with path.with_suffix(".bin").open("wb") as file:
         for number, document in enumerate(documents):
             tokens = np.asarray(document, np.int64)
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= most:
                 raise DataError(f"document {number} holds the token {tokens.max()}; {dtype} holds up to {most}.")
             file.write(tokens.astype(dtype).tobytes())
-            offsets.append(offsets[-1] + len(tokens))
-    np.save(path.with_suffix(".offsets.npy"), np.array(offsets, np.int64))
-    path.with_suffix(".json").write_text(json.dumps({"dtype": dtype}))
+            lengths.append(len(tokens))
+    code = next(code for code, name in MEGATRON_DTYPES.items() if name == dtype)
+    header = struct.pack("<9sQBQQ", MEGATRON_MAGIC, 1, code, len(lengths), len(lengths) + 1)
+    pointers = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
+    arrays = np.array(lengths, np.int32), pointers.astype(np.int64), np.arange(len(lengths) + 1)
+    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
 
 
 def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
@@ -192,28 +195,6 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
     if len(bounds) and not 0 <= bounds.min() <= bounds.max() < len(ends):
         raise DataError(f"{path.name}: its documents refer to sequences that do not exist.")
     return dtype, ends[bounds]
-
-
-def _own_index(path: Path, dtype: str | None, separator_id: int | None) -> tuple[str, np.ndarray]:
-    described = path.with_suffix(".json")
-    if described.is_file():
-        try:
-            dtype = json.loads(described.read_text())["dtype"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f'{described.name}: must be {{"dtype": "uint16"}} or uint32 ({error}).') from error
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ConfigError(f"dataset.dtype={dtype} must be one of {', '.join(DTYPES)}: {path.name} does not specify it.")
-    offsets = path.with_suffix(".offsets.npy")
-    if offsets.is_file():
-        try:
-            return dtype, np.asarray(np.load(offsets, mmap_mode="r"))
-        except Exception as error:  # NumPy's reader of a damaged header raises what its parser does
-            raise DataError(f"{offsets.name}: is damaged ({error}): write it again.") from error
-    if separator_id is None:
-        raise ConfigError(
-            f"dataset.separator_id=null: {path.name} has no {offsets.name}; name the token that ends its documents."
-        )
-    return dtype, _offsets_by_separator(_map_tokens(path, dtype), separator_id)
 
 
 def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:
