@@ -34,6 +34,7 @@ MISTAKES = [
     ("training.precision=fp61", "training.precision=fp61 must be one of auto, fp32, bf16."),
     ("name=${oc.env:NOT_SET_ANYWHERE}", "name=${oc.env:NOT_SET_ANYWHERE}: Environment variable 'NOT_SET_ANYWHERE' not found."),
     ("name=???", "name has no value: set name=..."),
+    ("name=${name}", "name=${name}: Recursive interpolation detected."),
     ("mesh=4", "mesh=4 is a group of keys: set mesh.dp_replicate=..."),
     ("lr_scheduler=cosin", "lr_scheduler=cosin: no such option; did you mean cosine? The options are constant, cosine, linear, wsd."),
     ("peft=null", "peft=null: choose an option of the group: dora, lora, none, qlora."),

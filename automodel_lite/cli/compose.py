@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.line import allow_new_key, check_options, chosen, group_of, split
+from automodel_lite.cli.line import allow_new_key, chosen, group_of, option_problem, split
 from automodel_lite.cli.permissions import check_granted, check_hydra_settings
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
 from automodel_lite.config.components import flatten
@@ -114,16 +114,14 @@ def without_hydra(raw: DictConfig) -> DictConfig:
 def check_overrides(loader: Loader, typed: Sequence[str], is_multirun: bool = False) -> None:
     """Raises one ConfigError with all overrides that cannot be read, and all options that do not exist."""
     problems = []
-    parser = OverridesParser.create()
     for text in typed:
-        found = list(check_options([text], loader.known, is_multirun))
         try:
-            parser.parse_overrides([allow_new_key(text, loader.known)])
+            OverridesParser.create().parse_overrides([allow_new_key(text, loader.known)])
+            problems.append(option_problem(text, loader.known, is_multirun))
         except OverrideParseException as error:
-            found = found or [_unreadable(error)]
-        problems += found
-    if problems:
-        raise ConfigError("\n".join(problems))
+            problems.append(option_problem(text, loader.known, is_multirun) or _unreadable(error))
+    if any(problems):
+        raise ConfigError("\n".join(filter(None, problems)))
 
 
 _KEY = re.compile(r"[+~]*[\w@:/$-]+(\.[\w@:/$-]+)*\s*")

@@ -27,7 +27,6 @@ from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.cli.sweep import run_sweep
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import flatten
-from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import activity, is_shown, print_above_bars
 from automodel_lite.run.exits import LAUNCHED_BY_US
@@ -89,17 +88,7 @@ def choose_allocator(environment: MutableMapping[str, str]) -> None:
 def run(recipe: Recipe, raw: DictConfig, line: Line, sources: Sources) -> int:
     """Checks the configuration and runs the recipe; returns the exit code. Raises ConfigError."""
     HydraConfig.instance().set_config(raw)  # of `${hydra:...}`
-    config = checked(recipe, without_hydra(raw))
-    for text in beaten_options(raw, sources, line.overrides) if is_shown() else ():
-        print_above_bars(f"settings   {text}")
-    with activity("importing torch and transformers"):
-        main = recipe.function()
-    own = recipe.own_keys(config)
-    return (main(config) if own is None else main(config, own)) or 0
-
-
-def checked(recipe: Recipe, raw: DictConfig) -> Config:
-    """Returns the checked configuration of a recipe. Raises ConfigError."""
+    raw = without_hydra(raw)
     if not recipe.writes_a_run and OmegaConf.is_missing(raw, "name"):
         raw.name = "unnamed"
     # who names a package as the recipe lets its code run; the run's folder remembers what the model needs of it
@@ -107,7 +96,13 @@ def checked(recipe: Recipe, raw: DictConfig) -> Config:
     targets = [str(value) for key, value in flatten(OmegaConf.to_container(raw)) if key.endswith("_target_")]
     if not recipe.is_ours and any(target.startswith(package) for target in targets):
         raw.security.allow_targets = [*raw.security.allow_targets, package.rstrip(".")]
-    return check_config(raw, recipe.extra_type())
+    config = check_config(raw, recipe.extra_type())
+    for text in beaten_options(raw, sources, line.overrides) if is_shown() else ():
+        print_above_bars(f"settings   {text}")
+    with activity("importing torch and transformers"):
+        main = recipe.function()
+    own = recipe.own_keys(config)
+    return (main(config) if own is None else main(config, own)) or 0
 
 
 def show(hydra: Hydra, line: Line) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -94,36 +94,30 @@ def allow_new_key(override: str, known: Mapping[str, Sequence[str]]) -> str:
     return f"++{key}={_quoted(value or '')}"
 
 
-def check_options(
-    overrides: Sequence[str], known: Mapping[str, Sequence[str]], is_multirun: bool = False
-) -> Iterator[str]:
-    """A sentence for each choice of an option that does not exist, `group=x: no such option ...`, and for several
-    values where there is one run.
+def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: bool = False) -> str | None:
+    """Returns the sentence for an option that does not exist, `group=x: no such option ...`, and for several values
+    where there is one run.
     """
-    for text in overrides:
-        group, value = group_of(text, known), split(text)[1]
-        if value is not None and not split(text)[0]:
-            yield f"{text}: cannot be read as key=value (there is no key)."
-            continue
-        if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):
-            key = text.partition("=")[0]
-            yield (
-                f"{text}: several values: add --multirun to sweep over them, or write a list as {key}=[{value}], or "
-                f"one text as '{key}=\"{value}\"'."
-            )
-            continue
-        if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
-            continue
-        if not chosen(text) and not value.strip().startswith(("[", "{")):
-            yield f"{text}: choose an option of the group: {', '.join(known[group])}."
-        for option in chosen(text):
-            folder, _, name = option.rpartition("/")
-            is_known = name in known.get("/".join(filter(None, [group, folder])), ())
-            if not is_known:
-                near = did_you_mean(option, known[group]) or "."
-                more = " pip install 'automodel-lite[sweep]' brings others." if group.startswith("hydra/") else ""
-                yield f"{text}: no such option{near} The options are {', '.join(known[group])}.{more}"
-                break
+    group, (key, value) = group_of(text, known), split(text)
+    if value is not None and not key:
+        return f"{text}: cannot be read as key=value (there is no key)."
+    if not is_multirun and is_sweep(text) and not text.startswith(("~", "hydra.")):
+        key = text.partition("=")[0]
+        return (
+            f"{text}: several values: add --multirun to sweep over them, or write a list as {key}=[{value}], or "
+            f"one text as '{key}=\"{value}\"'."
+        )
+    if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
+        return None
+    if not chosen(text) and not value.strip().startswith(("[", "{")):
+        return f"{text}: choose an option of the group: {', '.join(known[group])}."
+    for option in chosen(text):
+        folder, _, name = option.rpartition("/")
+        if name not in known.get("/".join(filter(None, [group, folder])), ()):
+            near = did_you_mean(option, known[group]) or "."
+            more = " pip install 'automodel-lite[sweep]' brings others." if group.startswith("hydra/") else ""
+            return f"{text}: no such option{near} The options are {', '.join(known[group])}.{more}"
+    return None
 
 
 def chosen(override: str) -> list[str]:

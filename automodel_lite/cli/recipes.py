@@ -22,7 +22,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
-from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.interpreter import relaxed_gc
@@ -73,13 +72,9 @@ class Recipe:
             return f"automodel-lite run {self.main}"
         return f"{'torchrun' if self.name == 'train_ft' else 'python'} recipes/{self.name}.py"
 
-    def folder(self) -> Path:
-        """The folder that it lies in."""
-        return CONF_DIR.parent / "recipes" if self.is_ours else self._file().parent
-
     def conf(self) -> Path | None:
-        """Its own presets and options, a folder conf/ beside it."""
-        found = None if self.is_ours else self.folder() / "conf"
+        """Returns the folder of its own presets and options, conf/ beside it."""
+        found = None if self.is_ours else self._file().parent / "conf"
         return found if found and found.is_dir() else None
 
     def function(self) -> Callable[..., int | None]:

@@ -25,12 +25,13 @@ class Sources:
 
     @classmethod
     def of(cls, config_dir: str | None = None, config_path: str | None = None, recipe: Recipe | None = None) -> Sources:
-        """`config_path` takes the place of conf/; a relative one is looked up beside the recipe, then here."""
-        own = _folder("--config-dir", config_dir, None) if config_dir else None
-        main = _folder("--config-path", config_path, recipe.folder() if recipe else None) if config_path else None
+        """Raises ConfigError for a folder that is not there; `config_path` takes the place of conf/."""
+        for flag, folder in (("--config-dir", config_dir), ("--config-path", config_path)):
+            if folder and not Path(folder).is_dir():
+                raise ConfigError(f"{flag} {folder}: there is no such folder.")
         beside = recipe.conf() if recipe else None
-        folders = [folder for folder in (main, own, beside, None if main else CONF_DIR) if folder]
-        return cls(tuple(folder.resolve() for folder in folders))
+        folders = [config_path, config_dir, beside, None if config_path else CONF_DIR]
+        return cls(tuple(Path(folder).resolve() for folder in folders if folder))
 
     @property
     def are_ours(self) -> bool:
@@ -72,14 +73,6 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
         near = did_you_mean(preset, known) or "."
         raise ConfigError(f"--config-name {preset}: no such preset{near} The presets are {', '.join(known)}.")
     return preset
-
-
-def _folder(flag: str, text: str, beside: Path | None) -> Path:
-    candidates = [folder / text for folder in (beside, Path.cwd()) if folder]
-    found = next((path for path in candidates if path.is_dir()), None)
-    if found is None:
-        raise ConfigError(f"{flag} {text}: there is no such folder.")
-    return found
 
 
 def read(path: Path) -> DictConfig:

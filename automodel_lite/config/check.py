@@ -104,9 +104,9 @@ def _unresolved(raw: DictConfig) -> Iterator[str]:
     walk(raw, OmegaConf.to_container(raw, resolve=False), "")
     yield from (f"{key} has no value: set {key}=..." for key in missing)
     named = [*missing, *(key for key, _, _ in broken)]
-    for key, value, cause in broken:
-        if not any(f"${{{other}}}" in value for other in named):
-            yield f"{key}={value}: {cause}."
+    roots = [item for item in broken if not any(f"${{{key}}}" in item[1] for key in named if key != item[0])]
+    # in a circle each points to another
+    yield from (f"{key}={value}: {cause}." for key, value, cause in roots or ([] if missing else broken))
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:
