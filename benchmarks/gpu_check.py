@@ -40,6 +40,7 @@ WHEELS = {  # what to install -> what is imported; 7 MB
     "datasets==5.2.0": "datasets",
     "dill==0.4.1": "dill",
     "multiprocess==0.70.19": "multiprocess",
+    "torchdata==0.11.0": "torchdata",
 }
 COMMON = {name: name for name in ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")}  # 60 MB
 OPTIONAL = {  # a part that needs one says that it is missing

@@ -332,7 +332,7 @@ def each(packs: PackedDataset) -> None:
 
 
 def loaded(packs: PackedDataset) -> None:
-    """As the recipe reads an epoch: shuffled, by its DataLoader and collater, without workers."""
+    """As the recipe reads an epoch: shuffled, by its StatefulDataLoader and collater, without workers."""
     steps = [assign_to_ranks(epoch_order(len(packs), 0, 0, True), BatchShape(len(packs), 4, 1))]
     for _ in read_batches(packs, steps, 0, DataloaderConfig()):
         pass

@@ -20,6 +20,7 @@ def quiet_libraries() -> None:
     """No progress bars and deprecation notes of libraries between the rows of the run."""
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, if it ever is
     disable_transformers_bar()
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft 0.21
     # Under tensor parallelism the embedding answers with a view. torch warns of `x += y` on it; no family with such a
     # plan does that, and the gradients of all layouts are compared with those of one process.

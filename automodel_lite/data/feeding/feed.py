@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_lite.config.schema import DataloaderConfig
 from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks
@@ -21,28 +22,30 @@ from automodel_lite.data.feeding.source import Cursor, StepBatches
 from automodel_lite.data.packing.packs import PackedDataset, packed_sequence_thd_collater
 from automodel_lite.thd import ThdBatch, to_thd
 
+_NEVER = 1 << 60
 _PREFETCHED = 4  # batches of each worker
 _GRACE_S = 120.0  # of a worker that was told to stop; it leaves sooner with its rank
 
 
 def read_batches(
     packs: Dataset[Any], steps: Iterable[np.ndarray], dp_rank: int, config: DataloaderConfig
-) -> DataLoader:
+) -> StatefulDataLoader:
     """The collated micro-batches of a rank; `steps` are pack ids, assigned to ranks."""
     micro_batches = [micro_batch for step in steps for micro_batch in step[:, dp_rank].tolist()]
     pins = torch.cuda.is_available()
     options = worker_options(config)
-    return DataLoader(
+    return StatefulDataLoader(
         packs, batch_sampler=micro_batches, collate_fn=packed_sequence_thd_collater, pin_memory=pins, **options
     )
 
 
 def worker_options(config: DataloaderConfig) -> dict[str, Any]:
-    """Arguments of a DataLoader, which has no state of its own: the cursor, or each turn of a stream, has it."""
+    """Arguments of a StatefulDataLoader. Its own state is not used: the cursor, or each turn of a stream, has it."""
     return {
         "num_workers": config.num_workers,
         "multiprocessing_context": "fork" if config.num_workers else None,  # a killed rank takes its workers along
         "prefetch_factor": _PREFETCHED if config.num_workers else None,
+        "snapshot_every_n_steps": _NEVER,
         "worker_init_fn": delay_worker_exit,
     }
 

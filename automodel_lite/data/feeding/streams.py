@@ -23,7 +23,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_lite.config.components import CodePath
 from automodel_lite.config.rules import PathStr, Range, looks_local
@@ -359,7 +360,7 @@ class StreamedPacks(PackSource):
         states = {shard: (cursor.shards or {})[str(shard)] for shard in own if str(shard) in (cursor.shards or {})}
         turns = ShardTurns(self.documents, self.job, self.packer, shards, states)
         options = worker_options(self.dataloader)
-        read = iter(DataLoader(turns, batch_size=None, collate_fn=lambda turn: turn, **options))
+        read = iter(StatefulDataLoader(turns, batch_size=None, collate_fn=lambda turn: turn, **options))
         ahead = next(read, None)
         for shard in itertools.cycle(shards):
             if ahead is None:
