@@ -22,7 +22,7 @@ import torch
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceFeed, ReadyStep
-from automodel_lite.data.feeding.source import PackSource, StepBatches, TrainingPlan
+from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.interpreter import relaxed_gc
 from automodel_lite.models.flops import cost_model
@@ -34,7 +34,7 @@ from automodel_lite.progress import Progress, activity
 from automodel_lite.run.nonfinite import StepNumbers
 from automodel_lite.seed import seed_all
 from automodel_lite.telemetry.callbacks import MetricsLog, value_of
-from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult, count_own
 from automodel_lite.thd import ThdBatch
 from automodel_lite.tools.finish import check_exportable, finish
@@ -83,15 +83,7 @@ class TrainFinetuneRecipe:
     @classmethod
     def launch(cls, config: Config, *more: object) -> int:
         """Trains, or continues, or counts a dry run; `more` are arguments of a subclass. Returns the exit code."""
-        quiet_libraries()
-        config = start.from_run(config)
-        if config.dry_run:
-            return start.dry_run(config)
-        with resume.joined(config) as (config, peers, finished):
-            if finished:
-                Console().print(finished)
-                return 0
-            return cls(config, peers, *more).train()
+        return resume.launch(cls, config, *more)
 
     @property
     def num_steps(self) -> int:
@@ -174,7 +166,7 @@ class TrainFinetuneRecipe:
             self.bar.add(1, f"loss {before.loss:.4f}" if before else "")  # the device has finished the step before
             before = result
             if logs:
-                self.log(result, ready.batches)
+                self.log(result, ready)
             if validates:
                 self.bar.note("validating")
                 self.validate()
@@ -241,12 +233,12 @@ class TrainFinetuneRecipe:
         """Every `every_steps` steps (0 = never), and after the last step."""
         return self.num_steps == self.plan.max_steps or (every_steps > 0 and self.num_steps % every_steps == 0)
 
-    def log(self, result: StepResult, batches: StepBatches) -> None:
+    def log(self, result: StepResult, ready: ReadyStep) -> None:
         """Logs a row to the screen, metrics.jsonl and the callbacks."""
-        row = self.meter.row(result, self.num_steps, batches.epoch, self.plan.max_steps)
+        row = self.meter.row(result, self.num_steps, ready.batches.epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
-        self.metrics.log_step(row.as_row() | batches.left_out)
+        self.metrics.log_step(row.as_row() | ready.batches.left_out)
         self.page.update()
 
     def validate(self) -> None:

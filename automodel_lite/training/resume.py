@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,28 @@ from automodel_lite.run.exits import leave
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.model_files import model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
+from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.training import start
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.plan import Parts
 from automodel_lite.training.schedules import move_to
 from automodel_lite.training.state import TrainState
 
 _NUM_ROWS = 256  # of a validation set that are hashed
+
+
+def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
+    """Makes a recipe and trains it, unless its run is finished or it is a dry run; returns the exit code."""
+    quiet_libraries()
+    config = start.from_run(config)
+    if config.dry_run:
+        return start.dry_run(config)
+    with joined(config) as (config, peers, finished):
+        if finished:
+            Console().print(finished)
+            return 0
+        code: int = recipe(config, peers, *more).train()
+        return code
 
 
 @contextmanager
