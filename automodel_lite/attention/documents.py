@@ -219,8 +219,7 @@ class PackedMixer:
             out = self.forward(**call.with_streams(of_rows))
             if isinstance(out, tuple):
                 out, *rest[:] = out
-            mixed: Tensor = out
-            return mixed
+            return out  # type: ignore[no-any-return]
 
         mixed = documents.mixers.each(mix, call.streams)[None]
         return (mixed, *rest) if rest else mixed

@@ -276,9 +276,7 @@ def _why_not_finite(model: nn.Module) -> str:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.is_floating_point() and not torch.isfinite(local).all():
             return f"the loaded weight {name} contains inf or NaN. Download the weights again, or use another step."
-    return (
-        "a sum overflows though the weights of this rank are finite. Set training.precision=fp32, or check the weights."
-    )
+    return "a sum overflows though this rank's weights are finite. Set training.precision=fp32, or check the weights."
 
 
 def tolerance_std(dtype: torch.dtype) -> float:

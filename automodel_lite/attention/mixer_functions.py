@@ -281,6 +281,5 @@ def _dealable(x_TH: Tensor, num_heads: int, num_ranks: int) -> Tensor:
     """Groups that several heads share, repeated until the ranks divide them."""
     groups = x_TH.shape[1]
     wanted = math.lcm(groups, num_ranks)
-    assert num_heads % groups == 0
-    assert num_heads % num_ranks == 0
+    assert num_heads % groups == num_heads % num_ranks == 0
     return x_TH if wanted == groups else x_TH.repeat_interleave(wanted // groups, 1)

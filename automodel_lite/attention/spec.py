@@ -176,13 +176,8 @@ def attention_specs(
             narrowest[kind] = min((w for w in (narrowest.get(kind), window) if w is not None), default=None)
     return [
         AttentionSpec(
-            model_type=config.model_type,
-            device=torch.device(device),
-            dtype=dtype,
-            num_heads=kind.num_heads,
-            num_kv_heads=kind.num_kv_heads,
-            head_dim=kind.head_dim,
-            value_head_dim=kind.value_head_dim,
+            *(config.model_type, torch.device(device), dtype),
+            *(kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.value_head_dim),
             window=narrowest[kind],
             softcap=config_value(config, "attn_logit_softcapping"),
             sinks=passes_sinks(config),

@@ -63,7 +63,20 @@ class TransformerEngineAttention:
         mask_type = "padding_causal" if is_self else "padding_causal_bottom_right"
         cu_q, cu_k = self._fill(cu_q), self._fill(cu_k)
         heads = (q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], v_THD.shape[2])
-        attend = self._module(heads, options, mask_type)
+        key = (heads, options.scale, options.window, options.softcap, mask_type)
+        if key not in self._modules:
+            self._modules[key] = DotProductAttention(
+                q_THD.shape[1],
+                (q_THD.shape[2], v_THD.shape[2]),
+                num_gqa_groups=k_THD.shape[1],
+                qkv_format="thd",
+                attn_mask_type=mask_type,
+                attention_type="self" if is_self else "cross",
+                window_size=(-1, 0) if options.window is None else (options.window - 1, 0),
+                softmax_scale=options.scale,
+                **({} if options.softcap is None else {"softcap": options.softcap}),
+            )
+        attend = self._modules[key]
         out = attend(
             q_THD.contiguous(),
             k_THD.contiguous(),
@@ -85,21 +98,3 @@ class TransformerEngineAttention:
         if cu not in self._filled:
             self._filled[cu] = torch.cat([cu, cu[-1:].expand(-(len(cu) - 1) % DOCUMENTS_STEP)])
         return self._filled[cu]
-
-    def _module(self, heads: tuple[int, int, int, int], options: AttentionOptions, mask_type: str) -> nn.Module:
-        window, softcap = options.window, options.softcap
-        key = (heads, options.scale, window, softcap, mask_type)
-        if key not in self._modules:
-            num_heads, num_kv_heads, head_dim, value_head_dim = heads
-            self._modules[key] = DotProductAttention(
-                num_heads,
-                (head_dim, value_head_dim),
-                num_gqa_groups=num_kv_heads,
-                qkv_format="thd",
-                attn_mask_type=mask_type,
-                attention_type="self" if mask_type == "padding_causal" else "cross",
-                window_size=(-1, 0) if window is None else (window - 1, 0),
-                softmax_scale=options.scale,
-                **({} if softcap is None else {"softcap": softcap}),
-            )
-        return self._modules[key]

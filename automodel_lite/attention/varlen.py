@@ -63,21 +63,19 @@ class VarlenAttention:
             dims = f"head dims {spec.head_dim} / {spec.value_head_dim}"
             raise refuse(self, dims, f"they must be equal, a multiple of 8, at most {LARGEST_HEAD_DIM}: attention=te")
         if torch.cuda.is_available():
-            self._check_gpu(torch.cuda.get_device_capability(spec.device))
+            capability = torch.cuda.get_device_capability(spec.device)
+            if capability < (8, 0):
+                raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, use attention=flex")
+            majors = CAPABILITIES.get(str(self.implementation), capability)
+            if capability[0] not in majors:
+                needs = " or ".join(f"{major}.x" for major in majors)
+                asked = f"implementation={self.implementation} on this GPU ({capability[0]}.{capability[1]})"
+                cure = f"it needs compute capability {needs}: leave attention.implementation at null"
+                raise refuse(self, asked, cure)
         if self.implementation == "FA4" and "enable_gqa" not in self.parameters:
             # there its backward refuses every window, and "no window, but causal" is one to it
             cure = "torch>=2.12 can; or leave attention.implementation at null"
             raise refuse(self, f"implementation=FA4 on torch {torch.__version__}", cure)
-
-    def _check_gpu(self, capability: tuple[int, int]) -> None:
-        if capability < (8, 0):
-            raise refuse(self, "this GPU", "FlashAttention needs compute capability 8.0, use attention=flex")
-        if self.implementation is not None and capability[0] not in CAPABILITIES.get(self.implementation, capability):
-            needs = " or ".join(f"{major}.x" for major in CAPABILITIES[self.implementation])
-            cure = f"it needs compute capability {needs}: leave attention.implementation at null"
-            raise refuse(
-                self, f"implementation={self.implementation} on this GPU ({capability[0]}.{capability[1]})", cure
-            )
 
     def __call__(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions

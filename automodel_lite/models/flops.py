@@ -80,7 +80,6 @@ class ModelSize:
     embedding: int  # parameters of the language model outside its layers, tied ones once
     head_weights: int
     towers: int  # parameters of a composite that text does not meet: vision, audio, their projections
-    has_head_norms: bool  # queries and keys are normed head by head
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,6 @@ def size_of(lm: transformers.PreTrainedModel) -> ModelSize:
         embedding=of_text - sum(sizes),
         head_weights=head.weight.numel(),
         towers=total - of_text,
-        has_head_norms=any("q_norm" in name for name, _ in layers[0].named_parameters()),
     )
 
 
@@ -143,11 +141,9 @@ def step_flops(config: PretrainedConfig, size: ModelSize, num_adapter_weights: i
     """Returns the costs of a step. num_adapter_weights: trained weights beside a frozen model; None when the model
     itself is trained.
     """
-    cost = cost_model(config, size)
-    if num_adapter_weights is None:
-        return StepFlops(6.0 * size.layer_weights, 6.0 * size.head_weights, cost)
-    per_token = 4.0 * size.layer_weights + 6.0 * num_adapter_weights
-    return StepFlops(per_token, 4.0 * size.head_weights, cost)
+    products = 6.0 if num_adapter_weights is None else 4.0
+    per_token = products * size.layer_weights + 6.0 * (num_adapter_weights or 0)
+    return StepFlops(per_token, products * size.head_weights, cost_model(config, size))
 
 
 def _visited_weights(layer: nn.Module, text: PretrainedConfig) -> float:

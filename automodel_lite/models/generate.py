@@ -61,7 +61,10 @@ class Generator:
         # Left padding moves positions: an answer that ends at the model's length would be cut short by its neighbor.
         has_room = min(map(self._room_tokens, prompts)) >= max_new_tokens
         is_batch = len(prompts) == 1 or (has_room and self.takes_padding)
-        streamer = _Stream(self.tokenizer, write) if write else None
+        streamer: Any = None
+        if write:  # gets the text as soon as it is whole words
+            streamer = TextStreamer(cast(Any, self.tokenizer), skip_prompt=True, skip_special_tokens=True)
+            streamer.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)
         batches = [prompts] if is_batch else [[ids] for ids in prompts]
         return [text for batch in batches for text in self._generate(batch, max_new_tokens, temperature, streamer)]
 
@@ -131,17 +134,6 @@ def prompt_ids(
             f"the chat template refuses the prompt ({reason}): use --raw to skip the template."
         ) from error
     return list(inputs["input_ids"])
-
-
-class _Stream(TextStreamer):
-    """Hands over the text as soon as it is whole words."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write = write
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.write(text + ("\n" if stream_end else ""))
 
 
 def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = False) -> Generator:

@@ -61,13 +61,16 @@ def load_shards(load: Callable[..., Any], *, spread: Spread, device: torch.devic
         spread(model)
         return model
 
+    def open_rows(path: str, **options: Any) -> Any:
+        return RowFile(path) if "backend" in options else safe_open(path, **options)
+
     # Hooks for one call: the engine offers no way to shard a model by other means than its own between the moment when
     # it is described and the moment when its weights are read.
     with contextlib.ExitStack() as hooks:
         hooks.enter_context(converting_exactly())
         for owner, name, function in (
             (transformers.PreTrainedModel, "maybe_distribute_model", classmethod(shard)),
-            (modeling_utils, "safe_open", _open_rows),
+            (modeling_utils, "safe_open", open_rows),
             (modeling_utils, "_dtensor_from_local_like", partial(hold_shard, device)),
             (core_model_loading, "_dtensor_from_local_like", partial(hold_shard, device)),
         ):
@@ -132,11 +135,6 @@ class Rows:
         values = torch.from_numpy(read).view(empty.dtype).view(-1, *shape[1:]) if num_bytes else empty
         inside = (slice(None), *rest)
         return values[inside].contiguous()
-
-
-def _open_rows(path: str, **options: Any) -> Any:
-    """Opens a file in place of `safe_open`, where the engine is about to slice."""
-    return RowFile(path) if "backend" in options else safe_open(path, **options)
 
 
 @torch.no_grad()

@@ -141,7 +141,10 @@ class CausalLM:
         """
         config = self._checked_config(tokenizer)
         if self.pretrained:
-            lm = self._load(config, read_whole, load_arguments or {})
+            from automodel_lite.models.checkpoints import converting_exactly  # with the models' code
+
+            with converting_exactly():
+                lm = self._load(config, lambda load: load(), load_arguments or {})
             if self._grows(config, tokenizer):
                 self.notes.append(grow_embeddings(lm, len(tokenizer)))
         else:
@@ -259,10 +262,7 @@ def model_class(config: PretrainedConfig) -> Any:
 def load_whole(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """Loads a folder or hub name by plain `from_pretrained`, under its own class."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model: transformers.PreTrainedModel = model_class(config).from_pretrained(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code
-    )
-    return model
+    return model_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -294,10 +294,8 @@ def describe(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> tr
     """Builds a config's model on the meta device: shapes without memory. Remote code was trusted already."""
     own = copy.deepcopy(config)  # from_config writes the dtype into it
     with torch.device("meta"):
-        model: transformers.PreTrainedModel = model_class(own).from_config(
-            own, dtype=dtype, trust_remote_code=is_remote_code(type(own))
-        )
-    return model
+        made = model_class(own).from_config(own, dtype=dtype, trust_remote_code=is_remote_code(type(own)))
+    return made  # type: ignore[no-any-return]
 
 
 def is_remote_code(kind: type) -> bool:
@@ -323,8 +321,7 @@ def grow_embeddings(lm: transformers.PreTrainedModel, num_rows: int) -> str:
 def embedding_rows(model: transformers.PreTrainedModel) -> int:
     """Returns how many token ids the model knows."""
     embedding: Any = model.get_input_embeddings()
-    rows: int = embedding.weight.shape[0]
-    return rows
+    return int(embedding.weight.shape[0])
 
 
 def check_source(key: str, source: str) -> None:
@@ -489,14 +486,6 @@ def _not_there(source: str, error: OSError) -> ConfigError:
         f"model.pretrained={source} cannot be loaded: {reason} Use a folder, or download the model where there is a "
         f"network: hf download {source}."
     )
-
-
-def read_whole(load: Callable[..., Any]) -> Any:
-    """Calls `load()`, which is `from_pretrained`, on one process."""
-    from automodel_lite.models.checkpoints import converting_exactly  # with the models' code
-
-    with converting_exactly():
-        return load()
 
 
 @contextmanager
