@@ -87,7 +87,7 @@ def pack_costs(
     for packs, part, begins in pack_blocks(plan.offsets):
         slots = plan.slots(lengths, part)
         pairs = model.pairs(slots)
-        if row_lengths is not None:
+        if row_lengths is not None and row_lengths is not lengths:
             # The longest row whole, and for the tokens beside it at most as many keys as it has.
             ids = plan.doc_ids[part]
             longest = row_lengths[ids].astype(np.float64)
