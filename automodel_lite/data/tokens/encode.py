@@ -139,9 +139,8 @@ class ChatRenderer:
         if self._train_on == "last_assistant":
             turns = turns[-1:]
         if self._train_on == "completion":
-            users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-            answered = [index for index in users if index < turns[-1]]
-            turns = [turn for turn in turns if not answered or turn > answered[-1]]
+            users = [index for index, message in enumerate(messages[: turns[-1]]) if message["role"] == "user"]
+            turns = [turn for turn in turns if turn > max(users, default=-1)]
         return [turn for turn in turns if messages[turn].get("weight", 1) != 0]
 
     @cached_property
@@ -183,10 +182,8 @@ class ChatRenderer:
         if text[:end].endswith(self.stop_tokens):
             return end
         rest = text[end:].lstrip()
-        for token in self.stop_tokens:
-            if rest.startswith(token):
-                return len(text) - len(rest) + len(token)
-        return end
+        stop = next((token for token in self.stop_tokens if rest.startswith(token)), None)
+        return end if stop is None else len(text) - len(rest) + len(stop)
 
     def _span(self, render: Callable[..., str], messages: list[Message], text: str, turn: int) -> Span | None:
         """Where turn `turn` lies in `text`; None where the template writes the history otherwise."""
