@@ -332,17 +332,12 @@ def plan_packs(
     num_packs = len(packed.offsets) - 1
     if strategy.cuts_documents:
         pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
-        if has_labels is not None and pieces.starts is not None and pieces.stops is not None:
-            cut = np.flatnonzero(pieces.stops - pieces.starts < lengths[pieces.doc_ids])
-            is_labeled = has_labels(pieces.doc_ids[cut], pieces.starts[cut], pieces.stops[cut])
-            counts = counts | {"unlabeled_pieces": int((~is_labeled).sum())}
+        counts = _count_unlabeled(lengths, pieces, has_labels)
     else:
         pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
     if max_packs is not None and max_packs < num_packs:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
-    tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
-    for packs, part, begins in pack_blocks(offsets):
-        tokens_per_pack[packs] = np.add.reduceat(pieces.piece_lengths(lengths, part), begins)
+    tokens_per_pack = _tokens_per_pack(lengths, pieces, offsets)
     return PackPlan(
         doc_ids=pieces.doc_ids.astype(_id_dtype(lengths), copy=False),
         offsets=offsets,
@@ -360,6 +355,22 @@ def plan_packs(
         counts=_count(lengths, pieces, int(tokens_per_pack.sum()), counts),
         note=packed.note,
     )
+
+
+def _count_unlabeled(lengths: np.ndarray, pieces: Pieces, has_labels: HasLabels | None) -> dict[str, int]:
+    """Counts the cut pieces that train nothing; they stay, as packs are cut from one stream of all documents."""
+    if has_labels is None or pieces.starts is None or pieces.stops is None:
+        return {}
+    cut = np.flatnonzero(pieces.stops - pieces.starts < lengths[pieces.doc_ids])
+    is_labeled = has_labels(pieces.doc_ids[cut], pieces.starts[cut], pieces.stops[cut])
+    return {"unlabeled_pieces": int((~is_labeled).sum())}
+
+
+def _tokens_per_pack(lengths: np.ndarray, pieces: Pieces, offsets: np.ndarray) -> np.ndarray:
+    tokens = np.empty(len(offsets) - 1, np.int64)
+    for packs, part, begins in pack_blocks(offsets):
+        tokens[packs] = np.add.reduceat(pieces.piece_lengths(lengths, part), begins)
+    return tokens
 
 
 def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
