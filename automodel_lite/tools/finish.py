@@ -44,9 +44,9 @@ def finish(
             if run.config.evaluation:  # with the exported folder, as a user would load it; on the CPU: the GPU is full
                 is_remote = is_remote_code(type(built.model.loss_model.lm))
                 generator = load_generator(str(exported), is_remote, on_cpu=True)
-                answers = build(run.config.evaluation).ask(generator, questions_of(data.documents))
-                console.print(answers.text())
-                metrics.log({"step": run.state.num_steps, **answers.as_row()})
+                answers, scores = build(run.config.evaluation).ask(generator, questions_of(data.documents))
+                console.print(answers)
+                metrics.log({"step": run.state.num_steps, **scores})
             publish(run.folder.path, exported, run.config.hub, console.say)
         metrics.exported(exported)
     run.check_saved()
