@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +54,7 @@ from automodel_lite.training.memory import (
     estimate_memory,
     gpu_bytes,
 )
-from automodel_lite.training.plan import ModelPlan, Parts
+from automodel_lite.training.plan import ModelPlan, Parts, check_parts
 
 if TYPE_CHECKING:
     from automodel_lite.models.lora import LoraAdapter  # which brings peft
@@ -69,7 +68,7 @@ def plan_model(parts: Parts, config: PretrainedConfig, shape: MeshShape, device:
         parts = replace(parts, training=replace(parts.training, activation_checkpointing=how))
     strategy = choose_strategy(parts.mesh.strategy, shape, device.type == "cuda", parts.is_quantized)
     dtype = choose_precision(parts.training.precision, device)
-    check_parts(parts, strategy)
+    check_parts(parts, strategy, device)
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe(config)
@@ -124,36 +123,6 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
     flops = step_flops(plan.config, plan.size, trained)
     flops = flops.without_frozen(lm) if parts.model.freeze else flops
     return BuiltModel(model, plan, flops, memory, loss, compiled, reduction, adapter)
-
-
-def check_parts(parts: Parts, strategy: str) -> None:
-    """Raises ConfigError for the first of the combinations that do not work."""
-    mesh, training, source = parts.mesh, parts.training, parts.model
-    axes, has_axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}", mesh.tp * mesh.ep > 1
-    refused = {  # problem -> is it there?
-        # tp and ep are transformers' own, and its engine has neither adapters nor scales for them
-        f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.": has_axes and strategy != "fsdp",
-        f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed: pip install -U "
-        "transformers, or use mesh.dp_shard.": has_axes and not find_spec("transformers.distributed.expert_parallel"),
-        f"{axes} with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard.": has_axes
-        and parts.peft,
-        f"{axes} with training.fp8={training.fp8} is not supported: set training.fp8=none.": has_axes
-        and training.fp8 != "none",
-        f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}.": mesh.cpu_offload
-        and strategy != "fsdp",
-        f"mesh.cpu_offload=true with {axes} is not supported: use mesh.dp_shard, or set mesh.cpu_offload=false.": (
-            mesh.cpu_offload and has_axes
-        ),
-        f"model.router_aux_loss={source.router_aux_loss} with training.compile=true: the outputs of the routers are "
-        "recorded, which compiled layers do not support: set training.compile=false.": source.router_aux_loss
-        and training.compile is True,
-        f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.": parts.peft
-        and source.freeze,
-        "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model and "
-        "export it, or remove tokenizer.added_tokens.": parts.peft and source.resize_embeddings,
-    }
-    if problem := next((problem for problem, is_there in refused.items() if is_there), None):
-        raise ConfigError(problem)
 
 
 def rows_reason(parts: Parts, lm: transformers.PreTrainedModel) -> str:

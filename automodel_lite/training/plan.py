@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
@@ -24,6 +25,8 @@ from automodel_lite.models.flops import ModelSize
 from automodel_lite.models.loss import Loss, checked_loss
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import MeshShape
+from automodel_lite.parallel.sharding import choose_precision
+from automodel_lite.training.optimizers import SmallAdamW
 
 if TYPE_CHECKING:
     from automodel_lite.models.lora import Lora  # which brings peft
@@ -72,12 +75,10 @@ def build_parts(config: Config) -> Parts:
             f"packed_sequence.strategy={packer.strategy.name} overlong={packer.overlong}: pairs of answers stay whole, "
             "in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."
         )
-    peft = build(config.peft) if config.peft else None
-    _check_fp8(config, packer, peft)
     return Parts(
         model=build(config.model),
         attention=build(config.attention) if config.attention else None,
-        peft=peft,
+        peft=build(config.peft) if config.peft else None,
         loss=loss,
         teacher=teacher,
         optimizer=partial(build, config.optimizer),
@@ -87,26 +88,51 @@ def build_parts(config: Config) -> Parts:
     )
 
 
-def _check_fp8(config: Config, packer: Packer, peft: Lora | None) -> None:
-    """Raises ConfigError for what keeps training.fp8 from working: its products take multiples of 16 in every dim,
-    tokens too.
-    """
-    fp8, tokens = config.training.fp8, config.training.micro_batch_size * packer.packed_sequence_size
-    if fp8 == "none":
-        return
-    problems = []
-    if find_spec("torchao") is None:
-        problems.append(missing_package("training.fp8", "torchao"))
-    if peft is not None and peft.is_quantized:
-        problems.append(f"training.fp8={fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.")
-    if packer.strategy.is_ragged:
-        problems.append(f"training.fp8={fp8} needs multiples of 16 tokens, and padded rows are not: use packing.")
-    elif tokens % (16 * config.mesh.cp):
-        problems.append(
-            f"training.fp8={fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x "
-            f"training.micro_batch_size = {tokens} must be a multiple of {16 * config.mesh.cp} (16 * mesh.cp)."
-        )
-    if problems:
+def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
+    """Raises ConfigError with a line for each of the combinations that do not work."""
+    mesh, training, source, packer = parts.mesh, parts.training, parts.model, parts.packer
+    axes, has_axes = f"mesh.tp={mesh.tp} mesh.ep={mesh.ep}", mesh.tp * mesh.ep > 1
+    fp8, is_fp8 = f"training.fp8={training.fp8}", training.fp8 != "none"
+    tokens, multiple = training.micro_batch_size * packer.packed_sequence_size, 16 * mesh.cp
+    masters, is_bf16 = f"training.master_weights={training.master_weights}", training.master_weights == "bf16"
+    optimizer = type(parts.optimizer(nn.Linear(1, 1))) if is_bf16 else SmallAdamW
+    refused = {  # problem -> is it there?
+        # tp and ep are transformers' own, and its engine has neither adapters nor scales for them
+        f"{axes} works only with mesh.strategy=fsdp, not with {strategy}.": has_axes and strategy != "fsdp",
+        f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed: pip install -U "
+        "transformers, or use mesh.dp_shard.": has_axes and not find_spec("transformers.distributed.expert_parallel"),
+        f"{axes} with peft is not supported, as the sharding plans have no adapters: use mesh.dp_shard.": has_axes
+        and parts.peft,
+        f"{axes} with {fp8} is not supported: set training.fp8=none.": has_axes and is_fp8,
+        f"mesh.cpu_offload=true needs FSDP: set mesh.strategy=fsdp, not {strategy}.": mesh.cpu_offload
+        and strategy != "fsdp",
+        f"mesh.cpu_offload=true with {axes} is not supported: use mesh.dp_shard, or set mesh.cpu_offload=false.": (
+            mesh.cpu_offload and has_axes
+        ),
+        f"model.router_aux_loss={source.router_aux_loss} with training.compile=true: the outputs of the routers are "
+        "recorded, which compiled layers do not support: set training.compile=false.": source.router_aux_loss
+        and training.compile is True,
+        f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.": parts.peft
+        and source.freeze,
+        "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model and "
+        "export it, or remove tokenizer.added_tokens.": parts.peft and source.resize_embeddings,
+        # fp8's products take multiples of 16 in every dim, tokens too
+        missing_package("training.fp8", "torchao"): is_fp8 and not find_spec("torchao"),
+        f"{fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.": is_fp8 and parts.is_quantized,
+        f"{fp8} needs multiples of 16 tokens, and padded rows are not: use packing.": is_fp8
+        and packer.strategy.is_ragged,
+        f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x training.micro_batch_size = "
+        f"{tokens} must be a multiple of {multiple} (16 * mesh.cp).": is_fp8 and tokens % multiple,
+        # weights in bf16 learn by stochastic rounding alone
+        f"{masters} with {optimizer.__name__} loses every update smaller than 1/256 of the weight: set "
+        "optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding.": optimizer is not SmallAdamW,
+        f"{masters} with peft: the few weights of an adapter stay in fp32; set it to fp32.": is_bf16 and parts.peft,
+        f"{masters} with mesh.strategy=ddp would accumulate gradients in bf16: use mesh.strategy=fsdp.": is_bf16
+        and mesh.strategy == "ddp",
+        f"{masters} computes in bf16: set training.precision=bf16, not {training.precision}.": is_bf16
+        and choose_precision(training.precision, device) != torch.bfloat16,
+    }
+    if problems := [problem for problem, is_there in refused.items() if is_there]:
         raise ConfigError("\n".join(problems))
 
 

@@ -30,7 +30,6 @@ from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.source import CausalLM, cannot_work, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, threads_of, world_size
-from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
@@ -46,8 +45,7 @@ from automodel_lite.training.memory import (
     out_of_memory_text,
     usable,
 )
-from automodel_lite.training.optimizers import SmallAdamW
-from automodel_lite.training.plan import ModelPlan, Parts, build_parts, with_recomputation
+from automodel_lite.training.plan import ModelPlan, Parts, build_parts, check_parts, with_recomputation
 from automodel_lite.training.schedules import num_warmup
 from automodel_lite.version import __version__
 
@@ -151,13 +149,13 @@ _SHAPES = re.compile(r"reduction dim|must match the size|is invalid for input|ca
 
 def try_settings(config: Config, parts: Parts) -> None:
     """Raises one ConfigError with a line per part of the configuration that cannot work; nothing is loaded."""
-    problems = []
+    problems, strategy = [], "fsdp" if parts.mesh.strategy == "auto" else parts.mesh.strategy
     if config.hub.push and not config.checkpoint.export_hf:
         problems.append(f"hub.push={config.hub.push} uploads what checkpoint.export_hf=false does not write.")
     for attempt in (
         lambda: try_model(parts.model),
         lambda: parts.optimizer(nn.Linear(2, 2)),  # a missing argument is named before the weights are read
-        lambda: check_master_weights(parts),
+        lambda: check_parts(parts, strategy, default_device()),
     ):
         try:
             attempt()
@@ -185,25 +183,6 @@ def try_model(source: CausalLM) -> None:
     except Exception as error:  # a model's code may raise anything
         if lm is None or not isinstance(error, RuntimeError) or _SHAPES.search(str(error)):
             raise cannot_work(error, source.overrides) from error
-
-
-def check_master_weights(parts: Parts) -> None:
-    """Raises ConfigError for weights in bf16 where they would not learn, or nothing is saved."""
-    training, what = parts.training, f"training.master_weights={parts.training.master_weights}"
-    if training.master_weights == "fp32":
-        return
-    optimizer = parts.optimizer(nn.Linear(1, 1))
-    if type(optimizer) is not SmallAdamW:
-        raise ConfigError(
-            f"{what} with {type(optimizer).__name__} loses every update smaller than 1/256 of the weight: set "
-            "optimizer=adamw_bf16 or optimizer=adamw_8bit, which use stochastic rounding."
-        )
-    if parts.peft:
-        raise ConfigError(f"{what} with peft: the few weights of an adapter stay in fp32; set it to fp32.")
-    if parts.mesh.strategy == "ddp":
-        raise ConfigError(f"{what} with mesh.strategy=ddp would accumulate gradients in bf16: use mesh.strategy=fsdp.")
-    if choose_precision(training.precision, default_device()) != torch.bfloat16:
-        raise ConfigError(f"{what} computes in bf16: set training.precision=bf16, not {training.precision}.")
 
 
 def from_run(config: Config) -> Config:

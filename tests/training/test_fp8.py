@@ -8,11 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models import lora
 from automodel_lite.training import plan
-from automodel_lite.training.plan import build_parts
+from automodel_lite.training.plan import build_parts, check_parts
 from tests.runs import quick_config
 
 
@@ -35,7 +36,7 @@ def test_sizes_that_fp8_cannot_multiply(
     monkeypatch.setattr(plan, "find_spec", lambda name: spec)  # installed or not, the sizes are wrong
     config = quick_config(tmp_path, "training.fp8=rowwise", *overrides)
     with pytest.raises(ConfigError, match=sentence):
-        build_parts(config)
+        check_parts(build_parts(config), "fsdp", torch.device("cpu"))
 
 
 def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +46,7 @@ def test_4_bit_weights_are_not_multiplied_in_fp8(tmp_path: Path, monkeypatch: py
     config = quick_config(tmp_path, "training.fp8=rowwise", "packed_sequence.packed_sequence_size=128")
     config.peft = {"_target_": "automodel_lite.models.lora.QLora"}
     with pytest.raises(ConfigError, match="cannot multiply peft=qlora's 4-bit weights"):
-        build_parts(config)
+        check_parts(build_parts(config), "fsdp", torch.device("cpu"))
 
 
 def test_qlora_without_its_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
