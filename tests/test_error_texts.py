@@ -141,7 +141,7 @@ MISTAKES = {
         "training.global_batch_size=1 loss=cross_entropy model.config.vocab_size=400000",
         "out of memory on rank 0 on {host}, in step 1: tried to allocate 8.15 GiB.\n"
         "The run is estimated to need about 73.7 GiB per rank: weights 97.7 MiB, gradients 97.7 MiB, "
-        "optimizer 195.5 MiB, activations 84.0 MiB, logits 73.2 GiB.\n"
+        "optimizer 195.5 MiB, activations 71.2 MiB, logits 73.2 GiB.\n"
         "Try, in this order:\n"
         "  1. loss=fused_linear_cross_entropy (never holds the logits of the whole stream)\n"
         "  2. training.activation_checkpointing=full (about a third slower)\n"
