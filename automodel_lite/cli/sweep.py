@@ -43,7 +43,7 @@ from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
 
 _MAX_TIMEOUTS = 100  # times that a SLURM job which has reached its time limit goes back into the queue
 _SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of a torchrun with one process
 _UNTIL_KILLED_S = 300.0
 
 
