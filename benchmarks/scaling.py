@@ -69,7 +69,6 @@ def measure(overrides: list[str], folder: str) -> Measured:
 
     from automodel_lite.cli import compose_config
     from automodel_lite.config.check import check_config
-    from automodel_lite.data.feeding.feed import DeviceFeed
     from benchmarks.formulas import Hardware, estimate
     from recipes.train_ft import TrainFinetuneRecipe
 
@@ -78,11 +77,7 @@ def measure(overrides: list[str], folder: str) -> Measured:
     config = check_config(compose_config("llama_packed", ["name=scaling", *more]))
     recipe = TrainFinetuneRecipe(config)
     recipe.setup()
-    recipe.feed = DeviceFeed(
-        recipe.data.steps(recipe.state.cursor, recipe.mesh, recipe.built.flops.attention),
-        recipe.shard,
-        recipe.mesh.device,
-    )
+    recipe.open_feed()
     states: list[int] = []
     recipe.optimizer.register_step_pre_hook(lambda optimizer, *_: states.append(_state_bytes(optimizer)))
     recipe.step(next(recipe.feed))

@@ -269,7 +269,8 @@ def _on_paths(rows: DocumentRows, streams: Sequence[Tensor], function: Callable[
 
 def _as_stream(x: Tensor, time: int, heads: int | None) -> Tensor:
     """[1, ...] -> [T, H, ...]; [T, 1, ...] where all heads share it."""
-    return x.movedim(time, 1)[0, :, None] if heads is None else x.movedim((time, heads), (1, 2))[0]
+    # squeeze, not [0]: the gradient of a selection is a copy
+    return x.movedim(time, 1).squeeze(0)[:, None] if heads is None else x.movedim((time, heads), (1, 2)).squeeze(0)
 
 
 def _as_rows(x: Tensor, time: int, heads: int | None) -> Tensor:
