@@ -107,7 +107,7 @@ class Dpo(PreferenceLoss):
     required = frozenset({"answers", "reference_log_probs"})
     needs_reference: ClassVar[bool] = True
 
-    beta: Annotated[float, Range(1e-6, 1e6)] = 0.1  # weight of the distance from the start model
+    beta: Annotated[float, Range(1e-6, 1_000_000)] = 0.1  # weight of the distance from the start model
     label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0  # probability that a pair is the wrong way round (sigmoid)
     kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     cross_entropy: Share = 0.0  # share of plain cross-entropy on the chosen answer
@@ -129,8 +129,8 @@ class Dpo(PreferenceLoss):
 class SimPo(PreferenceLoss):
     """SimPO (arXiv:2405.14734): mean log-probabilities, a target margin, no reference."""
 
-    beta: Annotated[float, Range(1e-6, 1e6)] = 2.0
-    gamma: Annotated[float, Range(0, 1e6)] = 1.0  # the margin of rewards that is aimed at
+    beta: Annotated[float, Range(1e-6, 1_000_000)] = 2.0
+    gamma: Annotated[float, Range(0, 1_000_000)] = 1.0  # the margin of rewards that is aimed at
     cross_entropy: Share = 0.0  # share of plain cross-entropy on the chosen answer
 
     def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ class SimPo(PreferenceLoss):
 class OrPo(PreferenceLoss):
     """ORPO (arXiv:2403.07691): cross-entropy on the chosen answer, and its odds against the rejected one's."""
 
-    beta: Annotated[float, Range(1e-6, 1e6)] = 0.1  # weight of the odds
+    beta: Annotated[float, Range(1e-6, 1_000_000)] = 0.1  # weight of the odds
     cross_entropy: Share = 1.0  # share of plain cross-entropy on the chosen answer
 
     def pair_losses(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def test_a_bad_step_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
     assert len(dumped["pack_ids"]) == 4
     assert (tmp_path / "bad_steps/step_00000003/rank_00001.safetensors").is_file()
     # no checkpoint of step 4, whose numbers were bad: it is made up for at step 5
-    steps = [line.split("saved ")[1].split()[0] for line in screen.splitlines() if "saved" in line]
+    steps = [line.split("saved ")[1].split()[0] for line in screen.splitlines() if "saved step" in line]
     assert steps == ["step_00000002", "step_00000005", "step_00000006", "step_00000007"]
 
 
