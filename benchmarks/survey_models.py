@@ -25,6 +25,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -39,7 +40,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
@@ -200,7 +200,9 @@ def of_seed(family: str, seed: int) -> Finding:
         finding = read(family, forked(lambda: alone(family, folder, seed), folder / "finding.json"), folder)
         if not finding.refused and "step" in finding.steps:
             each = range(NUM_RANKS)
-            ranks = [forked(lambda rank=rank: of_rank(rank, folder), folder / f"rank{rank}") for rank in each]
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            ranks = [forked(lambda rank=rank: of_rank(rank, folder, port), folder / f"rank{rank}") for rank in each]
             words = [wait(pid, folder / f"rank{rank}") for rank, pid in zip(each, ranks)]
             finding.steps["cp 4"] = against_truth(words[0], folder) if words[0].startswith("{") else words[0]
     return finding
@@ -425,12 +427,12 @@ def run(folder: Path, name: str, *overrides: str) -> str:
     return json.dumps(steps[0])
 
 
-def of_rank(rank: int, folder: Path) -> str:
+def of_rank(rank: int, folder: Path, port: int) -> str:
     """The recipe with mesh.cp=4, the model sharded over all ranks -> the first step's row, or what went wrong."""
     world = str(NUM_RANKS)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=NUM_RANKS)
         return run(folder, "four", f"mesh.cp={NUM_RANKS}")
     except ConfigError as error:
         return f"refused: {error}"

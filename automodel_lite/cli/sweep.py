@@ -129,6 +129,8 @@ class SweepJob:
         hydra: Any = HydraConfig.get()
         folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
         _scrub_yaml(base, "multirun.yaml")
+        if hydra.output_subdir:
+            _scrub_yaml(folder / hydra.output_subdir, "config.yaml", "hydra.yaml", "overrides.yaml")
         name = os.path.relpath(folder, base)
         settings = scrub(", ".join(varied(hydra))) or "as given"
         note = {"job": int(hydra.job.num), "folder": name, "settings": settings, "state": "preempted", "error": ""}
