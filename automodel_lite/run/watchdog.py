@@ -100,7 +100,7 @@ class Watchdog:
 def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
     """The other process: reads lines from stdin, until the rank has sent an empty one, or is gone."""
     parent, doing, text = os.getppid(), "setting up", b""
-    due = time.monotonic() + after_s
+    due, signaled = time.monotonic() + after_s, 0.0
     while os.getppid() == parent:
         if select.select([0], [], [], min(_LOOK_EVERY_S, after_s / 2 or _LOOK_EVERY_S))[0]:
             *lines, text = (text + os.read(0, 1 << 16)).split(b"\n")
@@ -111,9 +111,13 @@ def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
             elif os.getppid() == parent:
                 time.sleep(_LOOK_EVERY_S / 10)  # a closed pipe is always ready
         if after_s and time.monotonic() >= due:
-            due = time.monotonic() + after_s
+            now = time.monotonic()
+            due = now + after_s
             with suppress(OSError):  # it is gone
-                os.kill(parent, _SIGNAL)
+                # seldom: a signal may meet the interpreter while it makes a frame, which faulthandler then reads
+                if now - signaled >= _LOOK_EVERY_S:
+                    os.kill(parent, _SIGNAL)
+                    signaled = now
                 os.write(1, b"late\n")
     # the rank was killed: STATUS.json says so, if the folder is still this run's
     status = run / "STATUS.json"
