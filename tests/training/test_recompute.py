@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from automodel_lite.training.plan import ModelPlan, build_parts, with_recomputat
 from automodel_lite.training.recompute import LADDER, choose_recomputation, least_recomputation
 from automodel_lite.training.simulation import layer_pattern, simulate_by_layers
 from automodel_lite.training.start import decide_recomputation
+from tests.ranks import in_a_process
 
 
 def planned(preset: str, gpus: int, *overrides: str) -> ModelPlan:
@@ -38,8 +40,7 @@ def test_the_8b_preset_recomputes_nothing_on_eight_gpus_of_80_gb() -> None:
     assert reason.startswith("none: the least that fits, ")
 
 
-@pytest.mark.parametrize("gigabytes", [24, 40, 48])
-def test_the_rung_before_the_chosen_one_does_not_fit(gigabytes: int) -> None:
+def _count_rungs(gigabytes: int) -> None:
     plan = auto(planned("llama3_1_8b", 8))
     capacity, pattern = usable(gigabytes * 10**9), layer_pattern(plan.config)
     found = least_recomputation(plan, capacity, pattern)
@@ -49,6 +50,13 @@ def test_the_rung_before_the_chosen_one_does_not_fit(gigabytes: int) -> None:
     rung = (parts.training.activation_checkpointing, parts.training.recompute_every_layers)
     less = with_recomputation(plan.parts, *LADDER[LADDER.index(rung) - 1])
     assert simulate_by_layers(less, plan.config, plan.shape, pattern).peak > capacity
+
+
+@pytest.mark.parametrize("gigabytes", [24, 40, 48])
+def test_the_rung_before_the_chosen_one_does_not_fit(gigabytes: int, tmp_path: Path) -> None:
+    """In a process of its own, as a run counts: tensors of other tests are not in it."""
+    code, screen = in_a_process(_count_rungs, tmp_path, gigabytes)
+    assert code == 0, screen
 
 
 def test_what_fits_nothing_is_offloaded_as_far_as_possible() -> None:
