@@ -76,6 +76,34 @@ def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
     )
 
 
+def test_what_nothing_uses_is_named_wherever_it_begins(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a", "name": "Eve"}, {"role": "assistant", "content": "x", "origin": "web"}]
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}] * 30
+    rows += [{"messages": turns, "is_correct": False, "text": "other", "notes": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    (note,) = tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), job, tmp_path).notes[1:]
+    assert note.startswith("NOTE: train: ignored, as nothing uses them: is_correct (a.jsonl:31), text (a.jsonl:31)")
+    assert "name of a turn (a.jsonl:31)" in note
+    assert "origin of a turn (a.jsonl:31)" in note
+    assert "notes" not in note
+
+
+@pytest.mark.parametrize("key", ["rationale", "thoughts", "inner_thought", "cot", "reasoning_text"])
+def test_thoughts_under_any_name_are_not_dropped(tmp_path: Path, key: str) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x", key: "because"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(DataError, match=f"a.jsonl:1: message 1 has {key} that the chat template does not write"):
+        tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), Job(byte_tokenizer(MARKED)), tmp_path)
+
+
+def test_functions_of_the_older_form_are_tools(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns, "functions": [{"name": "weather"}]}) + "\n")
+    document = FilesDataset(str(tmp_path / "a.jsonl")).train[0]
+    assert document["tools"] == [{"type": "function", "function": {"name": "weather"}}]
+
+
 def test_a_template_that_never_ends_is_named(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
     from automodel_lite.data.tokens import tokenize
 

@@ -57,7 +57,7 @@ from automodel_lite.data.tokens.tokenize import (
     DocumentTokenizer,
     Job,
     job_of,
-    special_note,
+    notes_on,
     tokenize_validation,
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
@@ -392,7 +392,7 @@ def _look_at_head(documents: StreamingDataset, job: Job, packer: Packer) -> tupl
     if packer.overlong == "drop":
         too_long = chunk.lengths[chunk.lengths > packer.packed_sequence_size]
         packer.check_dropped(int(too_long.sum()), int(chunk.lengths.sum()), name, chunk.lengths)
-    return (f"{name}: {chunk.found.counts}", *special_note(name, chunk.found))
+    return (f"{name}: {chunk.found.counts}", *notes_on(name, chunk.found))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.data.cache import short_hash
-from automodel_lite.data.reading.documents import MEDIA, Document
+from automodel_lite.data.reading.documents import MEDIA, UNUSED, Document
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
@@ -64,6 +64,7 @@ class Detected:
     typed: Mapping[str, str] = field(default_factory=dict)
     is_given: bool = False
     source: str = ""  # hash of the code of a format of the user's
+    described: frozenset[str] | None = None  # columns that `description` names; None: a function reads them all
     labels: Alignment = "aligned"  # of token rows
     is_checked: bool = False  # compare the labels of every row with it
     _judged: dict[tuple[str, ...], tuple[dict[str, str], dict[str, str]]] = field(
@@ -85,6 +86,11 @@ class Detected:
             document = self.format.normalize(named)
             if named.get(GROUP) is not None:
                 document = {**document, GROUP: named[GROUP]}
+            if self.described is not None and not self.described.issuperset(row):
+                used = {*renames.values(), *self.format.columns, *self.format.optional, GROUP, *problems}
+                late = [name for name in row if name not in self.described and name not in used]
+                if late := [name for name in late if row[name] not in (None, [], {}, "")]:
+                    document = {**document, UNUSED: late}
             for part in document.get("documents", [document]) if self.is_checked else ():
                 check_alignment(part, self.labels)
             if self.labels == "aligned":
@@ -189,7 +195,9 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
     verdict = next((name for name in VERDICTS if name in columns), None)
     if format_name is None and verdict and found.kind in ("messages", "prompt_completion"):
         raise ConfigError(f"column {verdict} {VERDICT.format(format=found.name)}")
-    return Detected(found, renames, _describe(found, columns, renames), typed, format_name is not None)
+    return Detected(
+        found, renames, _describe(found, columns, renames), typed, format_name is not None, described=frozenset(columns)
+    )
 
 
 def _by_function(function: OwnFormat, renames: Mapping[str, str]) -> Detected:

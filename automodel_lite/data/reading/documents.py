@@ -23,6 +23,7 @@ from automodel_lite.config.rules import Range, Seed
 from automodel_lite.data.reading.readers import RawRows
 from automodel_lite.errors import DataError
 
+UNUSED = "unused"  # key of a document: columns of its row that nothing uses and that begin after the first rows
 Message = dict[str, Any]
 Document = dict[str, Any]
 """A normalized document; its keys say what it is:

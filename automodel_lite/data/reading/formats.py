@@ -142,7 +142,7 @@ def _split_texts(chosen: str, rejected: str) -> Document:
 
 
 SYSTEM = ("system", "system_prompt")
-CHAT_EXTRAS = ("tools", *SYSTEM)
+CHAT_EXTRAS = ("tools", "functions", *SYSTEM)
 GROUP = "group"  # column of any format: rows of one name may share their beginning (data/tokens/trees.py)
 FORMATS = (
     Format("packed", "tokens", ("input_ids", "labels", "seq_lens"), packed_tokens, ("seq_lens_padded", "loss_weights")),
@@ -200,11 +200,13 @@ def _chat(turns: list[Message], row: RawRow) -> Document:
     if not turns:
         raise DataError("an empty list of messages.")
     document: Document = {"messages": turns}
-    tools = maybe_json(row.get("tools"), "column tools")
+    column = "tools" if row.get("tools") else "functions"  # OpenAI's own, before there were tools
+    tools = maybe_json(row.get(column), f"column {column}")
     if tools:
         if not isinstance(tools, list):
-            raise DataError(f"column tools must be a list, not {type(tools).__name__}.")
-        document["tools"] = tools
+            raise DataError(f"column {column} must be a list, not {type(tools).__name__}.")
+        is_old = column == "functions"
+        document["tools"] = [{"type": "function", "function": tool} for tool in tools] if is_old else tools
     return document
 
 
@@ -220,8 +222,8 @@ def _history(pairs: Any) -> list[Message]:
 
 
 def _prompt_completion(row: RawRow, prompt: str, completion_column: str) -> Document:
-    if row.get("tools"):
-        raise DataError("column tools would be ignored: only a chat template renders tools, so use messages.")
+    if column := next((name for name in ("tools", "functions") if row.get(name)), None):
+        raise DataError(f"column {column} would be ignored: only a chat template renders tools, so use messages.")
     document = {"prompt": prompt, "completion": _text(row, completion_column)}
     if system := _system(row):
         document["system"] = system

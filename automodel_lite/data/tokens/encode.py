@@ -30,7 +30,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from automodel_lite.data.reading.documents import Document, Message, sound_text
+from automodel_lite.data.reading.documents import UNUSED, Document, Message, sound_text
 from automodel_lite.data.tokens.token_rows import next_token_labels
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import CHOSEN, IGNORE_INDEX, REJECTED
@@ -44,7 +44,8 @@ _MARKS = re.compile("[\ufdd0\ufdd1]")  # code points that Unicode keeps free for
 _PROBE = "PROBE"
 _PROBE_CALL = {"type": "function", "function": {"name": _PROBE, "arguments": {}}}
 _REWRITTEN_ROLES = ("assistant", "model", "tool", "ipython")  # templates take thoughts out, or write JSON
-REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of what a model thought before it answered
+REASONING = re.compile(r".*(reason|think|thought|rationale|scratchpad).*|cot|analysis")  # keys of a turn's thoughts
+_TURN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight"))
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,8 @@ def _check_whole(messages: Sequence[Message], text: str) -> None:
 
 def _lost(message: Message, text: str) -> str:
     """Returns the key of a part of a trained turn that is not in its text: its thoughts, or words beside a call."""
-    for key in REASONING:
-        thought = message.get(key)
-        if isinstance(thought, str) and thought.strip() and thought.strip() not in text:
+    for key, thought in message.items():
+        if REASONING.fullmatch(key) and isinstance(thought, str) and thought.strip() not in text:
             return key
     said = message["content"].rpartition("</think>")[2].strip()
     return "content beside its tool calls" if message.get("tool_calls") and said not in text else ""
@@ -301,6 +301,16 @@ class Renderer:
             if found := self._special.search(text):
                 return found[0]
         return ""
+
+    def unused_in(self, document: Document, renderings: Sequence[Rendering]) -> list[str]:
+        """Returns columns of the document's row, and texts of its turns by their keys, that no rendering holds."""
+        unused = list(document.get(UNUSED, ()))
+        for message in document.get("messages", ()):
+            for key in message.keys() - _TURN_KEYS:
+                value = message[key]
+                if isinstance(value, str) and not any(value.strip() in rendering.text for rendering in renderings):
+                    unused.append(f"{key} of a turn")
+        return unused
 
     def renderings(self, document: Document) -> list[Rendering]:
         """The renderings of one document; more than one for a chat whose template rewrites earlier turns, two for a

@@ -36,11 +36,13 @@ class Findings:
     unstopped: Example | None = None
     first_error: str = ""
     first_special: str = ""  # place and token
+    unused: dict[str, str] = field(default_factory=dict)  # column, or key of a turn -> place of the first one
 
     def __add__(self, other: Findings) -> Findings:
         """Adds what is counted; of examples, the first one stays."""
         pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
         sums = {name: a + b for name, (a, b) in pairs.items() if isinstance(a, (int, RowCounts))}
+        sums["unused"] = other.unused | self.unused
         return Findings(**{name: a or b for name, (a, b) in pairs.items()} | sums)
 
     def save(self, folder: Path) -> None:

@@ -121,6 +121,7 @@ class DocumentTokenizer:
         renderings: list[Rendering] = []
         given: list[Document] = []
         errors, specials, num_split = [], [], 0
+        unused: dict[str, str] = {}
         with StallReport() as stall:
             for number, (place, document) in enumerate(documents, start=first):
                 stall.place = place
@@ -139,6 +140,8 @@ class DocumentTokenizer:
                         num_split += len(of_document) > len(parts) + ("chosen" in document)
                         if token := self._renderer.special_in(document):
                             specials.append(f"{place}: {token}")
+                        for name in self._renderer.unused_in(document, of_document):
+                            unused.setdefault(name, place)
                     group = ALONE if is_given and len(parts) != 1 else number  # packs hold documents of any sources
                     if document.get("group") is not None:  # far beyond the numbers of documents
                         group = int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
@@ -151,7 +154,7 @@ class DocumentTokenizer:
         counts = RowCounts(
             len(num_rows), num_bad=len(errors), num_split_chats=num_split, num_with_special_tokens=len(specials)
         )
-        found = Findings(counts, first_error="".join(errors[:1]), first_special="".join(specials[:1]))
+        found = Findings(counts, first_error="".join(errors[:1]), first_special="".join(specials[:1]), unused=unused)
         if given:
             columns = flatten({name: d[name] for name in COLUMNS if name in d} for d in given).columns
             lengths = np.array([len(document["input_ids"]) for document in given], np.int64)
@@ -229,7 +232,7 @@ def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens:
     return Job(tokenizer, config.tokenize, tree, most_tokens)
 
 
-RULES_VERSION = "6"  # of rendering, masking and files; raised when the same input gives other rows, or other files
+RULES_VERSION = "7"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
 def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | None = None) -> TokenizedData:
@@ -284,7 +287,7 @@ def _tokenize_sets(
         found = Findings.load(entry.folder)
         rows[name], counts[name] = load_trees(entry.folder, job.most_tokens), found.counts
         notes.append(f"{name}: {found.counts} · cache: {entry.note}")
-        special += special_note(name, found)
+        special += notes_on(name, found)
         folders[name] = entry.folder
     return rows, counts, (*notes, *special), folders
 
@@ -303,14 +306,19 @@ def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job:
     found.save(folder)
 
 
-def special_note(name: str, found: Findings) -> list[str]:
-    """Returns a note on special tokens that stand in the text of documents, where a template writes its own."""
-    if not (num := found.counts.num_with_special_tokens):
-        return []
-    return [
-        f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real ones (first: "
-        f"{found.first_special})"
-    ]
+def notes_on(name: str, found: Findings) -> list[str]:
+    """Returns notes on special tokens in the text of documents, which a template writes itself, and on unused parts."""
+    notes = []
+    if num := found.counts.num_with_special_tokens:
+        notes.append(
+            f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real ones (first: "
+            f"{found.first_special})"
+        )
+    if found.unused:
+        places = [f"{what} ({place})" for what, place in found.unused.items()]
+        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
+        notes.append(f"NOTE: {name}: ignored, as nothing uses them: {', '.join(places[:5])}{more}")
+    return notes
 
 
 def _key(identity: str, job: Job) -> Key:

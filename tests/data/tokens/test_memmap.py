@@ -90,7 +90,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         MemmapCorpus(str(tmp_path / "none"))
     np.array([1, 2, 3], np.uint16).tofile(tmp_path / "a.bin")
     for described in ({}, {"dtype": "uint16"}, {"separator_id": 0}):
-        with pytest.raises(ConfigError, match=r"a.bin has no a.idx: set dataset.dtype=uint16 or uint32 and dataset.sep"):
+        with pytest.raises(
+            ConfigError, match=r"a.bin has no a.idx: set dataset.dtype=uint16 or uint32 and dataset.sep"
+        ):
             MemmapCorpus(str(tmp_path / "a.bin"), **described)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="6 bytes are not a whole number of uint32 tokens"):
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint32", separator_id=0)
