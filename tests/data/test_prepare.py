@@ -89,6 +89,13 @@ def test_what_nothing_uses_is_named_wherever_it_begins(tmp_path: Path) -> None:
     assert "notes" not in note
 
 
+def test_empty_answers_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\na,\nb,c\n")
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    notes = tokenize_documents(FilesDataset(str(tmp_path / "a.csv")), job, tmp_path).notes
+    assert notes[1:] == ("NOTE: train: 1 rows train only the end of an answer, which is empty",)
+
+
 @pytest.mark.parametrize("key", ["rationale", "thoughts", "inner_thought", "cot", "reasoning_text"])
 def test_thoughts_under_any_name_are_not_dropped(tmp_path: Path, key: str) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x", key: "because"}]

@@ -159,6 +159,10 @@ def undecodable(byte: int, encoding: str) -> str:
     """Describes a byte that cannot be read, and what it would be in the encoding that is the usual cause."""
     if encoding != UTF_8:
         return f"byte {byte:#04x} is not {encoding}: set dataset.encoding to what the file was written in."
+    if byte in (0xFE, 0xFF):  # how UTF-16 begins, and no letter that is common
+        return f"byte {byte:#04x} is not UTF-8: the file is damaged, or UTF-16: save it as UTF-8."
+    if byte == 0x8B:
+        return "byte 0x8b is not UTF-8: the file is damaged, or gzip: let its name end in .gz."
     meant = bytes([byte]).decode("cp1252", errors="ignore")
     cure = f"; in cp1252 (Excel, Windows) it is {meant!r}: if so, set dataset.encoding=cp1252" if meant else ""
     return f"byte {byte:#04x} is not UTF-8{cure}."

@@ -31,6 +31,7 @@ class Findings:
     counts: RowCounts = field(default_factory=RowCounts)
     num_fully_trained: int = 0
     num_unstopped: int = 0
+    num_blank: int = 0  # train nothing but the end of an answer
     first_row: Example | None = None
     fully_masked: Example | None = None
     unstopped: Example | None = None
@@ -105,6 +106,7 @@ def check_rows(
         counts=counts,
         num_fully_trained=int((kept & (num_labels == lengths - 1)).sum()),
         num_unstopped=int(unstopped.sum()),
+        num_blank=int((kept & ~unstopped & (num_labels == 1)).sum()),
         first_row=first(kept),
         fully_masked=first(~kept & (lengths > 0)),
         unstopped=first(unstopped),

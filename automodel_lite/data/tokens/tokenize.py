@@ -307,13 +307,15 @@ def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job:
 
 
 def notes_on(name: str, found: Findings) -> list[str]:
-    """Returns notes on special tokens in the text of documents, which a template writes itself, and on unused parts."""
+    """Returns notes on special tokens in the text of documents, on empty answers, and on what is not used."""
     notes = []
     if num := found.counts.num_with_special_tokens:
         notes.append(
             f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real ones (first: "
             f"{found.first_special})"
         )
+    if found.num_blank:
+        notes.append(f"NOTE: {name}: {found.num_blank:,} rows train only the end of an answer, which is empty")
     if found.unused:
         places = [f"{what} ({place})" for what, place in found.unused.items()]
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""

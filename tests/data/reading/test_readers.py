@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -40,7 +41,10 @@ def changed(**changes: Any) -> bytes:
 
 BROKEN = {
     "truncated": (LINE[:40] + b"\n", r"a.jsonl:2:41: not JSON: .*, near "),
-    "invalid UTF-8": (LINE.replace(b"Hi", b"\xff\xfe"), r"a.jsonl:2:44: byte 0xff is not UTF-8."),
+    "invalid UTF-8": (
+        LINE.replace(b"Hi", b"\xff\xfe"),
+        r"a.jsonl:2:44: byte 0xff is not UTF-8: the file is damaged, or UTF-16",
+    ),
     "NUL bytes": (b"\x00" * 50 + b"\n", r"a.jsonl:2:1: not JSON: Expecting value"),
     "raw control character": (LINE.replace(b"Hi", b"H\x01"), r"a.jsonl:2:45: not JSON: Invalid control character"),
     "an array": (b"[1, 2]\n", r"a.jsonl:2: a row must be a JSON object, not list."),
@@ -94,7 +98,7 @@ def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path: Path, line: byt
         ("a.json", b'[{"text": "x"', "a.json: not JSON: Expecting"),
         ("a.json", b'{"a": 1}x', "a.json: not JSON: "),
         ("a.json", b'[{"a": 1, "a": 2}]', "a.json: not JSON: the key 'a' is there twice"),
-        ("a.json", b'[{"a": "\xff"}]', "a.json:1: byte 0xff is not UTF-8; in cp1252"),
+        ("a.json", b'[{"a": "\xff"}]', "a.json:1: byte 0xff is not UTF-8: the file is damaged"),
         ("a.csv", b"", "a.csv: the file is empty: it holds no row."),
         ("a.csv", b"question,answer\n", "a.csv: the file is empty: it holds no row."),
         ("a.csv", b"question,answer\nx\n", "a.csv:2: 1 values for 2 columns."),
@@ -102,7 +106,7 @@ def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path: Path, line: byt
         (
             "a.csv",
             b"question,answer\nx,\xff\n",
-            "a.csv:2: byte 0xff is not UTF-8; in cp1252 (Excel, Windows) it is 'ÿ': if so, set dataset.encoding=cp1252.",
+            "a.csv:2: byte 0xff is not UTF-8: the file is damaged, or UTF-16: save it as UTF-8.",
         ),
         ("a.parquet", b"PAR1 and no more", "a.parquet: cannot be read as parquet: "),
         ("a.parquet", b"", "a.parquet: cannot be read as parquet: "),
@@ -185,3 +189,12 @@ def outcome_of(path: Path, **options: Any) -> str:
         return str(error)
     num_known = counts.num_rows + counts.num_bad + counts.num_fully_masked + counts.num_empty
     return "all counted" if num_known == counts.num_documents else f"{counts}"
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"), [("prompt,completion\na,b\n".encode("utf-16"), "UTF-16"), (gzip.compress(b"{}"), r"\.gz")]
+)
+def test_bytes_of_other_kinds_are_recognized(tmp_path: Path, data: bytes, cause: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(DataError, match=rf"a.jsonl:1.*{cause}"):
+        FilesDataset(str(tmp_path / "a.jsonl")).train[0]
