@@ -61,7 +61,7 @@ def main(config: Config) -> int:
 def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -> None:
     """The mean loss over the label tokens of each set; every rank calls it."""
     sets = data.held_out
-    check_positions(data, parts.model.config(data.tokenizer))
+    check_positions(data, parts.model, parts.teacher)
     with activity("loading the model"):
         built = build_model(parts, data.tokenizer, mesh)
     console.say("model", f"{parts.model.pretrained}, attention {built.plan.attention}")

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 from dataclasses import replace
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.prepare import check_sizes, prepare_data
+from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.distillation import DistillTopK
@@ -47,6 +47,7 @@ def main(config: Config) -> int:
     if isinstance(loss, DistillTopK):
         parts = as_teacher(replace(parts, teacher=CausalLM(loss.teacher)))
         check_same_vocabulary(parts, data.tokenizer)
+        check_positions(data, parts.model)
         built = build_model(parts, data.tokenizer, mesh, trains=False)
         num_ids = built.plan.config.get_text_config().vocab_size
         if loss.top_k > num_ids:

@@ -113,7 +113,7 @@ class TrainFinetuneRecipe:
         self.guards.compare("data", self.data.fingerprint() | {"training.max_steps": self.plan.max_steps})
         resume.compare_sources(self.guards, parts, self.data)
         model_config = parts.model.config(self.data.tokenizer)
-        check_positions(self.data, model_config)
+        check_positions(self.data, parts.model, parts.teacher)
         report = self.data.report(cost_model(model_config))
         parts, recomputed = start.decide_recomputation(parts, model_config)
         self.guards.compare("recomputation", dict(recomputed))

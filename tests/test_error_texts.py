@@ -79,7 +79,7 @@ MISTAKES = {
         "--config-name smoke packed_sequence.packed_sequence_size=256 model.config.max_position_embeddings=128",
         "the longest document has 255 tokens, the model max_position_embeddings=128: set "
         "packed_sequence.packed_sequence_size=128 (packed_sequence.overlong drops, truncates or splits longer ones), or "
-        "scale the model's positions by model.config.",
+        "scale its positions by model.config.",
     ),
     "mesh over the processes": Mistake(
         "--config-name smoke mesh.cp=4",

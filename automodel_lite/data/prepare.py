@@ -19,6 +19,7 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.feeding.streams import StreamedPacks, StreamingDataset
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.errors import ConfigError
+from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import mesh_shape
 
 
@@ -45,10 +46,16 @@ def prepare_first_documents(config: Config, packer: Packer) -> PlannedPacks:
     return PlannedPacks.prepared(config, build(config.dataset), packer, batch_shape(config.training, dp_size=1))
 
 
-def check_positions(data: PackSource, model_config: PretrainedConfig) -> None:
-    """Raises ConfigError when a document has more tokens than the model has positions (each document starts at 0), or
+def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None = None) -> None:
+    """Raises ConfigError when a document has more tokens than a model has positions (each document starts at 0), or
     when the rows of a tree may need different rotations for the tokens that they share.
     """
+    _check_positions_of("model", data, model.config(data.tokenizer))
+    if teacher:
+        _check_positions_of("teacher", data, teacher.config(data.tokenizer))
+
+
+def _check_positions_of(name: str, data: PackSource, model_config: PretrainedConfig) -> None:
     longest, text = data.longest, model_config.get_text_config()
     limit = config_value(text, "max_position_embeddings")
     rope = config_value(text, "rope_parameters", {})
@@ -58,14 +65,14 @@ def check_positions(data: PackSource, model_config: PretrainedConfig) -> None:
         original = parameters.get("original_max_position_embeddings") or at_top
         if data.has_trees and kind in LENGTH_DEPENDENT and longest > original:
             raise ConfigError(
-                f"model.config.rope_parameters.rope_type={kind} rotates rows over {original} tokens differently, and "
+                f"{name}.config.rope_parameters.rope_type={kind} rotates rows over {original} tokens differently, and "
                 f"rows of up to {longest} share their beginnings: set packed_sequence.tree=off."
             )
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"the longest document has {longest} tokens, the model max_position_embeddings={limit}: set "
+            f"the longest document has {longest} tokens, the {name} max_position_embeddings={limit}: set "
             f"packed_sequence.packed_sequence_size={limit} (packed_sequence.overlong drops, truncates or splits longer "
-            "ones), or scale the model's positions by model.config."
+            f"ones), or scale its positions by {name}.config."
         )
 
 

@@ -59,7 +59,7 @@ def dry_run(config: Config) -> int:
     data = prepare_data(config, check_sizes(config, shape.world_size), parts.packer)
     plan = data.plan(config.training)
     model_config = parts.model.config(data.tokenizer)
-    check_positions(data, model_config)
+    check_positions(data, parts.model, parts.teacher)
     report = data.report(cost_model(model_config))
     parts, recomputed = decide_recomputation(parts, model_config, shape, gpu_bytes(device) or PLANNED_GPU)
     made = plan_model(parts, model_config, shape, device)
