@@ -203,6 +203,7 @@ COLUMNS = {
     "labels": Column("int32", "int64", IGNORE_INDEX, is_optional=False),
     "loss_weights": Column("float32", "float32", 1.0, in_runs=True),
     "branches": Column("int32", "int64", 0, in_runs=True),
+    "row_labels": Column("int32", "int64", 0, in_runs=True),
     "answers": Column("int8", "int64", 0),
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),
@@ -218,6 +219,8 @@ reference_log_probs  of the labels, by the frozen model that preference losses c
 teacher_ids, teacher_log_probs  [T, K] what a teacher finds likeliest at a label, and how likely
 row_place     where in its flat token rows a token stands
 branches      1 + the position at which a branch of a tree begins, 0 elsewhere; in a batch the positions show it
+row_labels    summed along a row of a tree, how many labels it has beyond those in the stream: negative where other rows
+              train what they share
 """
 
 CHOSEN, REJECTED = 1, 2

@@ -54,7 +54,7 @@ def markdown(findings: Iterable[Finding]) -> str:
         "## Mixtures of experts",
         "",
         "`model.experts` selects how experts are computed. `model.router_aux_loss=0.001` adds transformers' "
-        "load-balancing loss, computed for each document separately, so that it does not depend on packs, "
+        "load-balancing loss, computed for each row separately, so that it does not depend on packs, "
         "micro-batches and ranks; the logged loss remains the cross-entropy. Families that balance their experts "
         "with a bias (DeepSeek V3, GLM 4.5) have no such loss: the bias is not changed and is exported in fp32. "
         "LoRA adapts attention and shared experts, routed experts with `peft.experts=true` ([lora.md](lora.md)), "

@@ -15,16 +15,17 @@ Legend: T tokens of the stream (of this rank), N documents, E experts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.source import experts_per_token
-from automodel_lite.thd import ThdBatch
+from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,49 @@ class Balance:
     def __call__(self, router_logits_TE: Sequence[Tensor], batch: ThdBatch) -> Tensor:
         """Sums over this rank's tokens; router_logits_TE of each sparse layer."""
         assert batch.mixers is not None
-        if batch.mixers.stream.tree is not None:
-            raise ConfigError(
-                "model.router_aux_loss counts a row's tokens together, which trees spread over branches: set "
-                "packed_sequence.tree=off, or model.router_aux_loss=0."
-            )
-        document_T, within_T = document_of_tokens(batch)
-        is_real_T = (within_T < batch.cu_seqlens.diff()[document_T]).float()
-        num_documents, num_experts = len(batch.cu_seqlens) - 1, router_logits_TE[0].shape[-1]
-        choices_NE = probabilities_NE = torch.zeros(num_documents, num_experts, device=document_T.device)
+        exchange, (document_T, within_T) = batch.mixers.exchange, document_of_tokens(batch)
+        is_real_T = within_T < batch.cu_seqlens.diff()[document_T]
+        num_rows, sum_rows = _rows_of(batch, document_T)
+        # Labels of a row weigh its balance, as they weigh its cross-entropy; its tokens are what means are taken of.
+        labels_T = (batch.labels != IGNORE_INDEX) + batch.columns.get("row_labels", 0)
+        counts_T2 = torch.stack([labels_T, is_real_T], 1).float() * is_real_T[:, None]
+        counts_N2, num_experts = sum_rows(counts_T2), router_logits_TE[0].shape[-1]
+        choices_NE = probabilities_NE = torch.zeros(num_rows, num_experts, device=document_T.device)
         for logits_TE in router_logits_TE:
             probs_TE = logits_TE.flatten(0, -2).float().softmax(-1)
             chosen_TE = torch.zeros_like(probs_TE).scatter_(1, probs_TE.topk(self.top_k).indices, 1.0)
-            choices_NE = choices_NE.index_add(0, document_T, chosen_TE * is_real_T[:, None])
-            probabilities_NE = probabilities_NE.index_add(0, document_T, probs_TE * is_real_T[:, None])
-        # Label tokens of each document weigh its balance, as they weigh its cross-entropy.
-        of_labels = batch.label_rows
-        labels_N = choices_NE.new_zeros(num_documents).index_add(0, document_T[of_labels], is_real_T[of_labels])
-        known = torch.cat([choices_NE, labels_N[:, None]], 1)
+            choices_NE = choices_NE + sum_rows(chosen_TE * is_real_T[:, None])
+            probabilities_NE = probabilities_NE + sum_rows(probs_TE * is_real_T[:, None])
         # Choices have no gradient, so ranks that share a document need only their sum.
-        if batch.mixers.exchange is not None:
-            known = batch.mixers.exchange.summed(known)
-        choices_NE, labels_N = known[:, :-1], known[:, -1]
-        rows_N = batch.cu_seqlens.diff().clamp(min=1) * len(router_logits_TE)
-        products_N = (choices_NE * probabilities_NE).sum(1) / rows_N**2
+        known = torch.cat([choices_NE, counts_N2], 1)
+        known = exchange.summed(known) if exchange else known
+        choices_NE, labels_N, lens_N = known[:, :-2], known[:, -2], known[:, -1].clamp(min=1)
+        products_N = (choices_NE * probabilities_NE).sum(1) / (lens_N * len(router_logits_TE)) ** 2
         return self.coefficient * num_experts * (labels_N * products_N).sum()
+
+
+def _rows_of(batch: ThdBatch, document_T: Tensor) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Returns how many rows a stream has, and what sums this rank's values [T, K] over each of them, [N, K]. A token
+    that rows of a tree share counts in all of them.
+    """
+    assert batch.mixers is not None
+    stream, exchange = batch.mixers.stream, batch.mixers.exchange
+    if stream.tree is None:
+        num_rows = len(batch.cu_seqlens) - 1
+        return num_rows, lambda x_TK: x_TK.new_zeros(num_rows, x_TK.shape[1]).index_add(0, document_T, x_TK)
+    # Paths lie in the whole stream: what another rank holds of them is one row of zeros behind this rank's own.
+    num_rows, paths = len(stream.cu_seqlens) - 1, stream.tree.paths
+    if exchange is not None:
+        num_own = len(document_T)
+        own = exchange.own(torch.arange(num_own * exchange.size, device=paths.device))
+        held = torch.full((num_own * exchange.size,), num_own, device=paths.device)
+        paths = held.index_copy(0, own, torch.arange(num_own, device=paths.device))[paths]
+
+    def sum_paths(x_TK: Tensor) -> Tensor:
+        of_paths = F.pad(x_TK, (0, 0, 0, 1)).index_select(0, paths)
+        return x_TK.new_zeros(num_rows, x_TK.shape[1]).index_add(0, stream.document, of_paths)
+
+    return num_rows, sum_paths
 
 
 def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:

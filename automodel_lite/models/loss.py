@@ -248,7 +248,7 @@ def checked_loss(loss: Any) -> Loss:
 
 def check_columns(loss: Loss, brought: Iterable[str]) -> None:
     """Raises ConfigError for a per-token column of the data that the loss would ignore."""
-    if ignored := sorted({*brought} - loss.columns):
+    if ignored := sorted({*brought} - loss.columns - {"row_labels"}):  # those count for the balance of experts
         raise ConfigError(
             f"the data bring the per-token column {', '.join(ignored)}, which loss={type(loss).__name__} does not use: "
             "take a loss that does (loss=fused_linear_cross_entropy uses loss_weights, loss=dpo answers), name the "

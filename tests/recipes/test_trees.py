@@ -56,6 +56,39 @@ def test_trees_train_as_their_rows(tmp_path: Path) -> None:
             assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 
 
+MIXTURE = [
+    "~model.config",
+    *(
+        f"model.config.{setting}"
+        for setting in (
+            "model_type=qwen3_moe",
+            "hidden_size=64",
+            "num_hidden_layers=2",
+            "num_attention_heads=4",
+            "num_key_value_heads=2",
+            "intermediate_size=64",
+            "moe_intermediate_size=32",
+            "num_experts=4",
+            "num_experts_per_tok=2",
+        )
+    ),
+    "model.router_aux_loss=0.1",
+]
+"""Experts, whose balance counts a shared token as often as rows hold it."""
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep", pytest.param("cp", marks=pytest.mark.slow)])
+def test_experts_train_on_trees_as_on_rows(tmp_path: Path, axis: str) -> None:
+    path = answered_prompts(tmp_path / "a.jsonl")
+    rows = steps(tmp_path / "off", *settings(path, *MIXTURE, "packed_sequence.tree=off"))
+    trees = steps(tmp_path / axis, *settings(path, *MIXTURE, f"mesh.{axis}=2"), world_size=2)
+    assert len(rows) == len(trees) == 3
+    for row, want in zip(trees, rows):
+        assert row["num_label_tokens"] == want["num_label_tokens"]
+        assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+
+
 def test_a_stream_of_trees(tmp_path: Path) -> None:
     """Documents of a stream become the trees that they are in a file."""
     path = answered_prompts(tmp_path / "a.jsonl", 12)

@@ -4,6 +4,7 @@
     tree               q a q b c b d e              each row, from the last token that it shares with the one before
     branches           0 0 1 0 0 2 0 0              1 + the position at which a branch begins (paths.py)
     loss_weights       1 1 …                        rows that train a label: where q b is trained on twice, 2
+    row_labels         0 0 1 …                      what labels on the path do not tell of the number that a row trains
 
 Sorted rows are a tree in depth-first order, because what two neighbors share is on the path of all rows between them.
 A row may be the beginning of another: it ends in a branch of one token. Trees know nothing of the size of packs; one
@@ -41,7 +42,8 @@ Tree = dict[str, np.ndarray]
 def grow_trees(rows: Sequence[Row], least_shared: int = LEAST_SHARED, shares: bool = True) -> list[Tree]:
     """Rows of one source -> trees of those whose beginnings are alike, and the other rows as they are.
 
-    A tree has the columns of a row, `branches`, and `loss_weights` where a label is trained on by more rows than one.
+    A tree has the columns of a row, `branches`, `row_labels`, and `loss_weights` where a label is trained on by more
+    rows than one.
     Rows with labels that are not the next token, or with weights of their own, stay rows: a shared token has one label
     and one value of each column.
 
@@ -90,16 +92,21 @@ def _tree(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
     ids = own["input_ids"]
     labels = np.full(len(ids), IGNORE_INDEX, np.int32)
     weights, branches = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
-    path, end = np.zeros(0, np.int64), 0
+    paths, end = [np.zeros(0, np.int64)], 0
     for row, first in zip(rows, firsts):
         start, end = end, end + len(row["input_ids"]) - first
-        path = np.concatenate([path[:first], np.arange(start, end)])
+        paths.append(np.concatenate([paths[-1][:first], np.arange(start, end)]))
         if start:
             branches[start] = first + 1
-        trained = path[row["labels"] != IGNORE_INDEX]
+        trained = paths[-1][row["labels"] != IGNORE_INDEX]
         labels[trained] = row["labels"][row["labels"] != IGNORE_INDEX]
         weights[trained] += 1
-    tree = own | {"labels": labels, "branches": branches}
+    # Each row's count stands where its own tokens begin, as the difference to what its path shows so far.
+    row_labels = np.zeros(len(ids), np.int32)
+    for row, path, first in zip(rows, paths[1:], firsts):
+        shown = (labels[path] != IGNORE_INDEX).sum() + row_labels[path].sum()
+        row_labels[path[first]] = (row["labels"] != IGNORE_INDEX).sum() - shown
+    tree = own | {"labels": labels, "branches": branches, "row_labels": row_labels}
     return tree if weights.max(initial=0) <= 1 else tree | {"loss_weights": np.where(weights == 0, 1, weights)}
 
 
@@ -123,6 +130,7 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
 def _part(tree: Row, runs: Sequence[tuple[np.ndarray, int]]) -> Tree:
     taken, repeated = np.concatenate([run for run, _ in runs]), runs[0][1]
     part = {name: values[taken] for name, values in tree.items()}
+    part["row_labels"][:repeated] += part["labels"][:repeated] != IGNORE_INDEX
     part["labels"][:repeated] = IGNORE_INDEX
     part["branches"][: len(runs[0][0])] = 0  # the first row is there whole
     return part
