@@ -3,6 +3,7 @@
     python benchmarks/survey_models.py                          print one line per family
     python benchmarks/survey_models.py --write docs/models.md   and write the page (half an hour on two cores)
     python benchmarks/survey_models.py --families llama qwen3_5 mistral3
+    python benchmarks/survey_models.py --json found.jsonl --step trees    one more step of what was found before
 
 Every decoder-only causal LM of the installed transformers, and the composites (vision, audio) that text is trained on,
 as a tiny random bf16 checkpoint that is then *run*: by the recipe, in fp32 on CPU, on one process, on four (mesh.cp=4,
@@ -33,12 +34,13 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -55,11 +57,15 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.data.packing.packs import lay_out_packs
+from automodel_lite.data.tokens.token_rows import flatten
+from automodel_lite.data.tokens.trees import grow_trees
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import cost_model
 from automodel_lite.models.lora import load_adapted
 from automodel_lite.models.source import CausalLM, experts_per_token, model_class
 from automodel_lite.nemo_api.collaters import pack_features_for_thd, packed_sequence_thd_collater
+from automodel_lite.paths import find_nodes
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
 from benchmarks.tiny_models import COMPOSITES, VOCAB, decoder_families, tiny_model
@@ -122,9 +128,10 @@ def main() -> int:
         "--json", type=Path, help="findings, one JSON object per line; those of this transformers are kept"
     )
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
+    parser.add_argument("--step", default="", help="run this step alone, where the findings have none of the name")
     arguments = parser.parse_args()
     quiet()
-    known = {finding.family: finding for finding in kept(arguments.json)}
+    known = kept(arguments.json)
 
     def tell(finding: Finding) -> None:
         show(finding)
@@ -132,8 +139,14 @@ def main() -> int:
             with arguments.json.open("a") as file:
                 file.write(json.dumps(asdict(finding)) + "\n")
 
-    fresh = survey([family for family in arguments.families if family not in known], arguments.jobs, tell)
-    known |= {finding.family: finding for finding in fresh}
+    step = arguments.step
+    wanted = [
+        family
+        for family in arguments.families
+        if family not in known or (step and known[family].verdict != "refused" and step not in known[family].steps)
+    ]
+    for finding in survey(wanted, arguments.jobs, step, tell):
+        known[finding.family] = finding if finding.family not in known else joined(known[finding.family], finding)
     findings = [known[family] for family in arguments.families]
     if arguments.write:
         from benchmarks.models_page import markdown
@@ -144,10 +157,19 @@ def main() -> int:
     return int(any(finding.verdict in ("WRONG", "BROKEN") for finding in findings))
 
 
-def kept(path: Path | None) -> list[Finding]:
+def kept(path: Path | None) -> dict[str, Finding]:
     lines = path.read_text().splitlines() if path and path.is_file() else []
-    found = [Finding(**json.loads(line)) for line in lines]
-    return [finding for finding in found if finding.version == transformers.__version__]
+    found: dict[str, Finding] = {}
+    for finding in (Finding(**json.loads(line)) for line in lines):
+        if finding.version == transformers.__version__:
+            known = found.get(finding.family)
+            found[finding.family] = joined(known, finding) if known else finding
+    return found
+
+
+def joined(first: Finding, later: Finding) -> Finding:
+    """A finding and the steps that were run later."""
+    return replace(first, steps=first.steps | later.steps)
 
 
 def quiet() -> None:
@@ -161,11 +183,11 @@ def show(finding: Finding) -> None:
     print(f"{finding.family:22s} {finding.verdict:9s} {finding.seconds:4.0f} s  {detail}", flush=True)
 
 
-def survey(families: list[str], jobs: int, tell: Callable[[Finding], None]) -> list[Finding]:
+def survey(families: list[str], jobs: int, step: str, tell: Callable[[Finding], None]) -> list[Finding]:
     """Each family in processes of its own, forked from this one: a crash, or a model too large, is that family's."""
 
     def one(family: str) -> Finding:
-        finding = in_processes(family)
+        finding = in_processes(family, step)
         tell(finding)
         return finding
 
@@ -173,10 +195,10 @@ def survey(families: list[str], jobs: int, tell: Callable[[Finding], None]) -> l
         return list(pool.map(one, families))
 
 
-def in_processes(family: str) -> Finding:
+def in_processes(family: str, step: str) -> Finding:
     start = time.time()
     for seed in SEEDS:
-        finding = of_seed(family, seed)
+        finding = of_seed(family, seed, step)
         finding.near_ties = seed
         if not is_near_tie(finding):
             break
@@ -194,10 +216,10 @@ def is_near_tie(finding: Finding) -> bool:
     return may_tie and bool(wrong) and all(size and float(size[1].rstrip(",")) < NEAR_TIE for size in sizes)
 
 
-def of_seed(family: str, seed: int) -> Finding:
+def of_seed(family: str, seed: int, only: str) -> Finding:
     with tempfile.TemporaryDirectory(prefix=f"survey_{family}_") as name:
         folder = Path(name)
-        finding = read(family, forked(lambda: alone(family, folder, seed), folder / "finding.json"), folder)
+        finding = read(family, forked(lambda: alone(family, folder, seed, only), folder / "finding.json"), folder)
         if not finding.refused and "step" in finding.steps:
             each = range(NUM_RANKS)
             with socket.create_server(("127.0.0.1", 0)) as server:
@@ -234,8 +256,8 @@ def wait(pid: int, result: Path) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- one process
-def alone(family: str, folder: Path, seed: int) -> str:
-    """The steps of one process -> the finding as JSON."""
+def alone(family: str, folder: Path, seed: int, only: str) -> str:
+    """The steps of one process, or `only` one of them -> the finding as JSON."""
     finding = Finding(family)
     try:
         save(tiny_model(family, seed), folder / "model")
@@ -248,7 +270,7 @@ def alone(family: str, folder: Path, seed: int) -> str:
         finding.native = first_line(error)
         return json.dumps(asdict(finding))
     (folder / "truth.json").write_text(json.dumps(step_of(truth)))
-    finding.native = native_packing(folder, truth)
+    finding.native = "" if only else native_packing(folder, truth)
     try:
         attention_specs(model.config, "cpu", torch.float32)
         install(model, ReferenceAttention())
@@ -259,15 +281,19 @@ def alone(family: str, folder: Path, seed: int) -> str:
     except Exception as error:
         finding.steps["packed"] = broken(error)
         return json.dumps(asdict(finding))
-    for name, step in {
+    steps = {
         "costs": lambda: positive(cost_model(model.config).per_token),
-        "packed": lambda: compare_packed(model, truth, folder),
+        "packed": lambda: compare_packed(model, folder, documents(), packed),
+        "trees": lambda: compare_packed(model, folder, rows_of_trees(), as_trees),
         "step": lambda: against_truth(run(folder, "full"), folder),
         "export": lambda: same_keys(folder),
         "LoRA": lambda: against_truth(run(folder, "lora", "peft=lora"), folder, with_norm=False),
         "adapter": lambda: adapter_answers(folder),
         "fp8": lambda: from_fp8(folder),
-    }.items():
+    }
+    for name, step in steps.items():
+        if only not in ("", name):
+            continue
         try:
             finding.steps[name] = step()
         except ConfigError as error:
@@ -317,15 +343,38 @@ Result = tuple[Tensor, dict[str, Tensor], float]
 """Logits [T, V], gradients by name, the summed loss."""
 
 
-def separate(model: PreTrainedModel) -> Result:
+def separate(model: PreTrainedModel, rows: list[dict[str, list[int]]] | None = None) -> Result:
     """One forward per document, gradients summed."""
-    rows = documents()
+    rows = rows or documents()
     logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
     return backward(model, torch.cat(logits), torch.tensor([label for row in rows for label in row["labels"]]))
 
 
 def packed(model: PreTrainedModel) -> Result:
     return backward(model, model(**batch().model_inputs()).logits[0], batch().labels)
+
+
+def rows_of_trees() -> list[dict[str, list[int]]]:
+    """Sorted rows of a tree of depth 3, longer than what families measure in tokens, and one that shares nothing."""
+    generator = torch.Generator().manual_seed(1)
+    trunk, *ends = (torch.randint(3, VOCAB - 8, (n,), generator=generator).tolist() for n in (17, 9, 1, 6, 4, 12))
+    middle = [*trunk, *ends[0]]
+    rows = [[*trunk, *ends[2]], [*middle, *ends[1]], [*middle, *ends[3]], middle, [*ends[4], 3]]
+    return [{"input_ids": ids, "labels": [*ids[1:], IGNORE_INDEX]} for ids in sorted(rows)]
+
+
+def as_trees(model: PreTrainedModel) -> Result:
+    """The logits of each row are those along its path."""
+    arrays = [{name: np.array(ids, np.int32) for name, ids in row.items()} for row in rows_of_trees()]
+    flat = flatten(grow_trees(arrays, least_shared=8))
+    packs = lay_out_packs(flat, flat.offsets[:-1], flat.lengths, np.array([len(flat)]), flat.num_tokens)
+    stream = to_thd(packed_sequence_thd_collater(packs))
+    nodes = find_nodes(stream.cu_seqlens_padded, stream.position_ids)
+    assert nodes is not None
+    rows = nodes.paths.split(nodes.path_lens.tolist())
+    order = sorted(range(len(rows)), key=lambda i: stream.input_ids[rows[i]].tolist())
+    logits = model(**stream.model_inputs()).logits[0][torch.cat([rows[i] for i in order])]
+    return backward(model, logits, torch.tensor([label for row in rows_of_trees() for label in row["labels"]]))
 
 
 def backward(model: PreTrainedModel, logits: Tensor, labels: Tensor) -> Result:
@@ -352,15 +401,17 @@ def step_of(result: Result) -> dict[str, float]:
     return {"loss": result[2] / num_labels, "grad_norm": norm / num_labels}
 
 
-def compare_packed(model: PreTrainedModel, truth: Result, folder: Path) -> str:
+def compare_packed(
+    model: PreTrainedModel, folder: Path, rows: list[dict[str, list[int]]], stream: Callable[[PreTrainedModel], Result]
+) -> str:
     """In fp32; where rounding alone could be the reason (Gemma 4 does not scale its queries), in fp64 as well."""
-    difference = largest_difference(packed(model), truth)
+    difference = largest_difference(stream(model), separate(load(folder), rows))
     if difference < EXACT:
         return relative(difference)
     for lm in (own := load(folder).double(), model.double()):
         lm.config.get_text_config()._experts_implementation = "eager"  # grouped_mm has no fp64
     with InDouble():
-        double = largest_difference(packed(model), separate(own))
+        double = largest_difference(stream(model), separate(own, rows))
     model.float()
     return f"exact, {double:.0e} in fp64" if double < EXACT else f"WRONG by {difference:.0e}, {double:.0e} in fp64"
 

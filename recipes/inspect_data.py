@@ -15,9 +15,12 @@ if __name__ == "__main__":  # --help, --cfg and mistakes are answered before tor
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from automodel_lite.config.schema import Config
@@ -26,6 +29,7 @@ from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_firs
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.errors import DataError
 from automodel_lite.launched import check_alone
+from automodel_lite.paths import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
 
 NUM_PACKS = 8
@@ -79,7 +83,7 @@ def drawn_packs(packs: PackedDataset) -> Iterator[str]:
         yield f"  {number:>3} |{draw_pack(seq_lens, slots)}| {num_documents}"
     shown = next((n for n, (seq_lens, _) in enumerate(rows) if len(seq_lens) > 1), 0)
     yield f"\nATTENTION MASK of pack {shown} (rows see columns)"
-    yield from (f"  {line}" for line in draw_mask(*rows[shown]))
+    yield from (f"  {line}" for line in draw_mask(*rows[shown], positions=packs[shown]["position_ids"]))
 
 
 def layout_of(pack: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -102,8 +106,11 @@ def draw_pack(seq_lens: Sequence[int], slots: Sequence[int], width: int = 64) ->
     return "".join("." if number == 0 else LETTERS[(number - 1) % len(LETTERS)] for number in tokens[places].tolist())
 
 
-def draw_mask(seq_lens: Sequence[int], slots: Sequence[int], width: int = 32) -> list[str]:
+def draw_mask(
+    seq_lens: Sequence[int], slots: Sequence[int], width: int = 32, positions: Tensor | None = None
+) -> list[str]:
     """Which tokens (rows) see which (columns): `█` all of a cell, `▄` some, `·` none; padding sees nothing here.
+    Where documents branch, their positions say so.
 
     >>> print("\\n".join(draw_mask([2, 2], [2, 2], width=4)))
     █···
@@ -111,21 +118,24 @@ def draw_mask(seq_lens: Sequence[int], slots: Sequence[int], width: int = 32) ->
     ··█·
     ··██
     """
-    size = sum(slots)
-    document = np.full(size, -1)
-    starts = np.cumsum([0, *slots[:-1]])
-    for number, (start, length) in enumerate(zip(starts, seq_lens)):
-        document[start : start + length] = number
+    ends = np.cumsum(slots)
+    size, starts = int(ends[-1]), ends - slots
+    is_real = np.concatenate([np.arange(slot) < length for slot, length in zip(slots, seq_lens)])
+    # A key is seen by the queries at or behind it, until its document, or its branch, ends.
+    until = ends.repeat(slots)
+    if positions is not None:
+        cu = torch.tensor([*starts.tolist(), size])
+        nodes = find_nodes(cu, positions, torch.tensor(seq_lens))
+        until = until if nodes is None else nodes.until.numpy()
     width = min(width, size)
     edges = (np.arange(width + 1) * size / width).astype(np.int64)
-    return ["".join(_cell(document, edges, row, column) for column in range(width)) for row in range(width)]
+    cells = [np.arange(start, stop) for start, stop in pairwise(edges)]
+    return ["".join(_cell(is_real, until, queries, keys) for keys in cells) for queries in cells]
 
 
-def _cell(document: np.ndarray, edges: np.ndarray, row: int, column: int) -> str:
-    queries, keys = np.arange(edges[row], edges[row + 1]), np.arange(edges[column], edges[column + 1])
-    same = (document[queries][:, None] == document[keys][None]) & (document[queries] >= 0)[:, None]
-    seen = same & (queries[:, None] >= keys[None])
-    return BAR if seen.all() or (seen.any() and row == column) else "▄" if seen.any() else "·"
+def _cell(is_real: np.ndarray, until: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> str:
+    seen = is_real[queries][:, None] & (queries[:, None] >= keys) & (queries[:, None] < until[keys])
+    return BAR if seen.all() or (seen.any() and keys[0] == queries[0]) else "▄" if seen.any() else "·"
 
 
 def draw_tree(branches: np.ndarray, width: int = 64) -> list[str]:
@@ -184,7 +194,10 @@ def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterato
         if plan.starts is not None and plan.stops is not None:
             start, stop = int(plan.starts[entry]), int(plan.stops[entry])
         shown = slice(start, min(stop, start + SHOWN_TOKENS))
-        text = mark_trained(data.tokenizer, row["input_ids"][shown], row["labels"][shown], in_color)
+        # Of a tree, each row's own tokens are a line of their own.
+        begins = np.flatnonzero(row["branches"][shown]) if "branches" in row else []
+        parts = zip(np.split(row["input_ids"][shown], begins), np.split(row["labels"][shown], begins))
+        text = "\n".join(mark_trained(data.tokenizer, ids, labels, in_color) for ids, labels in parts)
         more = f" … ({stop - start:,} tokens)" if stop - start > SHOWN_TOKENS else ""
         is_cut = stop - start < len(row["input_ids"])
         yield f"  document {index}{f', tokens {start:,} to {stop - 1:,}' if is_cut else ''}:"

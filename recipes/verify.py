@@ -140,6 +140,9 @@ class Verification:
         if len(self.sample.documents) > len(self.batches):
             leaking = [replace(batch, attention=one_segment(batch)) for batch in self.batches]
             yield self.check("fault: documents of a pack see each other", self.step(model, leaking), is_fault=True)
+        if any(batch.attention.tree is not None for batch in self.batches):
+            straight = [replace(batch, attention=without_branches(batch)) for batch in self.batches]
+            yield self.check("fault: branches of a tree see each other", self.step(model, straight), is_fault=True)
         shifted = [shifted_once_more(batch) for batch in self.batches]
         yield self.check("fault: labels shifted once more", self.step(model, shifted), is_fault=True)
         if len({batch.num_label_tokens for batch in self.batches}) == 1:
@@ -263,6 +266,12 @@ def one_segment(batch: ThdBatch) -> AttentionPlan:
     """The fault of a lost boundary: the pack is one document."""
     cu = torch.tensor([0, len(batch.input_ids)], dtype=torch.int32)
     return AttentionPlan(Segments(cu, cu, len(batch.input_ids), len(batch.input_ids)))
+
+
+def without_branches(batch: ThdBatch) -> AttentionPlan:
+    """The fault of a tree that is taken for one row."""
+    cu, longest = batch.cu_seqlens_padded, batch.max_seqlen
+    return AttentionPlan(Segments(cu, cu, longest, longest))
 
 
 def mean_of(steps: list[Step]) -> Step:

@@ -25,6 +25,7 @@ from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, prepare_first_documents
 from automodel_lite.data.tokens.token_rows import TokenRows
+from automodel_lite.data.tokens.trees import cut_tree
 from automodel_lite.errors import DataError
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import MeshShape
@@ -153,11 +154,15 @@ class Sample:
     training_size: int  # packed_sequence.packed_sequence_size of the run
 
     def each_document(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Ids and labels, int64, without padding, and the weights of the labels."""
+        """Ids and labels, int64, without padding, and the weights of the labels; of a tree, each row whole, with the
+        labels that no row before it shares: their weights count all rows.
+        """
         columns = {"loss_weights": np.ones(self.documents.num_tokens, np.float32), **self.documents.columns}
         for start, stop in pairwise(self.documents.offsets.tolist()):
-            ids, labels, weights = (columns[name][start:stop] for name in ("input_ids", "labels", "loss_weights"))
-            yield torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(weights)
+            document = {name: values[start:stop] for name, values in columns.items()}
+            for row in cut_tree(document, 1) if "branches" in document else [document]:
+                ids, labels, weights = (torch.from_numpy(row[x]) for x in ("input_ids", "labels", "loss_weights"))
+                yield ids, labels, weights
 
     @property
     def description(self) -> str:
@@ -202,7 +207,9 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
     token by token, the row of the data.
     """
     plan = packs.plan
-    found: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS if name in packs[order[0]]}
+    held = [name for name in COLUMNS if name in packs[order[0]]]
+    # Packs show branches by their positions; here they say where rows begin.
+    found: dict[str, list[np.ndarray]] = {name: [] for name in held + ["branches"] * ("branches" in packs.rows[0])}
     for number in order:
         pack = packs[number]
         # (start, length) of each document of the pack; a row without packing is one
@@ -215,7 +222,7 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
             last = int(plan.stops[place]) if plan.stops is not None else len(row["input_ids"])
             for name, documents in found.items():
                 documents.append(np.asarray(row[name][first:last], COLUMNS[name].batched))
-                if not np.array_equal(pack[name][start : start + length], documents[-1]):
+                if name in held and not np.array_equal(pack[name][start : start + length], documents[-1]):
                     raise DataError(
                         f"pack {number} does not hold document {int(plan.doc_ids[place])} as it is in the data."
                     )

@@ -29,7 +29,7 @@ def test_a_family_of_each_kind(tmp_path: Path) -> None:
     refused, hybrid, by_rows = found(["deepseek_v32", "minimax", "bloom"], tmp_path)
     assert refused.verdict == "refused"
     assert "indexed_attention" in refused.refused
-    assert [*hybrid.steps] == ["costs", "packed", "step", "export", "LoRA", "adapter", "fp8", "cp 4"]
+    assert [*hybrid.steps] == ["costs", "packed", "trees", "step", "export", "LoRA", "adapter", "fp8", "cp 4"]
     assert (hybrid.verdict, by_rows.verdict) == ("exact", "exact")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from recipes.inspect_data import draw_histogram, draw_mask, draw_pack
 
@@ -16,6 +17,12 @@ def test_documents_do_not_see_each_other() -> None:
 
 def test_cells_that_are_seen_in_part() -> None:
     assert draw_mask([3, 5], [3, 5], width=4) == ["█···", "▄█··", "·▄█·", "·▄██"]
+
+
+def test_branches_do_not_see_each_other() -> None:
+    """The rows a b c and a b d: the second b is the copy that predicts d."""
+    drawn = draw_mask([5, 0], [5, 1], width=6, positions=torch.tensor([0, 1, 2, 1, 2, 0]))
+    assert drawn == ["█·····", "██····", "███···", "█··█··", "█··██·", "······"]
 
 
 def test_histogram_counts_every_document() -> None:

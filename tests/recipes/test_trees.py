@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.runs import QUICK, train
+from tests.runs import QUICK, losses, train
 
 WORDS = ["ship", "gray", "sea", "harbor", "salt", "corn", "wind", "tide", "mast", "gull", "rope", "sail", "fog", "reef"]
 
@@ -87,6 +88,36 @@ def test_experts_train_on_trees_as_on_rows(tmp_path: Path, axis: str) -> None:
         assert row["num_label_tokens"] == want["num_label_tokens"]
         assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+
+
+FILES = "automodel_lite.data.reading.files.FilesDataset"
+SOURCES = {
+    "files": [
+        "dataset=files",
+        "dataset.path={a}",
+        "packed_sequence.repack_each_epoch=true",
+        "packed_sequence.max_packs=3",
+    ],
+    "mixture": [
+        "dataset=mixture",
+        f"dataset.sources.half={{dataset:{{_target_:{FILES},path:{{a}}}},repeat:0.5}}",
+        f"dataset.sources.whole={{dataset:{{_target_:{FILES},path:{{b}}}},repeat:1}}",
+    ],
+    "stream": ["dataset=streaming", "dataset.path={a}", "dataset.num_shards=2"],
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_runs_on_trees_resume_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    a, b = (answered_prompts(tmp_path / f"{name}.jsonl", 12) for name in "ab")
+    more = ["training.global_batch_size=1", "training.max_steps=6", "checkpoint.every_steps=4"]
+    given = [x for x in settings(a, *more) if not x.startswith("dataset")]
+    source = [x.replace("{a}", str(a)).replace("{b}", str(b)) for x in SOURCES[kind]]
+    whole = losses(train("smoke", tmp_path / "run", *given, *source))
+    assert len(whole) == 6
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    (tmp_path / "run" / "STATUS.json").unlink()
+    assert losses(train("smoke", tmp_path / "run", *given, *source)) == whole
 
 
 def test_a_stream_of_trees(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from automodel_lite.thd import IGNORE_INDEX, ThdBatch, labeled_rows
 from automodel_lite.thd import to_thd as right_to_thd
 from tests.attention.test_interface import LeakingAttention
 from tests.ranks import run_ranks
+from tests.recipes.test_trees import answered_prompts, settings
 from tests.runs import config_of
 
 CAUSAL_LM = "automodel_lite.models.source.CausalLM"
@@ -36,6 +37,13 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("overrides", [["packed_sequence=none"], ["packed_sequence.strategy=wrapped"]], ids=str)
 def test_other_packings(tmp_path: Path, overrides: list[str]) -> None:
     assert verify(tmp_path / "run", *overrides) == 0
+
+
+def test_the_truth_of_a_tree_is_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tree was taken for one row, so that right packs failed."""
+    path = answered_prompts(tmp_path / "a.jsonl")
+    assert verify(tmp_path / "run", *settings(path, "training.global_batch_size=2")) == 0
+    assert "fault: branches of a tree see each other" in capsys.readouterr().out
 
 
 def verify_on_rank(rank: int, world_size: int, folder: Path, overrides: list[str]) -> int:

@@ -13,6 +13,7 @@ from automodel_lite.tools.report import (
     _thinned,
     differences,
     facts_of,
+    packing_of,
     page_of,
     read_run,
     samples_of,
@@ -54,6 +55,12 @@ def run_folder(path: Path, lr: float = 0.01, **more: object) -> Path:
     (path / "lengths.json").write_text(json.dumps({"edges": [0, 8, 16, 24], "documents": [5, 2, 1], "pack": [7, 6, 3]}))
     (path / "STATUS.json").write_text('{"state": "finished", "step": 4}')
     return path
+
+
+def test_a_report_tells_what_trees_save(tmp_path: Path) -> None:
+    counts = {"data/train/num_saved_tokens": 250, "data/train/num_tokens": 1000}
+    assert ("saved by trees", "250 tokens of 1,000, 25%") in packing_of(read_run(run_folder(tmp_path / "a", **counts)))
+    assert "saved by trees" not in dict(packing_of(read_run(run_folder(tmp_path / "b"))))
 
 
 def test_what_is_read_from_a_run(tmp_path: Path):

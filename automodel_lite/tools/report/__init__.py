@@ -176,9 +176,13 @@ def warnings_of(record: RunRecord) -> list[str]:
 
 
 def packing_of(record: RunRecord) -> list[tuple[str, str]]:
-    """Returns of packing.json how much there is and what was left out."""
+    """Returns of packing.json how much there is and what was left out, and what trees save."""
     shown = [(key.replace("_", " "), record.packing[key]) for key in _PACKING if record.packing.get(key)]
-    return [(name, v if isinstance(v, str) else f"{v:,.1f}".removesuffix(".0")) for name, v in shown]
+    lines = [(name, v if isinstance(v, str) else f"{v:,.1f}".removesuffix(".0")) for name, v in shown]
+    saved, of_rows = (record.last(f"data/train/{name}") for name in ("num_saved_tokens", "num_tokens"))
+    if saved and of_rows:
+        lines.append(("saved by trees", f"{saved:,.0f} tokens of {of_rows:,.0f}, {saved / of_rows:.0%}"))
+    return lines
 
 
 def _run_data(record: RunRecord) -> dict[str, Any]:
