@@ -470,10 +470,14 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     label_rows = labeled_rows(batch["labels"].reshape(-1))
     columns = {name: batch[name].flatten(0, 1) for name, c in COLUMNS.items() if c.is_optional and name in batch}
     weights = columns.get("loss_weights")
+    document_lens = _longest_rows(lens, slots, positions, nodes).to(torch.int32).repeat_interleave(slots)
     return ThdBatch(
-        **{name: batch[name].reshape(-1) for name in PER_TOKEN},
+        input_ids=batch["input_ids"].reshape(-1),
+        labels=batch["labels"].reshape(-1),
+        # Those of padding run on, in a pack, beyond what a table of learned positions may hold.
+        position_ids=positions.where(_is_real(lens, slots), 0),
         label_rows=label_rows,
-        document_lens=_longest_rows(lens, slots, positions, nodes).to(torch.int32).repeat_interleave(slots),
+        document_lens=document_lens,
         cu_seqlens=cumulative(lens),
         cu_seqlens_padded=cu_padded,
         max_seqlen=max_seqlen,
@@ -485,14 +489,20 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     )
 
 
+def _is_real(lens: Tensor, slots: Tensor) -> Tensor:
+    """Returns bool [T]: False for the padding behind each document."""
+    ends = slots.cumsum(0) - slots + lens
+    return torch.arange(int(slots.sum())) < ends.repeat_interleave(slots)
+
+
 def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor, nodes: Nodes | None) -> Tensor:
     """int64 [N]: tokens of each document, or of the longest row of a tree."""
     if nodes is None:
         return lens
     document = torch.repeat_interleave(slots)
     starts = slots.cumsum(0) - slots
-    is_real = torch.arange(len(document)) - starts[document] < lens[document]
-    places = torch.where(is_real, positions - positions[starts.clamp(max=len(positions) - 1)][document] + 1, 0)
+    firsts = positions[starts.clamp(max=len(positions) - 1)][document]
+    places = torch.where(_is_real(lens, slots), positions - firsts + 1, 0)
     return torch.zeros_like(lens).scatter_reduce(0, document, places, "amax")
 
 

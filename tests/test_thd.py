@@ -50,6 +50,12 @@ def test_a_model_of_attention_alone_gets_no_rows() -> None:
     assert thd.mixers is None
 
 
+def test_padding_needs_no_position_of_its_own() -> None:
+    """A table of learned positions holds the documents' own, and packs may be longer."""
+    batch = batch_of([[3, 2]], [[4, 6]], 10) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])}
+    assert to_thd(batch).position_ids.tolist() == [0, 1, 2, 0, 0, 1, 0, 0, 0, 0]
+
+
 def test_a_row_that_is_not_filled_is_refused() -> None:
     with pytest.raises(ValueError, match="the slots of a row must fill it"):
         to_thd(batch_of([[3], [3]], [[3], [4]], 4))
