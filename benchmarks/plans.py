@@ -26,6 +26,7 @@ from automodel_lite.training.simulation import layer_pattern, simulate, simulate
 
 EIGHT_B = "model.pretrained=meta-llama/Llama-3.1-8B-Instruct"
 HYBRID = [
+    "tokenizer=bpe",
     "model=llama_tiny",
     "model.config={model_type: qwen3_next, hidden_size: 2048, num_hidden_layers: 24, intermediate_size: 5120, "
     "num_attention_heads: 16, num_key_value_heads: 2, head_dim: 256, num_experts: 0, vocab_size: 151936, "

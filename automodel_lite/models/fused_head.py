@@ -95,9 +95,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_tokens)
             # Copies: to dynamo, views that begin at 0 and elsewhere are two kinds, each with a graph.
             labels, weights = labels_R[rows].clone(), None if weights_R is None else weights_R[rows].clone()
+            logits = hidden_RC[rows] @ weight_VC.t()
+            if backend is None:  # here, as a callee frees no argument once dynamo stands behind every call
+                logits = logits.float()
             loss, grad_logits = _chunk_loss_by(backend)(
-                hidden_RC[rows] @ weight_VC.t(), labels, weights, softcap, needs_hidden or needs_weight
+                logits, weight_VC.dtype, labels, weights, softcap, needs_hidden or needs_weight
             )
+            del logits
             total += loss
             # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row from a row; that of
             # the weight is grad_logits.T @ hidden, a sum over all rows, added up over the chunks in fp32.
@@ -131,14 +135,18 @@ def _chunk_loss_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _chunk_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, softcap: float | None, needs_grad: bool
+    logits: Tensor,
+    dtype: torch.dtype,
+    labels: Tensor,
+    weights: Tensor | None,
+    softcap: float | None,
+    needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss sum of a chunk and d loss / d (uncapped logits) in the logits' dtype; uses up the fp32 logits.
+    """Returns the loss sum of a chunk and d loss / d (uncapped logits) in `dtype`; uses up logits in fp32.
 
     log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3 times faster than
     logsumexp, subtract, exp (V = 128,000, CPU).
     """
-    dtype = logits.dtype
     logits = logits.float()
     # capped = softcap * tanh(logits / softcap), whose slope is 1 - tanh^2: taken while the tanh is at hand.
     slope: Tensor | None = None

@@ -75,5 +75,5 @@ def test_a_compiler_writes_no_fp32_logits() -> None:
     torch._dynamo.reset()
     logits, labels = torch.randn(64, 4096).bfloat16(), torch.randint(0, 4096, (64,))
     compiled = torch.compile(_chunk_loss, fullgraph=True)
-    _, codes = run_and_get_code(compiled, logits, labels, torch.ones(64), None, True)
+    _, codes = run_and_get_code(compiled, logits, logits.dtype, labels, torch.ones(64), None, True)
     assert re.findall(r"empty_strided_cpu\(\(64, 4096\), \(4096, 1\), torch\.(\w+)\)", codes[0]) == ["bfloat16"]

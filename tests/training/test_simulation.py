@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from automodel_lite.training.simulation import (
 )
 from automodel_lite.training.start import dry_run, planned_shape
 from automodel_lite.training.tracker import _MADE_IN, Message, Operation, Work
+from tests.ranks import in_a_process
 
 LAYERS = 2
 AXIS_NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -113,6 +115,24 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     states = 4 * 4 * PARAMETERS
     assert 4 * LAYER < there.peaks["backward"] < here.peaks["backward"] - states / 2
     assert there.sent == here.sent
+
+
+def _count_after_a_failed_compilation() -> None:
+    def broken(graph: object, inputs: object) -> object:
+        raise RuntimeError("no such instruction")
+
+    bf16 = ("training.precision=bf16",)
+    before = world(1, 2, 1, overrides=bf16).peaks["forward"]
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        torch.compile(torch.neg, backend=broken)(torch.ones(2))
+    world.cache_clear()
+    assert world(1, 2, 1, overrides=bf16).peaks["forward"] == before
+
+
+def test_a_failed_compilation_leaves_no_logits_behind(tmp_path: Path) -> None:
+    """Dynamo stays in front of every later call, and a frame that is called through it holds its arguments."""
+    code, screen = in_a_process(_count_after_a_failed_compilation, tmp_path)
+    assert code == 0, screen
 
 
 def test_context_parallel_ranks_share_the_tokens() -> None:
