@@ -18,6 +18,7 @@ trained on when it holds a character of a trained span, by the tokenizer's offse
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +43,6 @@ OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|return|>", "<|im_end
 _MARKER = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = re.compile("[\ufdd0\ufdd1]")  # code points that Unicode keeps free for such use
 _PROBE = "PROBE"
-_PROBE_CALL = {"type": "function", "function": {"name": _PROBE, "arguments": {}}}
 _REWRITTEN_ROLES = ("assistant", "model", "tool", "ipython")  # templates take thoughts out, or write JSON
 REASONING = re.compile(r".*(reason|think|thought|rationale|scratchpad).*|cot|analysis")  # keys of a turn's thoughts
 _TURN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight"))
@@ -88,12 +88,14 @@ class ChatRenderer:
         """
         messages = list(messages)
         calls = [place for place, message in enumerate(messages) if message.get("tool_calls")]
-        if calls and not self._writes_tool_calls:
+        if calls and self._arguments_type is None:
             raise DataError(
                 f"message {calls[0]} calls a tool, but the chat template does not render tool calls, so the turn would "
                 "be trained on as if it were empty: use a template that renders them, "
                 "tokenizer.chat_template=template.jinja."
             )
+        if calls and self._arguments_type is str:
+            messages = [_with_text_arguments(message) for message in messages]
         turns = self._trained_turns(messages)
         plain, marked = self._with_tools if tools else self._without_tools
         render = partial(self._render, tools, plain)
@@ -145,13 +147,17 @@ class ChatRenderer:
         return [turn for turn in turns if messages[turn].get("weight", 1) != 0]
 
     @cached_property
-    def _writes_tool_calls(self) -> bool:
-        question = {"role": "user", "content": "Hi"}
-        call = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
-        try:
-            return _PROBE in self._render(None, self._without_tools[0], [question, call])
-        except DataError:
-            return True  # of a template that asks for more than a name: it knows calls
+    def _arguments_type(self) -> type | None:
+        """How the template takes a tool call's arguments: dict, str (DeepSeek), or None where it writes no calls."""
+        arguments: Any
+        for arguments in ({}, "{}"):
+            call = {"type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+            asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                return type(arguments) if _PROBE in self._render(None, self._without_tools[0], asked) else None
+            except DataError:
+                continue
+        return dict  # of a template that asks for more than a name: it knows calls
 
     def _render(self, tools: list[Any] | None, template: str, messages: list[Message], prompt: bool = False) -> str:
         try:
@@ -179,9 +185,10 @@ class ChatRenderer:
         return Rendering(text, tuple((edges[part], self._include_stop(text, edges[part + 1])) for part in chosen))
 
     def _include_stop(self, text: str, end: int) -> int:
-        """Moves the end of a marked span over the end-of-turn token that follows it."""
-        if text[:end].endswith(self.stop_tokens):
-            return end
+        """Moves the end of a marked span over the end-of-turn token that follows it, or back to one within it."""
+        trimmed = len(text[:end].rstrip())
+        if text[:trimmed].endswith(self.stop_tokens):
+            return trimmed
         rest = text[end:].lstrip()
         stop = next((token for token in self.stop_tokens if rest.startswith(token)), None)
         return end if stop is None else len(text) - len(rest) + len(stop)
@@ -226,7 +233,11 @@ class ChatRenderer:
                 f"the chat template ends an assistant turn with {tail!r}, without a special token, so the model would "
                 "never learn to stop: put {{ eos_token }} there, or set tokenizer.chat_template."
             )
-        return tuple(dict.fromkeys([found[0][2], *(token for token in OTHER_END_TOKENS if token in specials)]))
+        place, _, stop = found[0]
+        # Cohere closes its response and then the turn: of tokens that touch, the last one ends the turn.
+        while follower := next((t for at, _, t in found if at == place + len(stop)), None):
+            place, stop = place + len(stop), follower
+        return tuple(dict.fromkeys([stop, *(token for token in OTHER_END_TOKENS if token in specials)]))
 
 
 def _template(source: str) -> tuple[str, str | None]:
@@ -260,6 +271,14 @@ def _lost(message: Message, text: str) -> str:
             return key
     said = message["content"].rpartition("</think>")[2].strip()
     return "content beside its tool calls" if message.get("tool_calls") and said not in text else ""
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or []
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:

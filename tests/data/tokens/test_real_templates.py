@@ -1,0 +1,128 @@
+"""The chat templates that published models ship: what is trained on, or a sentence that says what a template cannot do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.data.tokens.encode import ChatRenderer, Rendering
+from automodel_lite.errors import ConfigError, DataError
+from tests.data.templates import Family, byte_tokenizer
+
+TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))}
+SPECIAL = re.compile(
+    r"<\|[^|<>\s'\"]+\|?>|<[a-z_]+\|>|<｜[^｜]+｜>|</?(?:start|end)_of_turn>|\[\|?[a-zA-Z_/]+\|?\]|</s>"
+)
+STOPS = ("<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<｜end▁of▁sentence｜>", "</s>")
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+HI, HELLO = {"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello friend!"}
+SUM, FOUR = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "It is four."}
+THOUGHT = [HI, {**HELLO, "reasoning_content": "Why not."}, SUM, {**FOUR, "reasoning_content": "Adding."}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "where"}},
+    "required": ["city"],
+}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "now", "parameters": PARAMETERS}}]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+SUNNY = {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": "sunny"}
+CALLED = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, SUNNY, FOUR]
+
+# templates that write no stop token behind an answer: the next turn ends it
+ENDLESS = {"glm4moe"}
+NO_SYSTEM = {"gemma", "mistral_v2v3", "mistral_v3_tekken"}  # the latter two write one before a question alone
+# where a chat with tool calls, or with thoughts, is trained; everywhere else it is refused by name
+CALLS = frozenset(
+    ["command_a_tool_use", "deepseekv3", "exaone4", "gemma4", "gemma4_v5", "gptoss", "jamba", "lfm2_2_5_v2", "llama3_1", "llama3_2", "llama4", "mistral_v2v3", "mistral_v3_tekken", "muse_glimmer", "nemotron_3_nano", "nemotron_3_ultra", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507"]
+)
+THOUGHTS = frozenset(
+    ["gemma4_v5", "gptoss", "lfm2_2_5_v2", "muse_glimmer", "nemotron_3_nano", "nemotron_3_ultra", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"]
+)
+
+
+def renderer(name: str, train_on: str = "assistant") -> ChatRenderer:
+    source = TEMPLATES[name].read_text()
+    specials = tuple(dict.fromkeys([*SPECIAL.findall(source), "<s>", "</s>"]))
+    stop = next((token for token in STOPS if token in source), "</s>")
+    return ChatRenderer(byte_tokenizer(Family(source, specials, stop, "<s>")), train_on)
+
+
+def turns(found: list[Rendering]) -> list[str]:
+    """What is trained on, turn by turn."""
+    return [one.text[start:stop] for one in found for start, stop in one.spans]
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
+def test_answers_are_trained_up_to_their_stop_token(name: str) -> None:
+    chat = renderer(name)
+    for messages in ([HI, HELLO, SUM, FOUR], *([[SYSTEM, HI, HELLO, SUM, FOUR]] if name not in NO_SYSTEM else [])):
+        found = chat.renderings(messages)
+        first, second = turns(found)
+        assert "Hello friend!" in first
+        assert "It is four." in second
+        for turn in (first, second):
+            assert turn.endswith(chat.stop_tokens)
+            assert not any(text in turn for text in ("Hi there", "Two plus two?", "Be kind."))
+        assert all(text in found[-1].text for text in ("Hi there", "Hello friend!", "Two plus two?"))
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
+def test_all_is_trained_up_to_the_last_stop_token(name: str) -> None:
+    chat = renderer(name, "all")
+    (found,) = chat.renderings([HI, HELLO, SUM, FOUR])
+    (trained,) = turns([found])
+    assert found.text.startswith(trained)
+    assert trained.endswith(chat.stop_tokens)
+    assert found.text[len(trained) :].strip() == ""
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
+def test_tool_calls_are_trained_and_results_are_not(name: str) -> None:
+    chat = renderer(name)
+    if name not in CALLS:
+        with pytest.raises(DataError, match=r"calls a tool, but|that the chat template does not write"):
+            chat.renderings(CALLED, TOOLS)
+        return
+    found = chat.renderings(CALLED, TOOLS)
+    call, answer = turns(found)
+    assert "get_weather" in call
+    assert "Rome" in call
+    assert "It is four." in answer
+    assert "sunny" in found[-1].text
+    assert "sunny" not in call + answer
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - ENDLESS))
+def test_thoughts_are_trained_or_refused(name: str) -> None:
+    chat = renderer(name)
+    if name not in THOUGHTS:
+        with pytest.raises(DataError, match="reasoning_content that the chat template does not write"):
+            chat.renderings(THOUGHT)
+        return
+    first, second = turns(chat.renderings(THOUGHT))
+    assert "Why not." in first
+    assert "Adding." in second
+
+
+@pytest.mark.parametrize("name", sorted(NO_SYSTEM))
+def test_a_system_prompt_that_is_not_written_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"System role not supported|role system\) is omitted by the chat template"):
+        renderer(name).renderings([SYSTEM, HI, HELLO])
+
+
+def test_cohere_turns_end_with_the_turn_and_not_with_the_response() -> None:
+    (turn,) = turns(renderer("cohere2").renderings([HI, HELLO]))
+    assert turn.endswith("Hello friend!<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
+
+
+def test_a_line_break_behind_a_marked_turn_is_not_trained() -> None:
+    assert turns(renderer("lfm2_2_5_v2").renderings([HI, HELLO])) == ["Hello friend!<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", sorted(ENDLESS))
+def test_a_template_without_a_stop_token_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="without a special token, so the model would never learn to stop"):
+        renderer(name)
