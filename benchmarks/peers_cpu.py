@@ -70,11 +70,12 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         data = str(Path(args.data).resolve())  # contestants run in folders of their own
         pretrained = str(Path(args.pretrained).resolve()) if args.pretrained else None
+        peers = str(Path(args.peers).absolute()) if args.peers else None  # links to environments stay links
         steps = (args.steps, args.warmup_steps)
         job = Job(args.work or folder, args.shape, args.precision, *steps, data, folder, pretrained)
         subprocess.run([sys.executable, "-m", "benchmarks.peers.prepare", job.to_argv()], env=environment(), check=True)
-        names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or args.peers]
-        running = {name: start(name, CONTESTANTS[name], job, args.peers) for name in names}
+        names = [n for n in args.only or CONTESTANTS if CONTESTANTS[n].environment is None or peers]
+        running = {name: start(name, CONTESTANTS[name], job, peers) for name in names}
         for _ in range(job.all_steps - 1):  # the first is part of the start
             names = names[1:] + names[:1]
             for name in names:

@@ -13,7 +13,6 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":  # --help, --cfg and mistakes are answered before torch is imported; this does not return
     run_recipe("recipes.evaluate:main")
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,10 +69,9 @@ def print_losses(parts: Parts, data: PackSource, mesh: Mesh, console: Console) -
         shard = lambda batch: cp_shard(batch, mesh.cp, exchange)  # noqa: E731
         losses = validation_losses(built.model, packs, data, mesh, shard, lambda: False)
         assert losses is not None  # nobody stops it
-        loss = losses.get("cross_entropy", losses["loss"])
-        perplexity = math.exp(min(loss, 700.0))
-        documents = packs.plan.counts.packed_documents
-        console.say("loss", f"{name}: {loss:.4f}, perplexity {perplexity:,.2f}, of {documents:,} documents")
+        shown = f"{losses.get('cross_entropy', losses['loss']):.4f}, perplexity {losses['perplexity']:,.2f}"
+        documents, right = packs.plan.counts.packed_documents, losses["token_accuracy"]
+        console.say("loss", f"{name}: {shown}, {right:.2%} of the tokens right, of {documents:,} documents")
 
 
 def of_folder(config: Config) -> Config:

@@ -149,6 +149,7 @@ class Loss(ABC):
     needs_documents  calls `inputs.per_document`
     needs_teacher    asks for `inputs.teacher`
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program computes
+    is_compared      validation counts the right tokens and the plain cross-entropy beside it
     """
 
     columns: ClassVar[frozenset[str]] = frozenset()
@@ -157,6 +158,7 @@ class Loss(ABC):
     needs_documents: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
+    is_compared: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -265,12 +267,19 @@ _CURES = {
 }
 
 
+def _loss_and_hit(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the cross-entropy of each row, and 1 where the likeliest token is the label: [r, 2]."""
+    is_hit = logits.argmax(-1) == labels
+    return torch.stack([F.cross_entropy(logits, labels, reduction="none"), is_hit.float()], 1)
+
+
 class LossModel(nn.Module):
     """A Hugging Face causal LM and a loss. `forward(batch) -> fp32 scalar`, the SUM over this rank's rows.
 
     A loss runs inside the head's own forward: only there has FSDP gathered its weight.
 
-    parts        those of the last forward; outside training also `cross_entropy`, the plain sum over the label tokens
+    parts        those of the last forward; outside training also `token_accuracy`, the number of labels that are the
+                 likeliest token, and, of a loss that is not plain, `cross_entropy`, its sum over the label tokens
     takes_logits the head computes logits, of which the loss is taken: for losses that ask for it, and where the probe
                  has seen that it is more than `softcap(hidden @ weight.T)`
     """
@@ -336,8 +345,11 @@ class LossModel(nn.Module):
         def at_head(head: Head, teacher: Head | None = None) -> Tensor:
             inputs = LossInputs(head, labels_R, columns, batch, teacher)
             total, parts = self.loss(inputs)
-            if not self.training and (not isinstance(self.loss, PlainLoss) or "loss_weights" in columns):
-                parts = {**parts, "cross_entropy": -inputs.log_probs().sum()}
+            if not self.training and self.loss.is_compared:
+                losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
+                parts = {**parts, "token_accuracy": hits_R.sum()}
+                if not isinstance(self.loss, PlainLoss) or "loss_weights" in columns:
+                    parts["cross_entropy"] = losses_R.sum()
             self.parts = {name: part.detach() for name, part in parts.items()}
             return total
 

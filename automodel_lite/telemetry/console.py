@@ -60,11 +60,15 @@ class Console:
         if not self.is_silent:
             print_above_bars(text)
 
-    def validation(self, step: int, losses: Mapping[str, float], answers: Sequence[tuple[str, str]]) -> None:
-        """The losses by their key in metrics.jsonl (`val_loss/easy`), and samples: (prompt, answer)."""
-        for key, loss in losses.items():
+    def validation(self, step: int, numbers: Mapping[str, float], answers: Sequence[tuple[str, str]]) -> None:
+        """Prints a line per set of numbers by their keys in metrics.jsonl (`val_loss/easy`), and (prompt, answer)s."""
+        sets: dict[str, dict[str, float]] = {}
+        for key, value in numbers.items():
             kind, _, name = key.removeprefix("val_").partition("/")
-            self.print(f"{step:7d}  {loss:8.4f}  validation ({name})" + f" {kind}" * (kind != "loss"))
+            sets.setdefault(name, {})[kind] = value
+        for name, kinds in sets.items():
+            loss, others = kinds.pop("loss"), "".join(f"  {kind} {value:.4g}" for kind, value in kinds.items())
+            self.print(f"{step:7d}  {loss:8.4f}  validation ({name}){others}")
         for prompt, answer in answers:
             self.print(f"{'':9}{prompt}\n{'':9}-> {answer}")
 

@@ -72,7 +72,7 @@ class WandbTracker(Callback):
         self.run.define_metric("*", step_metric="step")
         for falling in ("loss", "val_loss/*"):
             self.run.define_metric(falling, step_metric="step", summary="min,last")
-        for rising in ("answers_right", "score/*"):
+        for rising in ("answers_right", "score/*", "val_token_accuracy/*"):
             self.run.define_metric(rising, step_metric="step", summary="max,last")
         self.artifact = artifact
         self.samples = wandb.Table(columns=["step", "prompt", "answer"], log_mode="INCREMENTAL")

@@ -7,6 +7,7 @@ forward, and all ranks take rank 0's token. Held-out questions are answered by t
 
 from __future__ import annotations
 
+import math
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,8 +44,9 @@ def validation_losses(
     shard: Callable[[ThdBatch], ThdBatch],
     must_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Returns `loss` and its parts, means over what the loss counts in all packs, and, where they differ, the plain
-    `cross_entropy`, a mean over all label tokens: by it, runs of different losses compare. Every rank calls it.
+    """Returns `loss` and its parts, means over what the loss counts in all packs; the `token_accuracy` 0..1 and, where
+    it is not the loss, the plain `cross_entropy`, means over all label tokens; and the `perplexity` of that. By these,
+    runs of different losses compare. Every rank calls it.
 
     `shard` takes this rank's part of a stream. `must_stop` is called after every batch, on all ranks; None when it is
     true.
@@ -73,9 +75,9 @@ def validation_losses(
     # Ranks of cp count the same streams; what they sum is their own tokens' share.
     num_items, num_labels = (mesh.sum(counts) / mesh.shape.cp).tolist()
     totals = {name: mesh.sum(value).item() for name, value in sums.items()}
-    plain = totals.pop("cross_entropy", None)
-    means = {name: total / (num_items or 1) for name, total in totals.items()}
-    return means if plain is None else {**means, "cross_entropy": plain / (num_labels or 1)}
+    counted = {name: num_labels if name in ("token_accuracy", "cross_entropy") else num_items for name in totals}
+    means = {name: total / (counted[name] or 1) for name, total in totals.items()}
+    return means | {"perplexity": math.exp(min(means.get("cross_entropy", means["loss"]), 700.0))}
 
 
 @torch.no_grad()
@@ -126,8 +128,10 @@ class ExactMatch:
     batch_size: Positive = 8  # questions answered at a time
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
-    def ask(self, generator: Generator, held_out: Iterable[Question]) -> tuple[str, dict[str, float]]:
-        """Answers the first of the questions greedily; returns lines to print, and scores for metrics.jsonl."""
+    def ask(self, generator: Generator, held_out: Iterable[Question]) -> tuple[str, dict[str, Any]]:
+        """Answers the first of the questions greedily; returns lines to print, and scores and answers for
+        metrics.jsonl.
+        """
         questions = list(islice(held_out, self.num_questions))
         if not questions:
             return "held-out questions: the data has none", {"answers_right": 0, "answers": 0}
@@ -140,8 +144,11 @@ class ExactMatch:
         for number, question in enumerate(questions[: self.num_shown]):
             mark = "right" if is_right[number] else f"wrong, expected {expected[number]!r}"
             lines.append(f"  Q: {question.messages[-1]['content']}\n  A: {given[number]}   ({mark})")
-        row = {"answers_right": sum(is_right), "answers": len(questions)}
-        return "\n".join(lines), row | {f"score/{name}": score for name, score in scores.items()}
+        row: dict[str, Any] = {"answers_right": sum(is_right), "answers": len(questions)}
+        row |= {f"score/{name}": score for name, score in scores.items()}
+        for question, answer, wanted, right in zip(questions, given, expected, is_right):  # for the report
+            row[f"text/{question.messages[-1]['content']}"] = answer if right else f"{answer}  (expected: {wanted})"
+        return "\n".join(lines), row
 
 
 def answers_to(

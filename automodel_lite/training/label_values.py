@@ -207,6 +207,7 @@ class _Recorder(PlainLoss):
 
     columns = frozenset(COLUMNS)
     required = frozenset({"row_place"})
+    is_compared = False
 
     def __init__(self, function: RowFunction) -> None:
         self.function = function

@@ -1,15 +1,21 @@
 """evaluate and generate: the loss that training logged, answers in batches as one by one, scores, files of prompts; samples."""
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from automodel_lite.data.prepare import check_sizes, prepare_data
 from automodel_lite.data.reading.documents import Question, question_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.generate import Generator, load_generator
+from automodel_lite.thd import IGNORE_INDEX
 from automodel_lite.training.evaluation import F1, ExactMatch, answers_to
+from automodel_lite.training.plan import build_parts
 from recipes import evaluate, generate
 from tests.ranks import run_ranks
 from tests.runs import Row, config_of, train
@@ -43,18 +49,33 @@ def test_the_loss_of_the_exported_model_is_the_one_that_training_logged(run: Pat
     logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
     assert evaluate.main(evaluation_of(run, "evaluation=exact_match")) == 0
     said = capfd.readouterr().out
-    assert f"held_out: {logged:.4f}, perplexity" in said
+    assert f"held_out: {logged:.4f}, perplexity {math.exp(logged):.2f}, {plainly_right(run):.2%} of the tokens" in said
     assert "of 24 exactly right, f1 0." in said
     with pytest.raises(ConfigError, match=r"model.pretrained=null is a model from scratch"):
         evaluate.main(config_of("smoke", run))
 
 
-@pytest.mark.slow
-def test_two_ranks_evaluate_to_the_same_loss(run: Path, capfd: pytest.CaptureFixture[str]):
+def plainly_right(run: Path) -> float:
+    """Counts what plain transformers get right of the held-out documents' labels, one document at a time."""
+    config = evaluate.of_folder(evaluation_of(run))
+    packs = prepare_data(config, check_sizes(config, 1), build_parts(config).packer).val_packs["held_out"]
+    model, hits = AutoModelForCausalLM.from_pretrained(run / "hf"), []
+    for index in packs.plan.doc_ids:
+        row = packs.rows[int(index)]
+        labels = torch.as_tensor(np.asarray(row["labels"]))  # each is that of the next token
+        likeliest = model(torch.as_tensor(np.asarray(row["input_ids"]))[None]).logits[0].argmax(-1)
+        hits += (likeliest == labels)[labels != IGNORE_INDEX].tolist()
+    assert 0 < sum(hits) < len(hits)
+    return sum(hits) / len(hits)
+
+
+def test_two_ranks_evaluate_to_the_same_numbers(run: Path, capfd: pytest.CaptureFixture[str]):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
     run_ranks(evaluate_on_rank, 2, run, ["mesh.cp=2"])
-    assert f"held_out: {logged:.4f}, perplexity" in capfd.readouterr().out
+    last = [row["val_token_accuracy/held_out"] for row in rows if "val_token_accuracy/held_out" in row][-1]
+    assert last == pytest.approx(plainly_right(run), abs=1e-9)
+    assert f"held_out: {logged:.4f}, perplexity {math.exp(logged):.2f}, {last:.2%} of the" in capfd.readouterr().out
 
 
 def test_a_batch_answers_as_each_prompt_alone(generator: Generator, monkeypatch: pytest.MonkeyPatch):

@@ -48,7 +48,11 @@ def run_folder(path: Path, lr: float = 0.01, **more: object) -> Path:
         }
         for step in (1, 2, 3, 4)
     ]
-    rows = [*steps, {"step": 4, "val_loss/held_out": 0.7}, {"step": 4, "time_s/checkpoint": 5.0}]
+    rows = [
+        *steps,
+        {"step": 4, "val_loss/held_out": 0.7, "val_perplexity/held_out": 2.0138, "val_token_accuracy/held_out": 0.75},
+        {"step": 4, "time_s/checkpoint": 5.0},
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo')
     packing = {"fill_frac": 0.95, "padded_fill_frac": 0.5, "packed_sequence_size": 16}
     (path / "packing.json").write_text(json.dumps(packing))
@@ -73,6 +77,7 @@ def test_what_is_read_from_a_run(tmp_path: Path):
         ("loss", "0.5000"),
         ("validation (held out)", "0.7000"),
         ("perplexity (held out)", "2.01"),
+        ("tokens right (held out)", "75.0%"),
         ("tokens", "2,000"),
         ("time", "0:25"),
         ("tokens/s", "300"),

@@ -39,7 +39,8 @@ _RATES = ("tokens_per_s", "mfu_frac", "tflops_per_s", "data_wait_s")
 _PACKED = ("packs", "packed_sequence_size", "strategy", "documents_per_pack_mean", "speedup_over_padding")
 _LENGTHS = ("documents", "tokens", "longest_tokens", "median_tokens")
 _PACKING = (*_LENGTHS, *_PACKED, "dropped_documents", "truncated_documents")  # of packing.json; the page's names
-_CURVES = ("loss", "token_accuracy", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
+_VALIDATED = ("val_loss", "val_token_accuracy", "val_perplexity")
+_CURVES = ("loss", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 
 @dataclass
@@ -134,10 +135,11 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
 
     facts = [("step", f"{record.rows[-1]['step']:,}"), *known("loss", last("loss"), "{:.4f}")]
     for key in record.validation_keys():
-        name, value = key.removeprefix("val_loss/").replace("_", " "), last(key) or 0.0
-        facts.append((f"validation ({name})", f"{value:.4f}"))
-        facts.append((f"perplexity ({name})", f"{math.exp(min(value, 700.0)):,.2f}"))
-    facts += known("token accuracy", last("token_accuracy"), "{:.1%}")
+        _, _, val_set = key.partition("/")
+        name = val_set.replace("_", " ")
+        facts += known(f"validation ({name})", last(key), "{:.4f}")
+        facts += known(f"perplexity ({name})", last(f"val_perplexity/{val_set}"), "{:,.2f}")
+        facts += known(f"tokens right ({name})", last(f"val_token_accuracy/{val_set}"), "{:.1%}")
     facts += known("answers right", last("answers_right"), f"{{:.0f}} of {last('answers') or 0:.0f}")
     facts.append(("tokens", f"{record.axes()['tokens'][1][-1]:,.0f}"))
     facts.append(("time", duration(sum(record.time_s().values()))))
@@ -186,7 +188,7 @@ def packing_of(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _run_data(record: RunRecord) -> dict[str, Any]:
-    keys = [*_CURVES, *record.validation_keys()]
+    keys = [*_CURVES, *(f"{kind}{key[8:]}" for kind in _VALIDATED for key in record.validation_keys())]
     curves = {key: curve for key in keys if (curve := _thinned(*record.curve(key)))[0]}
     size = record.packing.get("packed_sequence_size", 0)
     return {

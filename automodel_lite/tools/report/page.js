@@ -215,7 +215,7 @@ function maskChart(run) {
 }
 
 const PANELS = [["grad_norm", "Gradient norm", 1], ["lr", "Learning rate", 1], ["tokens_per_s", "Tokens per second", 1], ["mfu_frac", "MFU (%)", 100],
-  ["tflops_per_s", "Useful TFLOP/s", 1], ["token_accuracy", "Next token right (%)", 100], ["fill_frac", "Fill (%)", 100], ["memory_gib", "Peak memory (GiB)", 1], ["data_wait_s", "Data wait (ms per step)", 1000]];
+  ["tflops_per_s", "Useful TFLOP/s", 1], ["fill_frac", "Fill (%)", 100], ["memory_gib", "Peak memory (GiB)", 1], ["data_wait_s", "Data wait (ms per step)", 1000]];
 
 function charts() {
   const main = document.getElementById("charts");
@@ -226,12 +226,14 @@ function charts() {
     const [xs, ys] = placed(run, run.curves[key] || [[], []]);
     return { xs, ys: ys.map((y) => y * scale) };
   };
+  const validated = (run, kind, scale = 1) => Object.keys(run.curves).filter((key) => key.startsWith(kind + "/")).map((key, i) => ({
+    name: (several ? run.name + " " : "") + key.slice(kind.length + 1).replaceAll("_", " "), color: several ? run.color : color(i + 1), dots: true, dash: "5 4", ...points(run, key, scale) }));
   const loss = runs.flatMap((run) => [
-    { name: several ? run.name : "training", color: run.color, smooth: true, ...points(run, "loss") },
-    ...Object.keys(run.curves).filter((key) => key.startsWith("val_loss/")).map((key, i) => ({
-      name: (several ? run.name + " " : "") + key.slice(9).replaceAll("_", " "), color: several ? run.color : color(i + 1), dots: true, dash: "5 4", ...points(run, key) }))]);
+    { name: several ? run.name : "training", color: run.color, smooth: true, ...points(run, "loss") }, ...validated(run, "val_loss")]);
   const figures = [lineChart("Loss (nats per token)", loss, { isWide: true, isLog: state.log })];
   if (figures[0]) figures[0].append(legend(loss.filter((l) => l.xs.length).map((l) => [l.name, l.color])));
+  for (const [kind, title, scale] of [["val_token_accuracy", "Next token right in validation (%)", 100], ["val_perplexity", "Perplexity in validation", 1]])
+    figures.push(lineChart(title, runs.flatMap((run) => validated(run, kind, scale))));
   for (const [key, title, scale] of PANELS) {
     const lines = runs.filter((run) => run.curves[key]).map((run) => ({ name: several ? run.name : "", color: run.color, smooth: key === "grad_norm", ...points(run, key, scale) }));
     const spread = lines.flatMap((l) => l.ys).filter((y) => y > 0).sort((a, b) => a - b);
