@@ -1,6 +1,7 @@
 """Look at what a run would be trained on, before it is: lengths, packs, a mask, samples, and all that is left out.
 
     python recipes/inspect_data.py --config-name llama_packed
+    python recipes/inspect_data.py --config-name llama_packed --html data.html   (the same as a page of its own)
 
 Takes the arguments of train_ft.py. Exits with 2 when nothing would be trained on.
 """
@@ -16,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,11 @@ from automodel_lite.config.schema import Config
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.prepare import PlannedPacks, build_packer, prepare_first_documents
 from automodel_lite.data.tokens.findings import mark_trained
-from automodel_lite.errors import DataError
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.launched import check_alone
 from automodel_lite.paths import find_nodes
 from automodel_lite.thd import CHOSEN, REJECTED
+from automodel_lite.tools.report import write_inspection
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3
@@ -39,17 +42,30 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BAR = "█"
 
 
-def main(config: Config) -> int:
-    """Prints everything; raises DataError when nothing would be trained on."""
+def main(config: Config, html: Path | None = None) -> int:
+    """Prints everything, and writes it as a page; raises DataError when nothing would be trained on."""
     check_alone()
     try:
         data = prepare_first_documents(config, build_packer(config))
         packs = data.packs_of(0)
     except DataError as error:
         raise DataError(f"nothing would be trained on: {error}") from error
-    in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for line in [*counts(data), *samples(data, packs, in_color), *lengths(data, packs), *drawn_packs(packs)]:
-        print(line)
+    in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and html is None
+    sections = {
+        "DATA": counts(data),
+        f"SAMPLES (trained on: {'green' if in_color else '⟦ ⟧'})": samples(data, packs, in_color),
+        "LENGTHS (tokens of a document, number of documents)": lengths(data, packs),
+        "PACKING": iter([str(data.report())]),
+        **drawn_packs(packs),
+    }
+    shown = [(heading, [*lines]) for heading, lines in sections.items()]
+    for heading, lines in shown:
+        print(f"{heading}\n" + "\n".join(lines) + "\n")
+    if html:
+        try:
+            print(write_inspection(html, config.name, shown, data.lengths()))
+        except OSError as error:
+            raise ConfigError(f"--html {html} cannot be written ({error.strerror}).") from error
     if not any(count.num_label_tokens for count in data.tokens.counts.values()) or not len(packs):
         raise DataError("nothing would be trained on: no pack has a label.")
     return 0
@@ -57,33 +73,29 @@ def main(config: Config) -> int:
 
 def counts(data: PlannedPacks) -> Iterator[str]:
     """What was read, skipped, dropped and cut."""
-    yield "DATA"
     yield f"  {data.documents.description}"
     yield from (f"  {note}" for note in data.tokens.notes)
 
 
 def lengths(data: PlannedPacks, packs: PackedDataset) -> Iterator[str]:
-    """The histogram, and what packing gains."""
-    yield "\nLENGTHS (tokens of a document, number of documents)"
+    """The histogram of lengths, and which are too long."""
     limit = packs.plan.packed_sequence_size
     yield from (f"  {line}" for line in draw_histogram(data.tokens.train.lengths, limit))
-    yield "\nPACKING"
-    yield str(data.report())
 
 
-def drawn_packs(packs: PackedDataset) -> Iterator[str]:
-    """The first packs, a line each, and the attention mask of one."""
+def drawn_packs(packs: PackedDataset) -> dict[str, Iterator[str]]:
+    """The first packs, a line each, and the attention mask of one; sections by their headings."""
     if packs.plan.ragged:
-        yield "\nPACKS: none, every document is a row of its own"
-        return
+        return {"PACKS: none, every document is a row of its own": iter(())}
     rows = [layout_of(packs[index]) for index in range(min(NUM_PACKS, len(packs)))]
-    yield f"\nPACKS of {packs.plan.packed_sequence_size:,} tokens (a letter per document, . padding), documents in each"
-    for number, (seq_lens, slots) in enumerate(rows):
-        num_documents = sum(length > 0 for length in seq_lens)
-        yield f"  {number:>3} |{draw_pack(seq_lens, slots)}| {num_documents}"
+    lines = (
+        f"  {number:>3} |{draw_pack(seq_lens, slots)}| {sum(length > 0 for length in seq_lens)}"
+        for number, (seq_lens, slots) in enumerate(rows)
+    )
     shown = next((n for n, (seq_lens, _) in enumerate(rows) if len(seq_lens) > 1), 0)
-    yield f"\nATTENTION MASK of pack {shown} (rows see columns)"
-    yield from (f"  {line}" for line in draw_mask(*rows[shown], positions=packs[shown]["position_ids"]))
+    size = f"{packs.plan.packed_sequence_size:,} tokens (a letter per document, . padding), documents in each"
+    mask = (f"  {line}" for line in draw_mask(*rows[shown], positions=packs[shown]["position_ids"]))
+    return {f"PACKS of {size}": lines, f"ATTENTION MASK of pack {shown} (rows see columns)": mask}
 
 
 def layout_of(pack: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -182,7 +194,6 @@ def draw_histogram(lengths: np.ndarray, limit: int | None = None, bins: int = 12
 
 def samples(data: PlannedPacks, packs: PackedDataset, in_color: bool) -> Iterator[str]:
     """Yields some documents as the packs hold them, cut where they are cut, with what is trained on marked."""
-    yield f"\nSAMPLES (trained on: {'green' if in_color else '⟦ ⟧'})"
     rows, plan = data.tokens.train, packs.plan
     # In the order of the documents, whatever the order of the packs.
     entries = np.argsort(plan.doc_ids, kind="stable")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.hydra import Hydra
@@ -48,6 +49,8 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
 def answer(main: str, argv: Sequence[str]) -> int:
     """Runs what the command line asks for; returns the exit code."""
     line, recipe = read_line(argv), Recipe(main)
+    if line.html and recipe.name != "inspect_data":
+        raise ConfigError("--html: recipes/inspect_data.py alone writes a page; a run's own is report.html.")
     if line.is_question and not is_shown():
         return 0  # the first rank answers
     if line.version:
@@ -102,7 +105,8 @@ def run(recipe: Recipe, raw: DictConfig, line: Line, sources: Sources) -> int:
     with activity("importing torch and transformers"):
         main = recipe.function()
     own = recipe.own_keys(config)
-    return (main(config) if own is None else main(config, own)) or 0
+    page = {"html": Path(line.html)} if line.html else {}  # of inspect_data alone
+    return main(config, *([] if own is None else [own]), **page) or 0
 
 
 def show(hydra: Hydra, line: Line) -> int:

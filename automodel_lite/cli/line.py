@@ -167,6 +167,7 @@ class Line(argparse.Namespace):
     version: bool
     multirun: bool
     shell_completion: bool
+    html: str | None
 
     @property
     def is_question(self) -> bool:
@@ -203,6 +204,7 @@ def parser() -> argparse.ArgumentParser:
         found.add_argument(*flags)
     found.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     found.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
+    found.add_argument("--html")
     found.add_argument("--nproc")
     found.add_argument("--nnodes", type=int)
     found.add_argument("--rdzv")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from automodel_lite.cli import compose_config
+from automodel_lite.cli import compose_config, hydra_app
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, DataError
@@ -45,6 +47,34 @@ def test_one_process_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 processes would each do all of this work"):
         recipe.main(config)
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_page_shows_samples_first_and_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "<script>alert(1)</script>"}, {"role": "assistant", "content": "No & never."}]
+    chats.write_text("".join(json.dumps({"messages": turns * (1 + 40 * (n == 3))}) + "\n" for n in range(12)))
+    files = ["dataset=files", "~dataset.num_chats", f"dataset.path={chats}", "evaluation=none"]
+    assert inspect_data.main(config_of(tmp_path, *files), html=tmp_path / "deep" / "data.html") == 0
+    page = (tmp_path / "deep" / "data.html").read_text()
+    headings = re.findall(r"<h2>([A-Za-z]+)", page)
+    assert headings == ["Samples", "Data", "Lengths", "Packing", "Packs"]
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script>alert" not in page
+    assert "<mark>No &amp; never." in page
+    assert "over packed_sequence_size" in page  # the one chat that is dropped, and why
+    assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["runs"][0]["lengths"]["documents"]
+    assert not re.search(r"(src|href)=", page)
+    screen = capsys.readouterr().out
+    assert screen.endswith("deep/data.html\n")
+
+
+def test_the_page_is_a_flag_of_this_recipe(tmp_path: Path) -> None:
+    command = [sys.executable, "recipes/inspect_data.py", "--config-name", "smoke", f"cache_dir={tmp_path}"]
+    done = subprocess.run([*command, "--html", str(tmp_path / "x.html")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.html").is_file()
+    with pytest.raises(ConfigError, match=r"--html: recipes/inspect_data.py alone writes a page"):
+        hydra_app.answer("recipes.train_ft:main", ["--config-name", "smoke", "--html", "x.html"])
 
 
 def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,14 +1,15 @@
 """report.html: one self-contained page of a run, or of several, drawn by the browser; live while a run goes on.
 
-page.html.j2    the page, with page.css and page.js inside; the script draws the charts from the JSON in the page
-index.html.j2   a table of all runs of a folder; once made, every run there keeps it up to date
+page.html.j2         the page, with page.css and page.js inside; the script draws the charts from the JSON in the page
+index.html.j2        a table of all runs of a folder; once made, every run there keeps it up to date
+inspection.html.j2   the data before a run
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import ConfigError
 from automodel_lite.progress import duration
+from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.report.read import Curve, RunRecord, read_run
@@ -118,6 +120,21 @@ def write_index(folder: Path) -> Path:
     names = list(dict.fromkeys(name for of_run in facts for name in of_run))
     write_atomically(folder / INDEX, _template("index.html.j2").render(runs=records, facts=facts, names=names))
     return folder / INDEX
+
+
+def write_inspection(
+    to: Path, name: str, sections: Sequence[tuple[str, Sequence[str]]], lengths: dict[str, Any]
+) -> Path:
+    """Writes what recipes/inspect_data.py shows as a page and returns its path: samples first, ⟦trained⟧ text marked,
+    lengths and the mask of a pack as charts.
+    """
+    by_kind = sorted(sections, key=lambda section: not section[0].startswith("SAMPLES"))
+    shown = [(heading, scrub("\n".join(lines))) for heading, lines in by_kind if not heading.startswith("ATTENTION")]
+    data = {"name": name, "curves": {}, "axes": {}, "phases": {}, "lengths": lengths, "packSize": sum(lengths["pack"])}
+    page = _template("inspection.html.j2").render(name=name, sections=shown, data={"runs": [data]})
+    to.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(to, page)
+    return to
 
 
 def _template(name: str) -> Any:

@@ -243,7 +243,8 @@ function charts() {
   }
   figures.push(phaseChart(runs));
   if (!several) figures.push(lengthChart(DATA.runs[0]), maskChart(DATA.runs[0]));
-  main.prepend(...figures.filter(Boolean));
+  const samples = document.getElementById("samples");  // of a page about data, which come before the charts
+  if (samples) samples.after(...figures.filter(Boolean)); else main.prepend(...figures.filter(Boolean));
 }
 
 function controls() {

@@ -36,10 +36,46 @@ ENDLESS = {"glm4moe"}
 NO_SYSTEM = {"gemma", "mistral_v2v3", "mistral_v3_tekken"}  # the latter two write one before a question alone
 # where a chat with tool calls, or with thoughts, is trained; everywhere else it is refused by name
 CALLS = frozenset(
-    ["command_a_tool_use", "deepseekv3", "exaone4", "gemma4", "gemma4_v5", "gptoss", "jamba", "lfm2_2_5_v2", "llama3_1", "llama3_2", "llama4", "mistral_v2v3", "mistral_v3_tekken", "muse_glimmer", "nemotron_3_nano", "nemotron_3_ultra", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507"]
+    [
+        "command_a_tool_use",
+        "deepseekv3",
+        "exaone4",
+        "gemma4",
+        "gemma4_v5",
+        "gptoss",
+        "jamba",
+        "lfm2_2_5_v2",
+        "llama3_1",
+        "llama3_2",
+        "llama4",
+        "mistral_v2v3",
+        "mistral_v3_tekken",
+        "muse_glimmer",
+        "nemotron_3_nano",
+        "nemotron_3_ultra",
+        "qwen2_5",
+        "qwen3",
+        "qwen3_5_nothink",
+        "qwen3_5_think",
+        "qwen3_6",
+        "qwen3_8",
+        "qwen3_instruct_2507",
+    ]
 )
 THOUGHTS = frozenset(
-    ["gemma4_v5", "gptoss", "lfm2_2_5_v2", "muse_glimmer", "nemotron_3_nano", "nemotron_3_ultra", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"]
+    [
+        "gemma4_v5",
+        "gptoss",
+        "lfm2_2_5_v2",
+        "muse_glimmer",
+        "nemotron_3_nano",
+        "nemotron_3_ultra",
+        "qwen3",
+        "qwen3_5_nothink",
+        "qwen3_5_think",
+        "qwen3_6",
+        "qwen3_8",
+    ]
 )
 
 
