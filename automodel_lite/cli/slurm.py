@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -24,10 +26,22 @@ def slurm(argv: list[str]) -> int:
     parser.add_argument("--partition", help="default: the cluster's")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--time", help="days-hours:minutes:seconds (default: the partition's limit, a day at most)")
+    parser.add_argument("--account", help="who pays for the job")
+    parser.add_argument("--module", action="append", default=[], help="loaded before the job, `module load ...`")
+    parser.add_argument("--container", help="an image that has the package: .sif by Apptainer, any other by Pyxis")
     args = parser.parse_args(argv)
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
     text = _script(args.nodes, args.partition, args.time)
+    if args.container:
+        text = _in_container(text, args.container)
+    if args.account:
+        text = text.replace("#SBATCH --nodes=", f"#SBATCH --account={args.account}\n#SBATCH --nodes=")
+    # the models' folder of this shell; modules before `set -u`, which their scripts do not stand
+    before = [f"module load {name}" for name in args.module]
+    if home := os.environ.get("HF_HOME"):
+        before.append(f"export HF_HOME={shlex.quote(home)}")
+    text = text.replace("set -uo pipefail\n", "\n".join([*before, "set -uo pipefail\n"]), 1)
     print(text.replace("automodel_lite train", f"automodel_lite run {args.recipe}") if args.recipe else text, end="")
     return 0
 
@@ -54,6 +68,14 @@ def _script(nodes: int, partition: str | None, time: str | None) -> str:
     if not IS_INSTALLED:
         text = text.replace("PYTHONPATH=${PYTHONPATH:-$PWD}", f"PYTHONPATH=${{PYTHONPATH:-{CONF_DIR.parent}}}")
     return text
+
+
+def _in_container(text: str, image: str) -> str:
+    """The script with an image and the Python in it; the folder of the package is mounted, as its scripts start ranks."""
+    root, kind = CONF_DIR.parent, "APPTAINER_IMAGE" if image.endswith(".sif") else "PYXIS_IMAGE"
+    text = text.replace("$PWD:$PWD", f"$PWD:$PWD,{root}:{root}").replace('--bind "$PWD', f'--bind "$PWD,{root}')
+    text = text.replace(f"${{PYTHON:-{sys.executable}}}", "${PYTHON:-python}")
+    return text.replace("set -uo pipefail\n", f"set -uo pipefail\nexport {kind}={shlex.quote(image)}\n", 1)
 
 
 def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:

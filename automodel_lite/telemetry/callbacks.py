@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from automodel_lite.config.components import build
-from automodel_lite.config.rules import Positive, Range
+from automodel_lite.config.rules import Positive
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.parallel.control import Control
@@ -93,14 +93,16 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """The config node `callbacks.early_stopping`: ends the run when a number has stopped falling."""
+    """The config node `callbacks.early_stopping`: ends the run when a number has stopped falling, or (`loss_leap`) has
+    leapt up.
+    """
 
     def __init__(
         self,
         run: RunInfo,
         metric: str = "val_loss",  # a key of metrics.jsonl; val_loss = the mean over the validation sets
         patience: Positive = 3,  # consecutive values that are not below the best one
-        min_delta: Annotated[float, Range(0)] = 0.0,  # by how much a value must be lower to count
+        min_delta: float = 0.0,  # by how much a value must be lower to count; below 0: how far above the best it may be
     ) -> None:
         self.run, self.metric, self.patience, self.min_delta = run, metric, patience, min_delta
         self.best, self.best_step, self.num_worse = math.inf, 0, 0
@@ -112,10 +114,10 @@ class EarlyStopping(Callback):
         value = value_of(row, self.metric)
         if value is None:
             return
-        if value < self.best - self.min_delta:
-            self.best, self.best_step, self.num_worse = value, row["step"], 0
-        else:  # NaN too
-            self.num_worse += 1
+        is_good = value < self.best - self.min_delta  # NaN is not
+        self.num_worse = 0 if is_good else self.num_worse + 1
+        if is_good and value < self.best:
+            self.best, self.best_step = value, row["step"]
         self._end_if_due()
 
     def state(self) -> dict[str, Any]:
@@ -124,7 +126,8 @@ class EarlyStopping(Callback):
     def _end_if_due(self) -> None:
         if self.num_worse >= self.patience:
             best = f"{self.best:.4f} at step {self.best_step}" if self.best_step else "none"
-            self.run.end(f"{self.metric} has not improved {self.num_worse} times in a row (best: {best})")
+            what = "has not improved" if self.min_delta >= 0 else f"was {-self.min_delta:g} above its best"
+            self.run.end(f"{self.metric} {what} {self.num_worse} times in a row (best: {best})")
 
 
 def value_of(row: Row, metric: str) -> float | None:

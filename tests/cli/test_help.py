@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -111,3 +114,39 @@ def test_the_slurm_script_runs_a_recipe_of_ones_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     slurm.slurm(["--recipe", "my_package.kd:main"])
     assert ' -m automodel_lite run my_package.kd:main "$@")' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("image", ["/images/train.sqsh", "/images/train.sif"])
+def test_a_script_with_an_account_a_module_and_a_container(
+    image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = {"sinfo": "echo 'main*|1:00:00|gpu:8|96|4'", "module": 'echo "module $*"'}
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HOME", "/shared/my models")
+    slurm.slurm(["--account", "lab", "--module", "cuda/12.8", "--container", image])
+    script = capsys.readouterr().out
+    assert "#SBATCH --account=lab\n#SBATCH --nodes=1" in script
+    monkeypatch.delenv("HF_HOME")
+    command = ["bash", "-s", "--", "--config-name", "smoke"]
+    done = subprocess.run(command, input=script, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded, _, step = done.stdout.strip().splitlines()
+    assert loaded == "module load cuda/12.8"
+    words = shlex.split(step)
+    root, here = str(slurm.LAUNCH_DIR.parent), os.getcwd()
+    if image.endswith(".sqsh"):
+        assert f"--container-image={image}" in words
+        mounts = f"{here}:{here},{root}:{root},/shared/my models:/shared/my models"
+        assert f"--container-mounts={mounts}" in words
+    else:
+        assert words[words.index("apptainer") :][:5] == [
+            "apptainer",
+            "exec",
+            "--nv",
+            "--bind",
+            f"{here},{root},/shared/my models",
+        ]
+    assert words[words.index("-m") - 1 :] == ["python", "-m", "automodel_lite", "train", "--config-name", "smoke"]

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
+from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.control import Control
@@ -113,6 +116,19 @@ def test_a_metric_that_falls_does_not_end_the_run(tmp_path: Path):
     stopping.log({"step": 5, "val_loss/easy": float("nan"), "val_loss/hard": 1.0})
     stopping.log({"step": 6, "val_loss/easy": 3.0, "val_loss/hard": 3.0})
     assert ended == ["val_loss has not improved 2 times in a row (best: 2.4500 at step 4)"]
+
+
+def test_a_loss_that_leaps_ends_the_run(tmp_path: Path) -> None:
+    ended: list[str] = []
+    raw = compose_config("smoke", ["callbacks=loss_leap"])
+    node = check_config(raw).callbacks["loss_leap"]
+    leap = build(node, run=RunInfo("x", tmp_path, {}, 0, {}, ended.append))
+    for step, loss in enumerate([4.0, 3.0, 3.9, 2.0, 3.5, 3.5, 3.5, 3.5, 2.9, 3.5, float("nan"), 3.5, 9.0], start=1):
+        leap.log({"step": step, "loss": loss})
+    assert not ended  # four above 2 + 1, then one that is not, then four
+    leap.log({"step": 14, "loss": 3.1})
+    assert ended == ["loss was 1 above its best 5 times in a row (best: 2.0000 at step 4)"]
+
 
 
 def test_the_steps_to_profile_are_a_first_and_a_last(tmp_path: Path):
