@@ -71,7 +71,7 @@ def _script(nodes: int, partition: str | None, time: str | None) -> str:
 
 
 def _in_container(text: str, image: str) -> str:
-    """The script with an image and the Python in it; the folder of the package is mounted, as its scripts start ranks."""
+    """The script with an image and the Python in it; the package's folder is mounted: its scripts start the ranks."""
     root, kind = CONF_DIR.parent, "APPTAINER_IMAGE" if image.endswith(".sif") else "PYXIS_IMAGE"
     text = text.replace("$PWD:$PWD", f"$PWD:$PWD,{root}:{root}").replace('--bind "$PWD', f'--bind "$PWD,{root}')
     text = text.replace(f"${{PYTHON:-{sys.executable}}}", "${PYTHON:-python}")
