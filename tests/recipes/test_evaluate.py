@@ -135,7 +135,10 @@ def test_validation_documents_are_asked_and_scored_by_a_metric_of_ones_own(run: 
     score = ExactMatch(num_questions=2, max_new_tokens=4, metrics={"long": lambda given, expected: len(expected) / 2})
     text, row = score.ask(generator, [Question(chat, "four") for chat in CHATS])
     assert text.startswith("held-out questions: 0 of 2 exactly right, long 2.000\n  Q: Hi\n  A: ")
+    answers = {key: row.pop(key) for key in [*row] if key.startswith("text/")}  # for the report
     assert row == {"answers_right": 0, "answers": 2, "score/long": 2.0}
+    assert [*answers] == ["text/Hi", "text/Name the capital of Cuba."]
+    assert all(text.endswith("  (expected: four)") for text in answers.values())
     assert score.ask(generator, []) == ("held-out questions: the data has none", {"answers_right": 0, "answers": 0})
 
 
