@@ -152,7 +152,8 @@ class ChatRenderer:
         arguments: Any
         for arguments in ({}, "{}"):
             call = {"type": "function", "function": {"name": _PROBE, "arguments": arguments}}
-            asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            asked: list[Message] = [{"role": "user", "content": "Hi"}]
+            asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
             try:
                 return type(arguments) if _PROBE in self._render(None, self._without_tools[0], asked) else None
             except DataError:
