@@ -29,7 +29,7 @@ ABSENT = (
 PRESETS = (
     "distill, dpo, finetune, llama3_1_405b, llama3_1_70b, llama3_1_70b_131k, llama3_1_70b_lora, llama3_1_8b, "
     "llama3_1_8b_bf16, "
-    "llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, long_documents, lora, pretrain, qwen3_0_6b, "
+    "llama3_1_8b_lora, llama3_2_1b, llama_packed, llama_unpacked, long_documents, lora, overfit, pretrain, qwen3_0_6b, "
     "qwen3_30b_a3b, qwen3_32b, qwen3_32b_131k, qwen3_8b_1m, reasoning, smoke"
 )
 KNOWN_COLUMNS = (
