@@ -23,7 +23,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.trees import over_tree
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.thd import AttentionOptions, Segments
-from tests.attention.test_kernels import at_once, attend, boundaries, in_two_visits, tensors_of_visits
+from tests.attention.test_kernel import at_once, attend, boundaries, in_two_visits, tensors_of_visits
 from tests.attention.trees import batch_of, random_rows
 
 

@@ -24,6 +24,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.attention.mixer_functions import Recorded, running, split_at_documents, takes_boundaries
 from tests.attention.families import documents, stream
 from tests.attention.hybrids import build_hybrid
+from tests.attention.signatures import downloaded, parameters_of, read_member
 
 SEEN: list[str] = []
 
@@ -201,3 +202,37 @@ def test_without_packages_no_function_takes_boundaries() -> None:
     assert recorded.heads == [[64], [4, 2, 2, 4, 4]]
     assert recorded.takes_streams == [True, True]
     assert not takes_boundaries(len, "seq_idx")
+
+
+SDIST = ("--no-binary", ":all:", "--no-build-isolation")
+
+
+MIXERS = {  # the package, its archive, the file -> the function, and what stands in for it in test_mixer_functions.py
+    "causal_conv1d_fn": ("causal-conv1d", "causal_conv1d-*.tar.gz", SDIST, "causal_conv1d_interface.py"),
+    "mamba_chunk_scan_combined": ("mamba-ssm", "mamba_ssm-*.tar.gz", SDIST, "ops/triton/ssd_combined.py"),
+    "mamba_split_conv1d_scan_combined": ("mamba-ssm", "mamba_ssm-*.tar.gz", SDIST, "ops/triton/ssd_combined.py"),
+    "chunk_gated_delta_rule": ("fla-core", "fla_core-*.whl", (), "fla/ops/gated_delta_rule/chunk.py"),
+    "chunk_kda": ("fla-core", "fla_core-*.whl", (), "fla/ops/kda/chunk.py"),
+}
+
+
+STAND_INS = {
+    "causal_conv1d_fn": fake_causal_conv1d,
+    "mamba_chunk_scan_combined": fake_chunk_scan,
+    "chunk_gated_delta_rule": fake_delta_rule,
+}
+
+
+@pytest.mark.parametrize("function", MIXERS)
+def test_sources_of_the_mixers_kernels(function: str) -> None:
+    """The stand-ins have these functions' parameters, in their order; each of the functions takes the boundaries."""
+    requirement, pattern, options, file = MIXERS[function]
+    source = read_member(downloaded(requirement, pattern, *options), file)
+    names = parameters_of(source, function)
+    boundaries = {"cu_seqlens", "cu_seqlens_cpu"} if requirement == "fla-core" else {"seq_idx"}
+    assert boundaries <= {*names}
+    if function in STAND_INS:
+        known = inspect.signature(STAND_INS[function](len)).parameters
+        assert [name for name in known if name != "kwargs"] == names
+    if function == "causal_conv1d_fn":
+        assert "seq_idx.contiguous()" in source

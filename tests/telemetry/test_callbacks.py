@@ -130,7 +130,6 @@ def test_a_loss_that_leaps_ends_the_run(tmp_path: Path) -> None:
     assert ended == ["loss was 1 above its best 5 times in a row (best: 2.0000 at step 4)"]
 
 
-
 def test_the_steps_to_profile_are_a_first_and_a_last(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"training.profile_steps=\[3, 2\] must be the first and the last step"):
         config_of("smoke", tmp_path / "run", "training.profile_steps=[3,2]")

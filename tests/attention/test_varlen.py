@@ -1,0 +1,96 @@
+"""The adapter of torch's varlen_attn against its signature in several versions, and by fake tensors; needs no GPU."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from automodel_lite.attention.varlen import VarlenAttention
+from automodel_lite.errors import ConfigError
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
+from tests.attention.signatures import CU_K, CU_Q, K_THD, ON_GPU, PLAIN, Q_THD, V_THD, recorder
+
+VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given"),
+    [
+        (f"{VARLEN} return_aux scale window_size", {}),
+        (f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table", {"enable_gqa": True}),
+    ],
+    ids=["torch 2.11", "torch 2.12"],
+)
+def test_what_varlen_attn_is_given(parameters: str, given: dict[str, Any]) -> None:
+    calls: list[dict[str, Any]] = []
+    kernel = VarlenAttention(varlen_attn=recorder(parameters.split(), calls, lambda a: a["query"]))
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 1, 8), PLAIN)
+    options = {key: calls[0][key] for key in calls[0].keys() - {"query", "key", "value", "cu_seq_q", "cu_seq_k"}}
+    assert options == {"max_q": 2, "max_k": 8, "window_size": (-1, 0), "scale": 0.25, **given}
+    assert calls[0]["key"] is K_THD
+    kernel(Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), AttentionOptions(0.25, window=7))
+    assert calls[1]["window_size"] == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "parameters", "capability", "sentence"),
+    [
+        ("FA4", f"{VARLEN} return_aux scale window_size", (9, 0), "implementation=FA4 on torch"),
+        ("FA4", f"{VARLEN} scale window_size enable_gqa", (8, 0), r"on this GPU \(8.0\): it needs .* 9.x or 10.x"),
+        ("FA3", f"{VARLEN} scale window_size enable_gqa", (10, 0), r"on this GPU \(10.0\): it needs .* 9.x:"),
+        (None, f"{VARLEN} scale window_size enable_gqa", (7, 5), "FlashAttention needs compute capability 8.0"),
+        ("FA4", f"{VARLEN} scale window_size enable_gqa", (10, 0), None),
+    ],
+    ids=["FA4 on 2.11", "FA4 on A100", "FA3 on B200", "T4", "FA4 on B200"],
+)
+def test_an_implementation_is_refused_where_it_fails(
+    implementation: str | None,
+    parameters: str,
+    capability: tuple[int, int],
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the first forward they raise RuntimeError; FA4 on torch 2.11 in the first backward."""
+    monkeypatch.setattr("automodel_lite.attention.varlen.activate_flash_attention_impl", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    kernel = VarlenAttention(implementation, varlen_attn=recorder(parameters.split(), [], lambda a: a["query"]))
+    if sentence is None:
+        kernel.check(ON_GPU)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        kernel.check(ON_GPU)
+
+
+def test_varlen_of_this_torch_takes_what_it_is_given() -> None:
+    """The installed torch's own signature, bound as the kernel binds it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = list(inspect.signature(varlen_attn).parameters)
+    calls: list[dict[str, Any]] = []
+    VarlenAttention(varlen_attn=recorder(names, calls, lambda a: a["query"]))(
+        Q_THD, K_THD, V_THD, Segments(CU_Q, CU_K, 5, 8), PLAIN
+    )
+    assert len(calls) == 1
+
+
+def test_an_implementation_that_torch_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"attention\.implementation=FA9 cannot be activated"):
+        VarlenAttention(implementation="FA9")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_varlen_blocks_fit_the_signature_of_torch(causal: bool) -> None:
+    """By fake tensors, shapes alone: the kernel needs a GPU."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(24, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+        cu = torch.empty(4, dtype=torch.int32, device="cuda")
+        inputs = AttentionInputs(q, k, v, Segments(cu, cu, 9, 9), AttentionOptions(0.25))
+        out, lse = VarlenAttention().block(inputs, causal)
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (24, 4), torch.float32)
+        grads = VarlenAttention().block_backward(inputs, causal, out, out, lse)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
