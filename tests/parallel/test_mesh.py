@@ -1,7 +1,9 @@
-"""Which device a rank takes, and what one process alone is."""
+"""Devices and threads that a rank takes, and what one process alone is."""
 
 from __future__ import annotations
 
+import math
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
-from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape, allow_sockets, init_mesh
+from automodel_lite.parallel import mesh
+from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape, allow_sockets, cgroup_cores, init_mesh, threads_of
 from automodel_lite.parallel.sharding import ParallelModel, choose_strategy, copies_of_experts, parallelize
 from automodel_lite.thd import stream_of
 from tests.runs import losses_by_step, train_on, train_quick
@@ -161,3 +164,48 @@ def test_ddp_of_one_process(tmp_path: Path) -> None:
     assert train_quick(tmp_path / "none")[0] == train_quick(tmp_path / "ddp", "mesh.strategy=ddp")[0] == 0
     for step, values in losses_by_step(tmp_path / "ddp").items():
         assert values == pytest.approx(losses_by_step(tmp_path / "none")[step], rel=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(mesh, "cgroup_cores", lambda: math.inf)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "found"),
+    [
+        ("", 1, (8, "8 cores")),
+        ("1", 1, (1, "OMP_NUM_THREADS")),
+        ("3", 2, (3, "OMP_NUM_THREADS")),
+        ("1", 2, (4, "8 cores, 2 processes")),  # torchrun's own choice
+        ("x", 1, (8, "8 cores")),
+    ],
+)
+def test_omp_num_threads_is_respected(
+    asked: str, ranks: int, found: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_of(0) == found
+    assert threads_of(5) == (5, "training.num_threads")
+
+
+def test_a_containers_limit_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "cgroup_cores", lambda: 2.5)
+    assert threads_of(0) == (2, "the container's limit of 2.5 cores")
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, math.inf),
+        ({"cpu.max": "250000 100000"}, 2.5),
+        ({}, math.inf),
+    ],
+)
+def test_the_limit_of_a_cgroup(files: dict[str, str], cores: float, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert cgroup_cores(tmp_path) == cores

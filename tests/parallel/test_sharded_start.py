@@ -29,7 +29,7 @@ from benchmarks.survey_models import save
 from benchmarks.tiny_models import random_model
 from tests.attention.families import FAMILIES, VOCAB, documents, stream
 from tests.attention.hybrids import HYBRIDS
-from tests.parallel.test_matrix import loss_model
+from tests.parallel.test_sharding import loss_model
 from tests.ranks import run_ranks
 from tests.runs import QUICK, config_of, losses, train
 

@@ -230,15 +230,15 @@ def test_a_shifted_label_is_noticed() -> None:
 
 
 def spread_with_shifted_labels(rank: int, world: int) -> dict:
-    from tests.parallel import test_matrix
+    from tests.parallel import test_sharding
 
     def shifted(batch: ThdBatch, *rest: object) -> ThdBatch:
         mine = context_parallel.cp_shard(batch, *rest)  # type: ignore[arg-type]
         labels = torch.nn.functional.pad(mine.labels, (0, 1), value=IGNORE_INDEX)[1:]
         return replace(mine, labels=labels, label_rows=labeled_rows(labels))
 
-    test_matrix.cp_shard = shifted  # type: ignore[assignment]
-    return test_matrix.spread(rank, world, (1, 1, 2), "fsdp", "all_gather", ["llama"])
+    test_sharding.cp_shard = shifted  # type: ignore[assignment]
+    return test_sharding.spread(rank, world, (1, 1, 2), "fsdp", "all_gather", ["llama"])
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 1, 2)], ids=["fsdp", "tp"])
@@ -248,9 +248,9 @@ def test_offloaded_layers_that_are_sharded(shape: tuple[int, ...]) -> None:
 
 
 def spread_offloaded(rank: int, world: int, shape: tuple[int, ...]) -> dict:
-    from tests.parallel import test_matrix
+    from tests.parallel import test_sharding
 
-    whole = test_matrix.loss_model
+    whole = test_sharding.loss_model
 
     def offloaded(family: str) -> LossModel:
         model = whole(family)
@@ -258,9 +258,9 @@ def spread_offloaded(rank: int, world: int, shape: tuple[int, ...]) -> dict:
         return model
 
     num_data_ranks = 1 if len(shape) == 4 else 2
-    one = test_matrix.one_process("llama", num_data_ranks * MICRO_BATCHES)
-    test_matrix.one_process, test_matrix.loss_model = lambda *_: one, offloaded  # type: ignore[assignment]
-    return test_matrix.spread(rank, world, shape, "fsdp", "all_gather", ["llama"])
+    one = test_sharding.one_process("llama", num_data_ranks * MICRO_BATCHES)
+    test_sharding.one_process, test_sharding.loss_model = lambda *_: one, offloaded  # type: ignore[assignment]
+    return test_sharding.spread(rank, world, shape, "fsdp", "all_gather", ["llama"])
 
 
 def test_averaging_over_micro_batches_is_noticed() -> None:

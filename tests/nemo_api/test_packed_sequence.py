@@ -1,7 +1,10 @@
+"""Packs of the reference API: tokenizing, packing and masks, by literal examples; lazy packs are the same."""
+
 from __future__ import annotations
 
 import copy
 import logging
+import os
 
 import datasets
 import numpy as np
@@ -13,9 +16,51 @@ from hypothesis import strategies as st
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
-from automodel_lite.errors import DataError
-from automodel_lite.nemo_api.packed_sequence import pack_dataset
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.nemo_api.packed_sequence import (
+    build_block_causal_additive_mask,
+    create_block_causal_mask,
+    pack_dataset,
+    packed_block_causal_mask,
+    tokenize_dataset_parallel,
+)
 from tests.data.packing.test_packs import TWO, documents, samples
+
+
+class Rows:
+    """Tokenizes when read; rows of it are at first without tokens, and it cannot be pickled."""
+
+    def __init__(self, num: int):
+        self.num = num
+        self.tokenize = lambda i: list(range(i % 5))
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, i: int) -> dict:
+        if i == 13_000:
+            raise ValueError(f"row {i} is bad")
+        return {"input_ids": self.tokenize(i), "number": i, "process": os.getpid()}
+
+
+@pytest.mark.parametrize(("num", "num_proc"), [(7, 1), (7, 3), (2_501, 2)])
+def test_rows_in_order(num: int, num_proc: int) -> None:
+    rows = tokenize_dataset_parallel(Rows(num), num_proc)
+    assert rows["number"][:] == list(range(num))
+    assert rows["input_ids"][:] == [list(range(i % 5)) for i in range(num)]
+    assert (os.getpid() in rows["process"][:]) == (num_proc == 1)
+
+
+def test_the_error_of_a_row() -> None:
+    with pytest.raises(ValueError, match="row 13000 is bad"):
+        tokenize_dataset_parallel(Rows(13_001), 2)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ConfigError, match="num_proc=0 must be at least 1 process"):
+        tokenize_dataset_parallel(Rows(3), 0)
+    with pytest.raises(DataError, match="there are no rows to tokenize"):
+        tokenize_dataset_parallel(Rows(0), 2)
 
 
 class TestPackDataset:
@@ -136,3 +181,41 @@ def test_lazy_packs_equal_materialized_ones(rows, cp_size: int, size: int) -> No
         in_slots = sum(one["seq_lens_padded"][:documents_in_pack])
         assert one["position_ids"].tolist()[:in_slots] == other["position_ids"][:in_slots]
         assert sum(one["seq_lens_padded"]) == sum(other["seq_lens_padded"]) == size
+
+
+TWO_AND_ONE = [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+
+ALL_CAUSAL = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("make", [create_block_causal_mask, packed_block_causal_mask])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [[[2, 1], [3]], [torch.tensor([2, 1]), torch.tensor([3])], torch.tensor([[2, 1], [3, 0]])],
+    ids=["lists", "tensors", "padded"],
+)
+def test_block_causal(make, seq_lens) -> None:
+    mask = make(seq_lens)
+    assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 3, 3))
+    assert mask[:, 0].int().tolist() == [TWO_AND_ONE, ALL_CAUSAL]
+
+
+def test_rows_of_unequal_sums() -> None:
+    with pytest.raises(ValueError, match=r"sum to \[2, 3\] and must have one sum"):
+        create_block_causal_mask([[2, 1], [2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_additive(dtype: torch.dtype) -> None:
+    mask = build_block_causal_additive_mask(torch.tensor([[2, 1], [3, 0]]), seq_length=3, dtype=dtype, device="cpu")
+    assert (mask.dtype, mask.shape) == (dtype, (2, 1, 3, 3))
+    assert (mask == 0)[:, 0].int().tolist() == [TWO_AND_ONE, ALL_CAUSAL]
+    assert mask.unique().tolist() == [torch.finfo(dtype).min, 0]
+
+
+def test_bad_seq_lens() -> None:
+    with pytest.raises(ValueError, match=r"expects a 2D \[B, max_docs\] seq_lens tensor"):
+        build_block_causal_additive_mask(torch.tensor([2, 1]), seq_length=3, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match="Packed seq_lens rows must each sum to seq_length=4"):
+        build_block_causal_additive_mask(torch.tensor([[2, 1]]), seq_length=4, dtype=torch.float32, device="cpu")
