@@ -22,8 +22,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.line import allow_new_key, chosen, group_of, option_problem, split
-from automodel_lite.cli.permissions import check_granted, check_hydra_settings
+from automodel_lite.cli.line import allow_new_key, chosen, group_of, option_problem
+from automodel_lite.cli.permissions import check_granted, check_hydra_settings, is_typed
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
 from automodel_lite.config.components import flatten
 from automodel_lite.config.schema import Config
@@ -149,16 +149,13 @@ def beaten_options(raw: DictConfig, sources: Sources, overrides: Sequence[str]) 
     >>> optimizer.lr=0.003 (the preset's, over 0.001 of optimizer/adamw_8bit.yaml)
     """
     known = groups_of(sources)
-    typed = [split(text)[0] for text in overrides]
     values = dict(flatten(OmegaConf.to_container(raw, resolve=False)))
     for text in overrides:
         group = group_of(text, known)
+        others = [other for other in overrides if other != text]
         for option in chosen(text) if group in known else ():
             path = sources.file(f"{group}/{option}")
             own = OmegaConf.to_container(read(path), resolve=False) if path else {}
-            assert isinstance(own, dict)
-            own.pop("defaults", None)
             for key, value in flatten(own, str(group).replace("/", ".")):
-                is_typed = any(key == name or key.startswith(f"{name}.") for name in typed if name != group)
-                if key in values and values[key] != value and not is_typed:
+                if key in values and values[key] != value and not is_typed(key, others):
                     yield f"{key}={shown(values[key])} (the preset's, over {shown(value)} of {group}/{option}.yaml)"

@@ -32,16 +32,9 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
     lines += [f"  {group:16s} {', '.join(options)}" for group, options in groups_of(sources).items()]
     if recipe.main == "recipes.train_ft:main":
         lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
+        lines += ["", "dry_run=true checks everything, estimates memory and stops."]
     lines += ["", "--cfg job prints the whole configuration and stops; --hydra-help lists Hydra's flags."]
-    lines += [
-        "--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine; --nnodes 2 --rdzv HOST:PORT joins "
-        "machines."
-    ]
-    lines += (
-        ["dry_run=true checks everything, estimates memory and stops."]
-        if recipe.main == "recipes.train_ft:main"
-        else []
-    )
+    lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
     return for_installed_cli("\n".join(lines))
 
 

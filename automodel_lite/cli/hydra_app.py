@@ -57,8 +57,10 @@ def answer(main: str, argv: Sequence[str]) -> int:
         print(versions())
         return 0
     is_launched = LAUNCHED_BY_US in os.environ  # a rank gets the whole command line
-    if line.launch and not (line.is_question or line.is_multirun or is_launched):
-        return recipe.launch(line.launch, argv)
+    if line.nproc and not (line.is_question or line.is_multirun or is_launched):
+        with activity("importing torch"):
+            from automodel_lite.cli.launcher import launch  # imports torch
+        return launch(main, line.nproc, list(argv))
     sources = Sources.of(line.config_dir, line.config_path, recipe)
     if line.help:
         print(help_of(recipe, sources))
@@ -75,7 +77,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
     if line.is_question:
         return show(hydra, line)
     if line.is_multirun:
-        return run_sweep(loader, recipe, line)
+        return run_sweep(loader, main, line)
     if useless := [text for text in line.overrides if text.startswith("hydra")]:
         raise ConfigError(f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is output_dir.")
     return run(recipe, composed(loader, str(line.config_name), line.overrides), line, sources)

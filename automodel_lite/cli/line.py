@@ -11,7 +11,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -161,6 +161,7 @@ class Line(argparse.Namespace):
     cfg: str | None
     info: str | None
     package: str | None
+    nproc: str | None
     resolve: bool
     help: bool
     hydra_help: bool
@@ -177,12 +178,6 @@ class Line(argparse.Namespace):
     @property
     def is_multirun(self) -> bool:
         return self.multirun or "hydra.mode=MULTIRUN" in self.overrides
-
-    @property
-    def launch(self) -> dict[str, Any]:
-        """The launcher's flags, as far as they were given."""
-        flags = ("nproc", "nnodes", "rdzv", "rdzv_id", "max_restarts")
-        return {key: vars(self)[key] for key in flags if vars(self)[key] is not None}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -206,10 +201,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
     found.add_argument("--html")
     found.add_argument("--nproc")
-    found.add_argument("--nnodes", type=int)
-    found.add_argument("--rdzv")
-    found.add_argument("--rdzv-id")
-    found.add_argument("--max-restarts", type=int)
     return found
 
 

@@ -37,7 +37,7 @@ _GROUPS = {"output": "hydra", **{group: f"hydra.{group.replace('/', '.')}" for g
 def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
     """Raises ConfigError for a permission that a file grants: those are the command line's to give."""
     for key in COMMAND_LINE_ONLY:
-        if OmegaConf.select(raw, key, throw_on_missing=False) and not _is_typed(key, overrides):
+        if OmegaConf.select(raw, key, throw_on_missing=False) and not is_typed(key, overrides):
             raise ConfigError(f"{key} is set in a file, but only the command line may set it: {key}=... .")
 
 
@@ -49,7 +49,7 @@ def check_hydra_settings(settings: DictConfig, loader: ConfigLoaderImpl, overrid
         for key, value in flatten(OmegaConf.to_container(settings, resolve=False), "hydra")
         if value not in known[key]
         and not _WRITTEN_BY_HYDRA.fullmatch(key)
-        and not _is_typed(key, overrides)
+        and not is_typed(key, overrides)
         and not (_OF_SWEEPS.fullmatch(key) and _PLAIN.fullmatch(str(value)))
     ]
     if changed:  # the sentence is about what names code or a file, if anything does
@@ -72,7 +72,7 @@ def _shipped(loader: ConfigLoaderImpl) -> dict[str, list[Any]]:
     return known
 
 
-def _is_typed(key: str, overrides: Sequence[str]) -> bool:
-    """Was the key, or a group around it, set on the command line?"""
+def is_typed(key: str, overrides: Sequence[str]) -> bool:
+    """Returns whether the key, or a group around it, is set on the command line."""
     names = [split(text)[0] for text in overrides]
     return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -10,11 +10,10 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.interpreter import relaxed_gc
-from automodel_lite.progress import activity
 
 
 @dataclass(frozen=True)
@@ -89,20 +87,6 @@ class Recipe:
             known = [key for key, value in vars(loaded).items() if inspect.isroutine(value)]
             raise ConfigError(f"{self.main}: {self.module} has no function {name}{did_you_mean(name, known) or '.'}")
         return typing.cast(Callable[..., "int | None"], found)
-
-    def launch(self, given: dict[str, Any], argv: Sequence[str]) -> int:
-        """Starts several ranks of it (`--nproc`) and waits for them; returns the exit code.
-
-        given   nproc, nnodes, rdzv, rdzv_id, max_restarts
-        """
-        # torch prints 30 lines of C++ frames each time that the host of a store has left; ranks inherit nothing of it
-        is_chosen = "TORCH_CPP_LOG_LEVEL" in os.environ
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        with activity("importing torch"):
-            from automodel_lite.cli.launcher import launch  # imports torch
-        if not is_chosen:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
-        return launch(self.main, given, list(argv))
 
     def extra_type(self) -> type | None:
         """The dataclass of its own keys; None for a recipe without any."""

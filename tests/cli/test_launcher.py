@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli.launcher import _config
+from automodel_lite.cli.launcher import launch, num_processes
 from automodel_lite.errors import ConfigError
 from tests.runs import QUICK, wait_for_rows, wait_until
 
@@ -20,26 +19,24 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 CORES = len(os.sched_getaffinity(0))
-WRONG = [
-    ({"nproc": "0"}, "--nproc 0 must be a number of processes, gpu or auto."),
-    ({"nproc": "two"}, "--nproc two must be a number of processes, gpu or auto."),
-    ({"nproc": "99999"}, f"--nproc 99999 must be at most {max(16, 4 * CORES)}: this machine has {CORES} cores."),
-    ({"nnodes": 2}, "--nnodes 2 needs --rdzv HOST:PORT, the same on all machines: one of them and a port."),
-    ({"max_restarts": -1}, "--max-restarts -1 must be at least 0."),
-]
+WRONG = {
+    "0": "--nproc 0 must be a number of processes, gpu or auto.",
+    "two": "--nproc two must be a number of processes, gpu or auto.",
+    "99999": f"--nproc 99999 must be at most {max(16, 4 * CORES)}: this machine has {CORES} cores.",
+}
 
 
-@pytest.mark.parametrize(("given", "sentence"), WRONG)
-def test_numbers_that_cannot_be(given: dict, sentence: str) -> None:
+@pytest.mark.parametrize("given", WRONG)
+def test_numbers_that_cannot_be(given: str) -> None:
     with pytest.raises(ConfigError) as error:
-        _config(given)
-    assert str(error.value) == sentence
+        num_processes(given)
+    assert str(error.value) == WRONG[given]
 
 
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match="leave it out under torchrun or srun"):
-        _config({"nproc": "2"})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="start it with python, in one process"):
+        launch("recipes.train_ft:main", "2", [])
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -91,42 +88,6 @@ def test_signals_before_the_first_step_are_one_sentence(number: int, code: int, 
     assert process.returncode == code, err
     assert "Traceback" not in err
     assert f"stopped by {signal.Signals(number).name} before the first step: nothing to save" in err
-
-
-def two_machines(first: list[str], second: list[str]) -> list[tuple[int, str]]:
-    """Exit code and stderr of two launchers that stand for two machines."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = ["--nproc", "1", "--nnodes", "2", "--rdzv", f"localhost:{port}", *QUICK]
-    launchers = [start(*common, *arguments) for arguments in (first, second)]
-    told = [launcher.communicate(timeout=200) for launcher in launchers]
-    return [(launcher.returncode, err) for launcher, (_, err) in zip(launchers, told)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        (["optimizr.lr=1"], ["optimizr.lr=1"], "optimizr.lr=1: unknown key; did you mean optimizer.lr?"),
-        (["seed=7"], [], "Start the same command on every node, with the same files and versions."),
-    ],
-    ids=["the same mistake", "different settings"],
-)
-def test_the_launchers_of_two_machines_end_with_the_sentence(
-    first: list[str], second: list[str], words: str, tmp_path: Path
-) -> None:
-    for code, err in two_machines([f"output_dir={tmp_path}/run", *first], [f"output_dir={tmp_path}/run", *second]):
-        assert code == 2, err
-        assert err.splitlines()[-1].removeprefix("[rank 1] ") == words, err
-        assert "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_two_machines_train(tmp_path: Path) -> None:
-    for code, err in two_machines([f"output_dir={tmp_path}/run"], [f"output_dir={tmp_path}/run"]):
-        assert code == 0, err
-    assert '"finished"' in (tmp_path / "run/STATUS.json").read_text()
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_a_sweep_of_two_jobs_of_two_ranks_one_preempted(cluster: Cluster, tmp_pa
     """Hydra's submitit launcher: both jobs end, the preempted one goes on where it was, the table is of both."""
     sweep = tmp_path / "run"
     arguments = ["--config-name", "smoke", f"output_dir={sweep}", *STEPS, "--multirun", "hydra/launcher=submitit_slurm"]
-    arguments += ["hydra.launcher.nodes=2", "hydra.launcher.timeout_min=10", "seed=0,1", "training.max_steps=400"]
+    arguments += ["--nproc", "2", "hydra.launcher.timeout_min=10", "seed=0,1", "training.max_steps=400"]
     settings = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     with open(tmp_path / "job.log", "w") as log:
         command = [sys.executable, "recipes/train_ft.py", *arguments]

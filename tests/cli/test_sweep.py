@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 
 from automodel_lite.cli.hydra_app import answer
 from automodel_lite.cli.line import is_sweep
-from automodel_lite.cli.sweep import folder_name, metric_of, table
+from automodel_lite.cli.sweep import folder_name, results_of, table
 from automodel_lite.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,15 @@ def test_table_marks_the_best():
     assert "| 0 * | seed=0 | finished | 2.0000 |" in table(results, is_highest_best=True)
 
 
-def test_the_metric_is_the_last_value_and_val_loss_the_mean_of_the_sets(tmp_path: Path):
+def test_the_metric_is_the_last_value_or_the_mean_of_the_sets(tmp_path: Path):
+    assert results_of(tmp_path, "val_loss") == {}  # of a recipe that trains nothing
     rows = [{"step": 1, "val_loss/a": 4.0}, {"step": 2, "loss": 3.0}, {"step": 2, "val_loss/a": 2.0, "val_loss/b": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert metric_of(tmp_path, "val_loss") == 1.5
-    assert metric_of(tmp_path, "val_loss/a") == 2.0
+    last = {"step": 2, "loss": 3.0, "val_loss/a": 2.0, "val_loss/b": 1.0}
+    assert results_of(tmp_path, "val_loss") == last | {"val_loss": 1.5}
+    assert results_of(tmp_path, "val_loss/a") == last
     with pytest.raises(ConfigError, match=r"sweep.metric=acc: the run does not log it; it logs loss, step, val_loss/a"):
-        metric_of(tmp_path, "acc")
+        results_of(tmp_path, "acc")
 
 
 def test_the_folder_of_a_run_is_not_a_sweeps(tmp_path: Path):
@@ -97,10 +99,16 @@ def test_each_job_has_ranks_of_its_own(tmp_path: Path):
     assert "2 of 4 jobs failed" in done.stderr
 
 
-def test_a_sweep_is_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch):
+def test_a_sweep_is_refused_in_several_processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"automodel-lite train --nproc 2 \.\.\. --multirun, without torchrun"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 processes would each do all of this work"):
         answer("recipes.train_ft:main", ["--config-name", "smoke", "--multirun", "seed=0,1"])
+
+
+def test_a_job_of_a_sweep_runs_on_one_node(tmp_path: Path):
+    nodes = ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2"]
+    done = sweep(tmp_path / "s", [], *nodes, "seed=0,1")
+    assert (done.returncode, "hydra.launcher.nodes and tasks_per_node must be 1" in done.stderr) == (2, True)
 
 
 ONE_STEP = ["training.max_steps=1", "report=false", "checkpoint.export_hf=false"]
