@@ -32,16 +32,16 @@ A preset (`--config-name`) chooses one option of each group and sets a few value
 command line without a `+`: `group=option` chooses, `group.key=value` sets. `--cfg job` prints the whole configuration.
 Presets and options of your own live in any folder named by `--config-dir`, laid out like `conf/`.
 
-*Free* settings do not shape the numbers: a run may continue with other values. Other changes have to be accepted
-(`checkpoint.accept_changes=true`). Free as well are the groups {free_groups}.
+*Resumable* settings do not shape the numbers: a run may continue with other values. Other changes have to be accepted
+(`checkpoint.accept_changes=true`). Resumable as well are the groups {groups}.
 """
 
 
 def page() -> str:
     """The whole of docs/config.md."""
     groups = [name for name, hint in get_type_hints(schema.Config).items() if hint == schema.Part]
-    free_groups = ", ".join(f"`{name}`" for name in schema.resumable_settings() if name in groups)
-    parts = [INTRODUCTION.format(free_groups=free_groups), "## Presets\n", _table(("preset", "what it is"), _presets())]
+    resumable = ", ".join(f"`{name}`" for name in schema.resumable_settings() if name in groups)
+    parts = [INTRODUCTION.format(groups=resumable), "## Presets\n", _table(("preset", "what it is"), _presets())]
     parts += ["\n## Settings of the schema\n", *_sections()]
     parts.append("\n## Groups\n")
     for group, options in groups_of(Sources()).items():
@@ -68,16 +68,16 @@ def _sections() -> Iterator[str]:
 
 def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
     comments, hints = comments_of(kind), get_type_hints(kind, include_extras=True)
-    by_name, free = {item.name: item for item in fields(kind)}, set(schema.resumable_settings())
+    by_name, resumable = {item.name: item for item in fields(kind)}, set(schema.resumable_settings())
     rows = []
     for name in names:
         item = by_name[name]
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
         text = "must be set" if default == REQUIRED else f"`{shown(default)}`"
-        is_resumable = not free.isdisjoint({prefix.rstrip("."), f"{prefix}{name}"})
+        is_resumable = not resumable.isdisjoint({prefix.rstrip("."), f"{prefix}{name}"})
         row = (f"`{prefix}{name}`", _type(hints[name]), text, "yes" if is_resumable else "", comments.get(name, ""))
         rows.append(row)
-    return _table(("key", "type", "default", "free", "meaning"), rows)
+    return _table(("key", "type", "default", "resumable", "meaning"), rows)
 
 
 def _option(group: str, option: str) -> str:

@@ -48,6 +48,17 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Plausible:
+    """A number of steps, documents or processes: a larger one is a slip, and may ask for memory that nobody has."""
+
+    def problem(self, value: int) -> str | None:
+        return "at most 1,000,000,000." if value > 10**9 else None
+
+    def __str__(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
 class OneOf:
     """One of these texts; a value of another type is the type's affair."""
 
@@ -167,10 +178,13 @@ def seconds_of(duration: str | int) -> float:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
-Count = Annotated[int, Range(0)]
+Count = Annotated[int, Range(0), Plausible()]
 """A whole number, 0 included."""
-Positive = Annotated[int, Range(1)]
+Positive = Annotated[int, Range(1), Plausible()]
 """A whole number from 1 on."""
+Size = Annotated[int, Range(1, 2**17)]
+"""What memory is taken for at once: packs of a micro-batch, tokens of an answer, the rank of an adapter."""
+Seconds = Annotated[float, Range(0, 10**7)]
 Fraction = Annotated[float, Range(0, 1)]
 Seed = Annotated[int, Range(0)]
 PathStr = Annotated[str, PathText()]

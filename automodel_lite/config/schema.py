@@ -22,9 +22,12 @@ from automodel_lite.config.rules import (
     Fraction,
     OneOf,
     PathStr,
+    Plausible,
     Positive,
     Range,
+    Seconds,
     Seed,
+    Size,
     UpToTheCores,
 )
 
@@ -44,13 +47,12 @@ class MeshConfig:
     """Axes of the device mesh; their product is the number of processes."""
 
     dp_replicate: Positive = 1  # replicas of the sharded model (HSDP)
-    dp_shard: Annotated[int, Range(-1)] = -1  # processes that shard the parameters; -1 = all remaining
+    dp_shard: Annotated[int, Range(-1), Plausible()] = -1  # processes that shard the parameters; -1 = all remaining
     cp: Positive = 1  # processes that share one pack (context parallel)
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
     ep: Positive = 1  # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"  # auto = fsdp, or none with one process
     cp_exchange: Annotated[str, OneOf(("auto", "all_gather", "all_to_all", "ring"))] = "auto"
-    reduce_every_micro_batch: BoolOrAuto = "auto"  # of gradients; auto = if their unsharded sum does not fit the GPU
     cpu_offload: bool = False  # keep FSDP's shards, gradients and optimizer states in host memory
     timeout_s: Annotated[int, Range(1, 10**7)] = 600  # a longer collective ends the run
 
@@ -86,8 +88,8 @@ class TrainingConfig:
         None  # passes over the packs; null = given by max_steps, without it 3 under 10,000 documents, else 1
     )
     allow_few_steps: bool = resumable(False)  # epochs may be fewer than 10 optimizer steps
-    micro_batch_size: Positive = resumable(1)  # packs per forward pass of a data-parallel rank
-    global_batch_size: Positive | Annotated[str, OneOf(("auto",))] | None = (
+    micro_batch_size: Size = resumable(1)  # packs per forward pass of a data-parallel rank
+    global_batch_size: Annotated[int, Range(1, 10**6)] | Annotated[str, OneOf(("auto",))] | None = (
         None  # packs per optimizer step; null = micro_batch_size x ranks; auto = 8, or fewer for at least 50 steps
     )
     max_grad_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this norm; 0 = never
@@ -99,7 +101,6 @@ class TrainingConfig:
     activation_checkpointing: Annotated[str, OneOf(("auto", "none", "full", "selective", "offload"))] = resumable(
         "auto"  # auto = the least that fits; selective = recompute cheap ops; offload = full, inputs in host memory
     )
-    recompute_every_layers: Positive = 1  # apply activation_checkpointing only to every n-th layer
     compile: BoolOrAuto = "auto"  # auto = on GPUs
     fp8: Annotated[str, OneOf(("none", "tensorwise", "rowwise"))] = "none"  # scaling of linear layers (torchao)
     tf32: bool = False  # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
@@ -108,8 +109,16 @@ class TrainingConfig:
     num_threads: Annotated[int, Range(0), UpToTheCores()] = resumable(0)  # 0 = cores / processes of this host
     max_nonfinite_steps: Count = resumable(3)  # skipped in a row (loss or gradient) before the run ends
     max_time: Annotated[str | int, Duration()] | None = resumable(None)  # "1:30:00", saves before; null = SLURM's
-    stop_margin_s: Annotated[float, Range(0)] = resumable(60.0)  # for the last save, plus measured times
-    hang_timeout_s: Annotated[float, Range(0)] = resumable(120.0)  # stacks to logs/ if a step takes longer; 0 = never
+    hang_timeout_s: Seconds = resumable(120.0)  # stacks to logs/ if a step takes longer; 0 = never
+
+
+@dataclass
+class AdvancedConfig:
+    """What the hardware may want and hardly anybody sets; the planner does."""
+
+    reduce_every_micro_batch: BoolOrAuto = "auto"  # of gradients; auto = if their unsharded sum does not fit the GPU
+    recompute_every_layers: Positive = 1  # apply training.activation_checkpointing only to every n-th layer
+    stop_margin_s: Seconds = 60.0  # for the save before training.max_time, plus measured times
 
 
 @dataclass
@@ -145,7 +154,7 @@ class SamplesConfig:
     """Prompts that the model answers at each validation."""
 
     prompts: list[str] = field(default_factory=list)  # ["What is the capital of France?"]; empty = no samples
-    max_new_tokens: Positive = 48
+    max_new_tokens: Size = 48
 
 
 @dataclass
@@ -178,6 +187,7 @@ class Config:
     optimizer: Part = field(default_factory=dict)
     lr_scheduler: Part = field(default_factory=dict)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    advanced: AdvancedConfig = resumable(AdvancedConfig)
     checkpoint: CheckpointConfig = resumable(CheckpointConfig)
     samples: SamplesConfig = resumable(SamplesConfig)
     evaluation: Part = resumable(dict)

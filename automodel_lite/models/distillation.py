@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_lite.config.rules import PathStr, Positive, Range
+from automodel_lite.config.rules import PathStr, Range, Size
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.thd import ThdBatch
 
@@ -88,7 +88,7 @@ class DistillTopK(DistillationLoss):
     required = frozenset({"teacher_ids", "teacher_log_probs"})
 
     teacher: PathStr  # a folder or hub name, as recipes/score.py was given it
-    top_k: Positive = 64  # tokens stored per label
+    top_k: Size = 64  # tokens stored per label
     cross_entropy: Frac = 0.0  # share of plain cross-entropy on the labels
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -86,7 +86,7 @@ def check_layers(compiles: bool | str, how: str) -> None:
     if compiles is True and how == "selective":
         raise ConfigError(
             "training.activation_checkpointing=selective works on single operations, which training.compile=true "
-            "fuses: use training.activation_checkpointing=full with training.recompute_every_layers=2, or "
+            "fuses: use training.activation_checkpointing=full with advanced.recompute_every_layers=2, or "
             "training.compile=false."
         )
 

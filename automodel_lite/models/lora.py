@@ -31,7 +31,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from automodel_lite.config.components import missing_package
-from automodel_lite.config.rules import PathStr, Positive, Range
+from automodel_lite.config.rules import PathStr, Positive, Range, Size
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import decoder_layers, local, output_head
 from automodel_lite.models.sharded import keep_part
@@ -45,7 +45,7 @@ class Lora:
     """The config node `peft`. `is_quantized`: its frozen weights are held in 4 bits."""
 
     is_quantized: ClassVar[bool] = False
-    r: Positive = 16  # rank of the matrices
+    r: Size = 16  # rank of the matrices
     alpha: Positive = 32  # the update is scaled by alpha / r
     dropout: Annotated[float, Range(0, below=1)] = 0.0  # on the input of the adapter
     target_modules: str | list[str] = "all-linear"  # attention, dense MLPs, shared experts; or names, [q_proj, v_proj]

@@ -154,16 +154,16 @@ class Plan:
     @property
     def overrides(self) -> list[str]:
         """What makes the preset this plan; an axis or a rung that is the default is left out."""
-        layout, training, mesh = self.layout, self.parts.training, self.parts.mesh
-        every, is_reduced = training.recompute_every_layers, mesh.reduce_every_micro_batch is True
+        layout, training, advanced = self.layout, self.parts.training, self.parts.advanced
+        every, is_reduced = advanced.recompute_every_layers, advanced.reduce_every_micro_batch is True
         return [
             *self.more,
             *(f"mesh.{a}={getattr(layout.shape, a)}" for a in AXES if a == "dp_shard" or getattr(layout.shape, a) > 1),
-            *([f"mesh.reduce_every_micro_batch={str(is_reduced).lower()}"] if layout.micro_steps > 1 else []),
+            *([f"advanced.reduce_every_micro_batch={str(is_reduced).lower()}"] if layout.micro_steps > 1 else []),
             f"training.micro_batch_size={layout.micro_batch}",
             f"training.global_batch_size={layout.global_batch}",
             f"training.activation_checkpointing={training.activation_checkpointing}",
-            *([f"training.recompute_every_layers={every}"] if every > 1 else []),
+            *([f"advanced.recompute_every_layers={every}"] if every > 1 else []),
         ]
 
     def loses_by(self, best: Plan) -> str:

@@ -274,7 +274,7 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     """
     training = parts.training
     layers = decoder_layers(model.loss_model.lm)
-    how = (training.activation_checkpointing, training.recompute_every_layers)
+    how = (training.activation_checkpointing, parts.advanced.recompute_every_layers)
     has_to_be_plain = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
     if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):
         recompute_layers(layers, *how)

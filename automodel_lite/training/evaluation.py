@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_lite.config.rules import Count, Positive
+from automodel_lite.config.rules import Count, Size
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
 from automodel_lite.data.feeding.source import PackSource
@@ -123,9 +123,9 @@ class ExactMatch:
     """
 
     num_questions: Count = 24  # asked, the first ones
-    max_new_tokens: Positive = 64  # of an answer
+    max_new_tokens: Size = 64  # of an answer
     num_shown: Count = 3  # answers printed
-    batch_size: Positive = 8  # questions answered at a time
+    batch_size: Size = 8  # questions answered at a time
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def ask(self, generator: Generator, held_out: Iterable[Question]) -> tuple[str, dict[str, Any]]:

@@ -88,7 +88,7 @@ class Guards:
         self.checkpointer = Checkpointer(
             self.folder, config, self.ranks, self.slow_ranks, self.say, self.lock.check_held
         )
-        deadline = deadline_of(config.training.max_time, config.training.stop_margin_s)
+        deadline = deadline_of(config.training.max_time, config.advanced.stop_margin_s)
         self.boundary = StepBoundary(self.ranks, deadline, self.checkpointer, self.lock)
         self.nonfinite = NonfiniteSteps(self.folder.bad_steps, config.training.max_nonfinite_steps, rank(), self.say)
         self.lock.token = self.ranks.on_first(self.lock.acquire)

@@ -72,7 +72,7 @@ def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
     gradients = master * trained / shards * on_gpu
     # FSDP leaves gradients whole until the last micro-batch, unless they are reduced after each
     accumulates = batch_shape(parts.training, shape.dp).micro_steps > 1
-    if is_fsdp and accumulates and parts.mesh.reduce_every_micro_batch is not True and shape.tp == 1:
+    if is_fsdp and accumulates and parts.advanced.reduce_every_micro_batch is not True and shape.tp == 1:
         gradients = _FP32 * (trained - copied)
     # DDP's buckets stay beside the gradients that are not reduced yet
     elif plan.strategy == "ddp":
@@ -102,31 +102,33 @@ def _activations(plan: ModelPlan, stream: int) -> float:
 
     stream   bytes of a value of the residual stream: under autocast it has the masters' dtype
     """
-    training, size, hidden = plan.parts.training, plan.size, plan.config.get_text_config().hidden_size
+    parts, size, hidden = plan.parts, plan.size, plan.config.get_text_config().hidden_size
     local = plan.tokens / plan.shape.cp
     # products keep their inputs: as many values for a token as there are weights for each of its channels, and some
     # more; norms keep theirs in fp32
     products = 1.2 * plan.dtype.itemsize * size.layer_weights / size.num_layers / hidden / plan.shape.tp
     layer = local * (products + (4 * stream + 12) * hidden)
-    how = training.activation_checkpointing
-    num_recomputed = 0 if how == "none" else -(-size.num_layers // training.recompute_every_layers)
+    how = parts.training.activation_checkpointing
+    num_recomputed = 0 if how == "none" else -(-size.num_layers // parts.advanced.recompute_every_layers)
     kept = 0.0 if how == "offload" else local * stream * hidden
     return (size.num_layers - num_recomputed) * layer + num_recomputed * kept + layer * bool(num_recomputed)
 
 
 def decide_reduction(plan: ModelPlan, adapter: int | None, available: int | None) -> tuple[ModelPlan, str]:
-    """Returns the plan with `mesh.reduce_every_micro_batch=auto` decided, and why it is on (empty: it is off).
+    """Returns the plan with `advanced.reduce_every_micro_batch=auto` decided, and why it is on (empty: it is off).
 
     available   bytes of the GPU; None = not known, as on a CPU
     """
-    mesh, whole = plan.parts.mesh, _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
+    wish, whole = (
+        plan.parts.advanced.reduce_every_micro_batch,
+        _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter),
+    )
     accumulates = plan.strategy == "fsdp" and batch_shape(plan.parts.training, plan.shape.dp).micro_steps > 1
     # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one early gains little.
     is_large = available is not None and whole > available / 4
-    is_on = accumulates and (
-        mesh.reduce_every_micro_batch is True or (mesh.reduce_every_micro_batch == "auto" and is_large)
-    )
-    plan = replace(plan, parts=replace(plan.parts, mesh=replace(mesh, reduce_every_micro_batch=is_on)))
+    is_on = accumulates and (wish is True or (wish == "auto" and is_large))
+    advanced = replace(plan.parts.advanced, reduce_every_micro_batch=is_on)
+    plan = replace(plan, parts=replace(plan.parts, advanced=advanced))
     return plan, f"gradients are reduced after every micro-batch: their sum would take {gib(whole)}" if is_on else ""
 
 
@@ -180,7 +182,7 @@ def remedies(parts: Parts) -> list[str]:
     sums = (
         global_batch_size_of(training, 1) > micro
         and mesh.strategy == "fsdp"
-        and mesh.reduce_every_micro_batch is not True
+        and parts.advanced.reduce_every_micro_batch is not True
     )
     found = {
         f"training.micro_batch_size={micro // 2} (same numbers, more forward passes)": micro > 1,
@@ -190,7 +192,7 @@ def remedies(parts: Parts) -> list[str]:
         "optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)": (
             not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32
         ),
-        "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)": sums,
+        "advanced.reduce_every_micro_batch=true (no unsharded sum of gradients)": sums,
         "training.activation_checkpointing=offload (layer inputs are kept in host memory)": how == "full",
         f"mesh.cp={2 * mesh.cp} on more processes (each holds half of a pack's tokens)": True,
         "peft=lora (no gradients and optimizer states of the model itself)": not parts.peft and parts.model.pretrained,

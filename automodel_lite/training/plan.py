@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.config.components import build, missing_package
-from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
+from automodel_lite.config.schema import AdvancedConfig, Config, MeshConfig, TrainingConfig
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.prepare import build_packer
 from automodel_lite.errors import ConfigError
@@ -49,6 +49,7 @@ class Parts:
     packer: Packer
     mesh: MeshConfig
     training: TrainingConfig
+    advanced: AdvancedConfig
     teacher: CausalLM | None = None  # a frozen second model
 
     @property
@@ -85,6 +86,7 @@ def build_parts(config: Config) -> Parts:
         packer=packer,
         mesh=config.mesh,
         training=config.training,
+        advanced=config.advanced,
     )
 
 
@@ -157,8 +159,8 @@ class ModelPlan:
 
 def with_recomputation(parts: Parts, how: str, every: int) -> Parts:
     """Returns the parts with this activation checkpointing on each `every`-th layer."""
-    training = replace(parts.training, activation_checkpointing=how, recompute_every_layers=every)
-    return replace(parts, training=training)
+    training = replace(parts.training, activation_checkpointing=how)
+    return replace(parts, training=training, advanced=replace(parts.advanced, recompute_every_layers=every))
 
 
 def layer_settings(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is no
 
 def recomputation_text(parts: Parts) -> str:
     """`none`, `full`, `full, every layer of 2`, `offload`."""
-    how, every = parts.training.activation_checkpointing, parts.training.recompute_every_layers
+    how, every = parts.training.activation_checkpointing, parts.advanced.recompute_every_layers
     return f"{how}, one layer of {every}" if how != "none" and every > 1 else how
 
 
@@ -61,10 +61,10 @@ def least_recomputation(
         return rungs[chosen], found[chosen]
     if fits(OFFLOAD):
         return rungs[OFFLOAD], found[OFFLOAD]
-    mesh, training = plan.parts.mesh, plan.parts.training
-    if mesh.reduce_every_micro_batch != "auto" or batch_shape(training, plan.shape.dp).micro_steps == 1:
+    advanced, training = plan.parts.advanced, plan.parts.training
+    if advanced.reduce_every_micro_batch != "auto" or batch_shape(training, plan.shape.dp).micro_steps == 1:
         return None
-    reduced = replace(plan.parts, mesh=replace(mesh, reduce_every_micro_batch=True))
+    reduced = replace(plan.parts, advanced=replace(advanced, reduce_every_micro_batch=True))
     return least_recomputation(replace(plan, parts=reduced), capacity, pattern, adapter)
 
 

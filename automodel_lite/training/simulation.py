@@ -115,7 +115,7 @@ def simulate_by_layers(
     pass is a phase of its own: most may be held at its begin, where all activations are left, or at its end, where all
     gradients are there, and the larger one may be another in a model of few layers.
     """
-    period = math.lcm(pattern.period, parts.training.recompute_every_layers)
+    period = math.lcm(pattern.period, parts.advanced.recompute_every_layers)
     # three layers at least: the first, the last, and one whose neighbors are gathered ahead and reduced behind it
     few = pattern.first + period * math.ceil(3 / period)
     more = few + period * math.ceil(2 / period)
@@ -185,7 +185,7 @@ def _simulated(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, i
     with _fake_world(shape) as mesh, _as_on_a_gpu(held):
         sharded = cp_shard(batch, mesh.cp, parts.mesh.cp_exchange)
         model = _sharded(replace(parts, peft=_Adapters(parts.peft) if parts.peft else None), plan, mesh, fake, held)  # type: ignore[arg-type]
-        model = replace(model, reduces_every=parts.mesh.reduce_every_micro_batch is True)
+        model = replace(model, reduces_every=parts.advanced.reduce_every_micro_batch is True)
         if parts.teacher:
             teacher = _sharded(as_teacher(parts), plan, mesh, fake, held, trains=False)
             install(teacher.loss_model.lm, _CountedAttention())
@@ -224,7 +224,7 @@ def _step(
     lm, training = model.loss_model.lm, parts.training
     install(lm, _CountedAttention())
     layers = decoder_layers(lm)
-    recompute_layers(layers, training.activation_checkpointing, training.recompute_every_layers)
+    recompute_layers(layers, training.activation_checkpointing, parts.advanced.recompute_every_layers)
     # A first update makes the optimizer's states. It is no part of a step, and not counted.
     held.enter("optimizer")
     for parameter in model.parameters():

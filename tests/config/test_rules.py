@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config.check import check_config
+from automodel_lite.config.check import check_config, known_keys
 from automodel_lite.config.components import own_targets
-from automodel_lite.config.rules import Duration, OneOf, PathText, Range, UpToTheCores
+from automodel_lite.config.rules import Duration, OneOf, PathText, Range, Seed, UpToTheCores
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import arguments_of
 from automodel_lite.config.values import rules_of
@@ -45,7 +45,13 @@ WRONG = {
     "tokenize.max_bad_frac=nan": "tokenize.max_bad_frac=nan must be a finite number.",
     "training.max_time=-1:00:00": "training.max_time=-1:00:00 must be hours:minutes:seconds, such as 1:30:00, or a number of seconds.",
     "training.max_time=0": "training.max_time=0 must be over 0.",
-    "training.hang_timeout_s=-1": "training.hang_timeout_s=-1 must be at least 0.",
+    "training.hang_timeout_s=-1": "training.hang_timeout_s=-1 must be at least 0 and at most 10,000,000.",
+    "samples.max_new_tokens=100000000": "samples.max_new_tokens=100000000 must be at least 1 and at most 131,072.",
+    "training.micro_batch_size=1000000000000000000": "training.micro_batch_size=1000000000000000000 must be at least 1 and at most 131,072.",
+    "training.max_steps=1000000000000000000": "training.max_steps=1000000000000000000 must be at most 1,000,000,000.",
+    "advanced.stop_margin_s=1e18": "advanced.stop_margin_s=1e+18 must be at least 0 and at most 10,000,000.",
+    "mesh.reduce_every_micro_batch=true": "mesh.reduce_every_micro_batch=true: unknown key; did you mean advanced.reduce_every_micro_batch?",
+    "training.stop_margin_s=9": "training.stop_margin_s=9: unknown key; did you mean advanced.stop_margin_s?",
     "seed=-1": "seed=-1 must be at least 0.",
     "seed=100000000000000000000": "seed=100000000000000000000 must be below 2**63.",
     "training.num_epochs=1000000000": "training.num_epochs=1000000000 must be at least 1 and at most 10,000.",
@@ -147,6 +153,28 @@ def kinds(hint: Any) -> Iterator[Any]:
 
 
 RUNTIME = {"max_steps", "cp_size", "run.first_step"}  # handed over by the program, never by a configuration
+
+
+def counts_without_a_bound(hint: Any, rules: tuple[Any, ...] = ()) -> bool:
+    """Whether a whole number may be as large as a machine word holds; seeds may."""
+    if hint == Seed:
+        return False
+    if typing.get_origin(hint) is typing.Annotated:
+        return counts_without_a_bound(typing.get_args(hint)[0], typing.get_args(hint)[1:])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(counts_without_a_bound(arg, rules) for arg in typing.get_args(hint))
+    return hint is int and not any(rule.problem(10**18) for rule in rules)
+
+
+def test_every_count_has_a_bound() -> None:
+    for key in known_keys():
+        kind, _, name = key.rpartition(".")
+        group = typing.get_type_hints(Config)[kind] if kind else Config
+        hint = typing.get_type_hints(group, include_extras=True)[name]
+        assert not counts_without_a_bound(hint) or key == "training.max_time", key
+    for target in sorted(own_targets()):
+        for key, argument in arguments_of(target).items():
+            assert key in RUNTIME or not counts_without_a_bound(argument.hint), f"{target} {key}"
 
 
 def test_every_number_has_a_range() -> None:

@@ -111,7 +111,7 @@ def test_a_dead_rank_takes_the_job_down_within_15_s(cluster: Cluster, tmp_path: 
 @pytest.mark.system
 def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     """The job's end time alone, no signal: ten minutes are granted, all but a few seconds are kept as margin."""
-    job = submit(cluster, "slurm.sbatch", tmp_path, "training.stop_margin_s=585", "training.max_steps=100000")
+    job = submit(cluster, "slurm.sbatch", tmp_path, "advanced.stop_margin_s=585", "training.max_steps=100000")
     wait_for_rows(tmp_path / "run", 0, WAIT_S, tmp_path / "job.log")
     wait_for_state(cluster, job, tmp_path, "PENDING")
     assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"] == "the time is nearly up"

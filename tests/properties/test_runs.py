@@ -25,7 +25,7 @@ VALUES = {
     "training.deterministic": ["true"],
     "mesh.strategy": ["fsdp", "none", "ddp"],
     "mesh.cpu_offload": ["true"],
-    "mesh.reduce_every_micro_batch": ["true", "false"],
+    "advanced.reduce_every_micro_batch": ["true", "false"],
     "optimizer": ["adamw_8bit", "adamw_bf16", "muon"],
     "optimizer.lr": ["0", "1e-3", "1e10", "-1", "nan"],
     "optimizer.betas": ["[0.9,0.95]", "[0,0]", "[0.9]"],

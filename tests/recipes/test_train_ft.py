@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.runs import config_of, losses, rows_of, train
 
 LAYOUT = ("training.global_batch_size=8", "packed_sequence.slot_multiple=8", "training.max_steps=3")
-EVERY_2_LAYERS = ("training.recompute_every_layers=2",)
+EVERY_2_LAYERS = ("advanced.recompute_every_layers=2",)
 
 
 @pytest.fixture(scope="module")

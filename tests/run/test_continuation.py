@@ -111,10 +111,10 @@ def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    code, screen = train_quick(tmp_path, "training.stop_margin_s=3600")
+    code, screen = train_quick(tmp_path, "advanced.stop_margin_s=3600")
     assert code == 75
     assert "(the time is nearly up)" in screen
-    assert train_quick(tmp_path, "training.stop_margin_s=60")[0] == 0
+    assert train_quick(tmp_path, "advanced.stop_margin_s=60")[0] == 0
 
 
 def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Path) -> None:

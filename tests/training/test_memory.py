@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from automodel_lite.config.schema import Config, MeshConfig, TrainingConfig
+from automodel_lite.config.schema import AdvancedConfig, Config, MeshConfig, TrainingConfig
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.flops import model_size
 from automodel_lite.parallel.mesh import MeshShape
@@ -94,7 +94,7 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
 
     def planned(wish: object, batch: int | None = 4) -> ModelPlan:
         config = config_with(global_batch_size=batch)
-        config.mesh = MeshConfig(reduce_every_micro_batch=wish, strategy="fsdp")  # type: ignore[arg-type]
+        config.mesh, config.advanced = MeshConfig(strategy="fsdp"), AdvancedConfig(reduce_every_micro_batch=wish)  # type: ignore[arg-type]
         return plan_of(config, 1, 2, 1)
 
     summed, reduced = (estimate_memory(planned(wish), None).total for wish in ("auto", True))
@@ -105,7 +105,7 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
     on = (True, "gradients are reduced after every micro-batch: their sum would take 0.5 MiB")
     assert is_reduced(planned("auto"), just_not) == on
     assert is_reduced(planned(False), just_not) == (False, "")
-    remedy = "mesh.reduce_every_micro_batch=true (no unsharded sum of gradients)"
+    remedy = "advanced.reduce_every_micro_batch=true (no unsharded sum of gradients)"
     assert remedies(planned(False).parts)[2] == remedy
     assert is_reduced(planned(True), None) == on
     assert is_reduced(planned(True, batch=None), None)[1] == ""  # one micro-batch: there is no sum
@@ -113,7 +113,7 @@ def test_gradients_are_reduced_every_time_where_their_sum_does_not_fit():
 
 def is_reduced(plan: ModelPlan, available: int | None) -> tuple[object, str]:
     decided, why = decide_reduction(plan, None, available)
-    return decided.parts.mesh.reduce_every_micro_batch, why
+    return decided.parts.advanced.reduce_every_micro_batch, why
 
 
 def test_what_waits_in_host_memory_is_not_counted():

@@ -47,7 +47,7 @@ def _count_rungs(gigabytes: int) -> None:
     assert found is not None
     parts, step = found
     assert step.peak <= capacity
-    rung = (parts.training.activation_checkpointing, parts.training.recompute_every_layers)
+    rung = (parts.training.activation_checkpointing, parts.advanced.recompute_every_layers)
     less = with_recomputation(plan.parts, *LADDER[LADDER.index(rung) - 1])
     assert simulate_by_layers(less, plan.config, plan.shape, pattern).peak > capacity
 

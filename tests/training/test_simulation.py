@@ -242,7 +242,7 @@ WORLDS = {
     "micro-batches": ("Qwen3-8B", ["mesh.dp_shard=2", FULL, "training.global_batch_size=4"]),
     "reduced-every-time": (
         "Qwen3-8B",
-        ["mesh.dp_shard=2", FULL, "training.global_batch_size=4", "mesh.reduce_every_micro_batch=true"],
+        ["mesh.dp_shard=2", FULL, "training.global_batch_size=4", "advanced.reduce_every_micro_batch=true"],
     ),
     "cp": ("Qwen3-8B", ["mesh.cp=4", "mesh.cp_exchange=all_to_all", FULL]),
     "tp": ("Llama-3.1-8B-Instruct", ["mesh.dp_shard=8", "mesh.tp=4", FULL]),
@@ -316,7 +316,7 @@ def test_coarse_memory_of_sharded_models(name: str) -> None:
 
 BY_LAYERS = {
     "dense": ("Qwen3-0.6B", (1, 8, 1), ()),
-    "every-second": ("Qwen3-0.6B", (1, 8, 1), (FULL, "training.recompute_every_layers=2")),
+    "every-second": ("Qwen3-0.6B", (1, 8, 1), (FULL, "advanced.recompute_every_layers=2")),
     "micro-batches": ("Qwen3-0.6B", (2, 4, 1), ("training.global_batch_size=32",)),
     "context-parallel": ("Qwen3-0.6B", (1, 2, 4), ()),
     "tensor-parallel": ("Qwen3-0.6B", (1, 4, 1, 2), ()),

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from automodel_lite.config.rules import Positive
+from automodel_lite.config.rules import Size
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.histogram import (
     LOOKAHEAD,
@@ -83,7 +83,7 @@ class ExactFill(Strategy):
     lookahead   documents that the tail is searched in
     """
 
-    lookahead: Positive = LOOKAHEAD
+    lookahead: Size = LOOKAHEAD
     name = "exact_fill"
 
     def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
