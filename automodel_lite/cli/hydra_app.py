@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -22,7 +23,7 @@ from automodel_lite.cli.completion import answer_query
 from automodel_lite.cli.compose import Loader, beaten_options, check_overrides, composed, without_hydra
 from automodel_lite.cli.exit_codes import end, hide_secrets
 from automodel_lite.cli.help import help_of
-from automodel_lite.cli.line import Line, read_line, versions
+from automodel_lite.cli.line import read_line, versions
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset
 from automodel_lite.cli.sweep import run_sweep
@@ -90,7 +91,7 @@ def choose_allocator(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def run(recipe: Recipe, raw: DictConfig, line: Line, sources: Sources) -> int:
+def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> int:
     """Checks the configuration and runs the recipe; returns the exit code. Raises ConfigError."""
     HydraConfig.instance().set_config(raw)  # of `${hydra:...}`
     raw = without_hydra(raw)
@@ -111,7 +112,7 @@ def run(recipe: Recipe, raw: DictConfig, line: Line, sources: Sources) -> int:
     return main(config, *([] if own is None else [own]), **page) or 0
 
 
-def show(hydra: Hydra, line: Line) -> int:
+def show(hydra: Hydra, line: Namespace) -> int:
     """Answers Hydra's own questions; each does what Hydra's documentation says."""
     typed = list(line.overrides)
     if line.shell_completion:

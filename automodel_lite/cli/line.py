@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
     lists = "the arguments"  # what --help does
 
     def error(self, message: str) -> NoReturn:
-        flag = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
         near = did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
         raise ConfigError(f"{message}{near.rstrip('?')} (--help lists {self.lists}).")
 
@@ -148,36 +148,9 @@ def is_sweep(override: str) -> bool:
 
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_EXCLUSIVE = ("run", "multirun", "cfg", "info", "shell_completion")
-
-
-class Line(argparse.Namespace):
-    """The flags as they were typed, by their names in `parser`."""
-
-    overrides: list[str]
-    config_name: str | None
-    config_dir: str | None
-    config_path: str | None
-    cfg: str | None
-    info: str | None
-    package: str | None
-    nproc: str | None
-    resolve: bool
-    help: bool
-    hydra_help: bool
-    version: bool
-    multirun: bool
-    shell_completion: bool
-    html: str | None
-
-    @property
-    def is_question(self) -> bool:
-        """Is there something to show, and nothing to run?"""
-        return bool(self.help or self.hydra_help or self.version or self.shell_completion or self.cfg or self.info)
-
-    @property
-    def is_multirun(self) -> bool:
-        return self.multirun or "hydra.mode=MULTIRUN" in self.overrides
+_SWITCHES = (("--help", "-h"), ("--hydra-help",), ("--version",), ("--resolve",))
+_RUNS = (("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc"))
+_TEXTS = (("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -185,40 +158,31 @@ def parser() -> argparse.ArgumentParser:
     found = _Parser(add_help=False, allow_abbrev=False)
     found.lists = "the settings, --hydra-help the flags"
     found.add_argument("overrides", nargs="*")
-    for flags in (
-        ("--help", "-h"),
-        ("--hydra-help",),
-        ("--version",),
-        ("--resolve",),
-        ("--run", "-r"),
-        ("--multirun", "-m"),
-        ("--shell-completion", "-sc"),
-    ):
-        found.add_argument(*flags, action="store_true")
-    for flags in (("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
-        found.add_argument(*flags)
-    found.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    found.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
-    found.add_argument("--html")
-    found.add_argument("--nproc")
+    one_of = found.add_mutually_exclusive_group()
+    for group, switches in ((found, _SWITCHES), (one_of, _RUNS)):
+        for names in switches:
+            group.add_argument(*names, action="store_true")
+    for names in (*_TEXTS, ("--nproc",), ("--html",)):
+        found.add_argument(*names)
+    one_of.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    one_of.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
     return found
 
 
-def read_line(argv: Sequence[str]) -> Line:
-    """Raises ConfigError for a flag that does not exist, or two that exclude each other."""
-    line, unknown = parser().parse_known_intermixed_args(list(argv), Line())
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        known = [option.lstrip("-") for action in parser()._actions for option in action.option_strings]
-        near = did_you_mean(flag.lstrip("-"), known).replace("did you mean ", "did you mean --") or "."
-        raise ConfigError(f"{flag}: unknown flag{near}")
-    typed = [f"--{name.replace('_', '-')}" for name in _EXCLUSIVE if vars(line)[name]]
-    if len(typed) > 1:
-        raise ConfigError(f"{' and '.join(typed)} are mutually exclusive: use one of them.")
+def read_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the flags by their names, `overrides`, and two that follow from them.
+
+    is_question   there is something to show, and nothing to run
+    is_multirun   it is a sweep
+
+    Raises ConfigError for a flag that does not exist, or two that exclude each other.
+    """
+    line = parser().parse_intermixed_args(list(argv))
     if (line.package or (line.resolve and not line.help)) and not line.cfg:
         raise ConfigError(f"{'--package' if line.package else '--resolve'} belongs to --cfg job|hydra|all.")
-    if line.config_name:
-        line.config_name = line.config_name.removesuffix(".yaml")
+    line.config_name = line.config_name and line.config_name.removesuffix(".yaml")
+    line.is_question = any((line.help, line.hydra_help, line.version, line.shell_completion, line.cfg, line.info))
+    line.is_multirun = line.multirun or "hydra.mode=MULTIRUN" in line.overrides
     return line
 
 

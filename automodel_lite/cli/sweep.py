@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from automodel_lite.cli.compose import Loader, check_overrides
 from automodel_lite.cli.exit_codes import hide_secrets
-from automodel_lite.cli.line import Line, is_sweep, split
+from automodel_lite.cli.line import is_sweep, split
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.launched import check_alone
 from automodel_lite.redact import scrub, scrub_tree
@@ -42,7 +43,7 @@ _SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
 _MAX_TIMEOUTS = 100  # times that a SLURM job which has reached its time limit goes back into the queue
 
 
-def run_sweep(loader: Loader, main: str, line: Line) -> int:
+def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     """Runs all jobs and prints their table. Raises ConfigError; RunStoppedError when jobs have failed."""
     check_alone()
     check_overrides(loader, line.overrides, is_multirun=True)

@@ -64,11 +64,12 @@ def test_of_several_ranks_the_first_answers(
     assert said(capsys, *question) == ""
 
 
+LISTS = " (--help lists the settings, --hydra-help the flags)."
 REFUSED = [
-    (["--conifg-name", "smoke"], "--conifg-name: unknown flag; did you mean --config-name?"),
+    (["--conifg-name", "smoke"], f"unrecognized arguments: --conifg-name; did you mean --config-name{LISTS}"),
     ([*PRESET, "--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder."),
     ([*PRESET, "--config-path", "nowhere"], "--config-path nowhere: there is no such folder."),
-    ([*PRESET, "--cfg", "job", "--info"], "--cfg and --info are mutually exclusive: use one of them."),
+    ([*PRESET, "--cfg", "job", "--info"], f"argument --info/-i: not allowed with argument --cfg/-c{LISTS}"),
     ([*PRESET, "--resolve"], "--resolve belongs to --cfg job|hydra|all."),
     ([*PRESET, "hydra.run.dir=x"], "hydra.run.dir=x: settings of Hydra are for --multirun; the folder of a run is output_dir."),
     ([*PRESET, "--multirun", "hydra.searchpath=[file:///nix]"], "hydra.searchpath: name the folder with --config-dir."),
@@ -79,7 +80,7 @@ REFUSED = [
         "or one text as 'seed=\"0,1\"'.",
     ),
     ([*PRESET, "~dataset.seed"], "~dataset.seed: no file sets it, so there is nothing to remove."),
-    (["--experimental-rerun", "x.pickle"], "--experimental-rerun: unknown flag."),
+    (["--experimental-rerun", "x.pickle"], f"unrecognized arguments: --experimental-rerun{LISTS}"),
     (
         [*PRESET, "hydra/launcher=basik", "-m", "seed=0,1"],
         "hydra/launcher=basik: no such option; did you mean basic? The options are basic, joblib, submitit_local, submitit_slurm. "
