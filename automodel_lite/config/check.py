@@ -83,30 +83,22 @@ def with_defaults(raw: DictConfig) -> DictConfig:
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
     """Missing values (`???`) and interpolations that do not resolve, each with its key; not those that point to one."""
-    missing = [] if "name" in list(raw) else ["name"]
-    broken: list[tuple[str, str, str]] = []  # key, value, cause
-
-    def walk(node: Any, literal: Any, prefix: str) -> None:
-        for key in node.keys() if isinstance(node, DictConfig) else range(len(node)):
-            path = prefix + str(key)
-            if literal[key] == "???":
-                missing.append(path)
-                continue
+    literal = OmegaConf.to_container(raw, resolve=False)
+    missing = [key for key, value in walk(literal) if value == "???"]
+    missing += [] if "name" in list(raw) else ["name"]
+    broken: dict[str, str] = {}  # key -> `value: cause`
+    for key, value in walk(literal):
+        if isinstance(value, str) and "${" in value:
             try:
-                child = node[key]
+                OmegaConf.select(raw, key)
             except OmegaConfBaseException as error:
-                text = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
-                broken.append((path, str(literal[key]), text.strip('"').rstrip(".")))
-                continue
-            if OmegaConf.is_config(child) and not isinstance(literal[key], str):
-                walk(child, literal[key], f"{path}.")
-
-    walk(raw, OmegaConf.to_container(raw, resolve=False), "")
+                cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+                broken[key] = f"{value}: {cause.strip(chr(34)).rstrip('.')}."
     yield from (f"{key} has no value: set {key}=..." for key in missing)
-    named = [*missing, *(key for key, _, _ in broken)]
-    roots = [item for item in broken if not any(f"${{{key}}}" in item[1] for key in named if key != item[0])]
+    named = [*missing, *broken]
+    roots = [key for key, text in broken.items() if not any(f"${{{name}}}" in text for name in named if name != key)]
     # in a circle each points to another
-    yield from (f"{key}={value}: {cause}." for key, value, cause in roots or ([] if missing else broken))
+    yield from (f"{key}={broken[key]}" for key in roots or ([] if missing else broken))
 
 
 def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iterator[str]:

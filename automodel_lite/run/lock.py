@@ -27,6 +27,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.processes import ProcessId, this_process
 
 PULSE_S = 5.0
+_TORN = "torn"
 _WATCH_PULSES = 4  # so many without a change, and the holder is taken for dead
 
 
@@ -69,8 +70,8 @@ class RunLock:
         )
 
     def _is_dead(self, holder: Holder, pulse_s: float) -> bool:
-        if holder.pid == 0 or holder.is_here():
-            return holder.pid == 0 or holder.is_gone()  # process 0: the lock is torn
+        if holder.token == _TORN or holder.is_here():
+            return holder.token == _TORN or holder.is_gone()
         if holder.job and holder.job.split(".")[0] == self._mine.job.split(".")[0] and holder.job != self._mine.job:
             return True
         for _ in range(_WATCH_PULSES):
@@ -120,7 +121,7 @@ class RunLock:
     def release(self) -> None:
         """Gives the lock back, if it is still ours: of the ranks, which all know the token, the one that took it."""
         self._stop.set()
-        with suppress(OSError, ConfigError):  # the folder is gone or cannot be written: a dead process holds no lock
+        with suppress(OSError):  # the folder is gone or cannot be written: a dead process holds no lock
             if self.token == self._mine.token and self.is_held():
                 self.path.unlink()
 
@@ -130,10 +131,10 @@ class RunLock:
 
     def _chain(self) -> list[Holder]:
         """The holder in the lock, who claims to succeed it, and so on: a claimer may die before it is in the lock."""
-        chain, holder = [], _read(self.path)
-        while holder is not None:
+        chain, path = [], self.path
+        while holder := _read(path):
             chain.append(holder)
-            holder = _read(self._claim_path(holder))
+            path = self._claim_path(holder)
         return chain
 
     def _claim_path(self, holder: Holder) -> Path:
@@ -175,19 +176,17 @@ class RunLock:
         """Writes the pulse into the lock's own file: when another job's has taken its name, nobody reads ours."""
         while not self._stop.wait(pulse_s):
             self._mine = replace(self._mine, pulse=self._mine.pulse + 1)
-            with suppress(OSError, ConfigError):  # a disk that is full or away: the next pulse may get through
+            with suppress(OSError):  # a disk that is full or away: the next pulse may get through
                 os.pwrite(self._file, json.dumps(asdict(self._mine)).encode(), 0)
                 os.fsync(self._file)
                 self.is_lost = not self.is_held()
 
 
 def _read(path: Path) -> Holder | None:
-    """None for no lock; what is no lock any more (a disk fault) has a holder without a process."""
+    """None for no lock; one that a disk fault has torn is a dead one."""
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise ConfigError(f"{path}, which names the job that uses the folder: {error.strerror}.") from None
     except (ValueError, TypeError, RecursionError):
-        return Holder("", "", 0, "", token="torn", job="")
+        return Holder("", "", 0, "", token=_TORN, job="")

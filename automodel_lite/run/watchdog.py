@@ -46,11 +46,8 @@ class Watchdog:
         self._file = open(self.log, "a", buffering=1)  # noqa: SIM115 - open as long as the process
         faulthandler.register(_SIGNAL, self._file, all_threads=False)
         facts = json.dumps([str(self.run), self.rank, token, self.after_s])
-        command = [sys.executable, "-I", "-S", __file__, facts]
-        pipe = subprocess.PIPE
-        self._timer = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        command, pipe, null = [sys.executable, "-I", "-S", __file__, facts], subprocess.PIPE, subprocess.DEVNULL
+        self._timer = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
         assert self._timer.stdin
         os.set_blocking(self._timer.stdin.fileno(), False)  # a timer that hangs must not hold up its rank
         threading.Thread(target=self._write_all_stacks, args=(self._timer,), daemon=True).start()
