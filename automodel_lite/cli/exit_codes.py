@@ -19,7 +19,7 @@ from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerErro
 from automodel_lite.launched import check_launched, is_first_here
 from automodel_lite.redact import ScrubbedStream
 from automodel_lite.run.exits import exit_now, leave, write_error_file
-from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, StoppedEarly
+from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, STOP_SIGNALS, StoppedEarly
 
 SAVED = "stopped and saved: run the same command again to continue"
 _SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
@@ -61,6 +61,8 @@ def end(work: Callable[[], int]) -> NoReturn:
     except RunStoppedError as error:
         leave(for_installed_cli(str(error)).rstrip(), 1)
     except StoppedEarly as stopped:
+        for number in STOP_SIGNALS:  # schedulers send more than one
+            signal.signal(number, signal.SIG_IGN)
         leave(f"stopped by {stopped} before the first step: nothing to save", stopped.exit_code)
     except KeyboardInterrupt:
         leave("interrupted", INTERRUPTED_EXIT)

@@ -41,10 +41,14 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
     main   "recipes.train_ft:main" or "my_package.kd:main"; ours are imported only when there is something to run:
            `--help` and `--cfg` need no torch
     """
-    SIGNALS.install()
     hide_secrets()
     choose_allocator(os.environ)
-    end(lambda: answer(main, sys.argv[1:] if argv is None else argv))
+
+    def work() -> int:
+        SIGNALS.install()  # no sooner: only in here a signal ends the process with a sentence
+        return answer(main, sys.argv[1:] if argv is None else argv)
+
+    end(work)
 
 
 def answer(main: str, argv: Sequence[str]) -> int:

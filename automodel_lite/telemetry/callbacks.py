@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from automodel_lite.config.components import build
-from automodel_lite.config.rules import Positive
+from automodel_lite.config.rules import Positive, Range
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.parallel.control import Control
@@ -102,7 +102,7 @@ class EarlyStopping(Callback):
         run: RunInfo,
         metric: str = "val_loss",  # a key of metrics.jsonl; val_loss = the mean over the validation sets
         patience: Positive = 3,  # consecutive values that are not below the best one
-        min_delta: float = 0.0,  # by how much a value must be lower to count; below 0: how far above the best it may be
+        min_delta: Annotated[float, Range(-100, 100)] = 0.0,  # how much lower counts; below 0: so far above the best
     ) -> None:
         self.run, self.metric, self.patience, self.min_delta = run, metric, patience, min_delta
         self.best, self.best_step, self.num_worse = math.inf, 0, 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,47 @@ def test_a_port_that_is_taken_is_a_sentence() -> None:
     code, screen = ended(body)
     assert code == 2
     assert "is taken by another program, or two processes have RANK=0" in screen
+
+
+SIGNALED = """
+import os, signal
+from automodel_lite.cli import exit_codes, hydra_app
+from automodel_lite.run import stopping
+install, leave = stopping.StopSignals.install, exit_codes.leave
+def install_and_meet(signals):
+    install(signals)
+    os.kill(os.getpid(), signal.SIGTERM)
+def leave_and_meet(*given, **more):
+    os.kill(os.getpid(), signal.SIGTERM)
+    leave(*given, **more)
+stopping.StopSignals.install, exit_codes.leave = install_and_meet, leave_and_meet
+hydra_app.run_recipe("recipes.train_ft:main", ["--config-name", "smoke", "output_dir=run"])
+"""
+
+
+def test_a_signal_in_the_first_moment_is_a_sentence(tmp_path: Path) -> None:
+    """As soon as the handlers stand, and once more while the process ends."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SIGNALED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.strip() == "stopped by SIGTERM before the first step: nothing to save"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]], ids=["alone", "two ranks"])
+@pytest.mark.parametrize("after_s", [0.02, 0.3])
+def test_a_signal_before_the_handlers_leaves_nothing(nproc: list[str], after_s: float, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "automodel_lite", "train", *nproc, "--config-name", "smoke", "output_dir=run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(after_s)
+    process.terminate()
+    _, screen = process.communicate(timeout=100)
+    assert process.returncode in (-signal.SIGTERM, 75)
+    assert "Traceback" not in screen
+    assert list(tmp_path.iterdir()) == []  # no folder, and so no lock
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # no child
