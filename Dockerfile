@@ -20,5 +20,5 @@ COPY launch launch
 # torch stays the one of the image
 RUN pip freeze | grep -i "^torch==" > /tmp/torch.txt \
  && grep -v "^torch==" constraints.txt > /tmp/constraints.txt \
- && pip install -c /tmp/constraints.txt -c /tmp/torch.txt ".[peft,qlora,wandb,trackio,tensorboard]"
+ && pip install -c /tmp/constraints.txt -c /tmp/torch.txt ".[peft,qlora,wandb,tensorboard]"
 WORKDIR /data

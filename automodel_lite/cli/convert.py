@@ -18,14 +18,6 @@ from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
 from automodel_lite.errors import ConfigError, shown
 
-_MARKS = {  # keys by which a file is known; the first framework with the most of them is meant
-    "axolotl": ("base_model", "sequence_len", "datasets", "micro_batch_size", "adapter", "sample_packing"),
-    "nemo_automodel": ("step_scheduler", "dist_env", "distributed", "loss_fn", "packed_sequence"),
-    "llama_factory": ("stage", "finetuning_type", "cutoff_len", "template", "do_train", "dataset_dir"),
-    "torchtune": ("checkpointer", "metric_logger", "max_steps_per_epoch", "enable_activation_checkpointing"),
-    "trl": ("model_name_or_path", "dataset_name", "max_length", "use_peft", "assistant_only_loss"),
-}
-
 
 def convert(argv: list[str]) -> int:
     """Write a preset from the configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or TRL.
@@ -36,7 +28,7 @@ def convert(argv: list[str]) -> int:
     """
     parser = argument_parser(convert.__doc__)
     parser.add_argument("file", type=Path, help="their YAML")
-    parser.add_argument("--from", dest="peer", choices=sorted(_MARKS), help="default: found by its keys")
+    parser.add_argument("--from", dest="peer", choices=sorted(_answers()), help="default: found by its keys")
     parser.add_argument("--to", type=Path, help="default: my_conf/<name of the file>.yaml")
     args = parser.parse_args(argv)
     target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
@@ -66,24 +58,30 @@ def read_theirs(path: Path) -> dict[str, Any]:
 
 
 def peer_of(theirs: Mapping[str, Any]) -> str:
-    """Returns whose configuration it is; raises ConfigError when its keys do not tell."""
-    hits = {peer: sum(key in theirs for key in keys) for peer, keys in _MARKS.items()}
+    """Returns the framework that knows most of the keys, the first of equals; raises ConfigError when none does."""
+    hits = {peer: sum(_own_answer(peer, key) is not None for key, _ in leaves(dict(theirs))) for peer in _answers()}
     peer = max(hits, key=lambda name: hits[name])
     if not hits[peer]:
-        raise ConfigError(f"its keys are of none of {', '.join(sorted(_MARKS))}: say whose it is with --from.")
+        raise ConfigError(f"its keys are of none of {', '.join(sorted(hits))}: say whose it is with --from.")
     return peer
 
 
 @cache
-def answers_of(peer: str) -> dict[str, Any]:
-    """Returns their keys, with `*` for any text, and what each is here."""
-    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8"))[peer]
+def _answers() -> dict[str, dict[str, Any]]:
+    """Returns framework -> its keys, with `*` for any text, and what each is here."""
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("peers.yaml").read_text(encoding="utf-8"))
     return found
 
 
 def answer_to(peer: str, key: str) -> Any:
     """Returns the first answer that fits a key; None for a key that nobody has thought of."""
-    for pattern, answer in answers_of(peer).items():
+    found = _own_answer(peer, key)
+    # LLaMA-Factory takes HF Trainer's keys too
+    return _own_answer("trl", key) if found is None and peer == "llama_factory" else found
+
+
+def _own_answer(peer: str, key: str) -> Any:
+    for pattern, answer in _answers()[peer].items():
         if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), key, re.DOTALL):
             return answer
     return None
@@ -109,13 +107,13 @@ def preset_of(peer: str, theirs: Mapping[str, Any], name: str) -> tuple[str, lis
     unsaid = []
     for key, value in leaves(dict(theirs)):
         answer = answer_to(peer, key)
-        if isinstance(answer, dict):  # by value
-            answer = answer.get(shown(value), answer.get("*"))
-        if answer is None:
-            unsaid.append(f"{key}={shown(value)}: not known here")
-        elif answer.startswith(("by hand", "none")):
+        if isinstance(answer, dict):  # by value, or by that of a list's one item
+            of_value = value[0] if isinstance(value, list) and len(value) == 1 else value
+            answer = answer.get(shown(of_value), answer.get("*"))
+        if answer is None or answer.startswith(("by hand", "none")):
             # where nothing was asked for, nothing is missing
-            unsaid += [] if value in (None, False, [], {}, "") else [f"{key}={shown(value)}: {answer}"]
+            is_asked = value not in (None, False, [], {}, "")
+            unsaid += [f"{key}={shown(value)}: {answer or 'not known here'}"] if is_asked else []
         elif not answer.startswith("- ") and value not in (None, "", [], {}):
             twice = _set(answer, value, groups, chosen, settings)
             unsaid += [f"{key}={shown(value)}: {twice}"] if twice else []
@@ -148,7 +146,7 @@ def _set(answer: str, value: Any, groups: Mapping[str, Any], chosen: dict[str, s
 
 
 def _number(value: Any) -> Any:
-    """Returns `1e-5` as a number: YAML reads it as text."""
+    """Returns `1e-5`, which YAML reads as text, as a number, and 3.0 epochs as 3."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value

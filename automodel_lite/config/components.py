@@ -21,7 +21,6 @@ EXTRAS = {  # optional package -> the extra that brings it
     "peft": "peft",
     "tensorboard": "tensorboard",
     "torchao": "ao",
-    "trackio": "trackio",
     "transformer_engine": "te",
     "wandb": "wandb",
 }

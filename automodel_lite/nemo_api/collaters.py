@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import torch
@@ -197,16 +197,10 @@ def _indexed_mask_to_4d_block_causal(mask: Tensor) -> Tensor:
     return torch.tril(same)[:, None]
 
 
-class SingleTurnSource(Protocol):
-    """Says which text of a batch of raw rows is given, and which is to be written."""
-
-    def get_context(self, examples: Columns) -> list[str]: ...
-
-    def get_target(self, examples: Columns) -> list[str]: ...
-
-
 class SFTSingleTurnPreprocessor:
     """Tokenizes context and target of each row, with next-token aligned labels on the target.
+
+    `ds.get_context` and `ds.get_target` give the texts of a batch of raw rows, {column: values}.
 
     Attributes:
         block_size: no row is padded to, or longer than, more tokens; None: no limit.
@@ -222,7 +216,7 @@ class SFTSingleTurnPreprocessor:
         self.overwrite_cache = False
         self.pad_to_max_length = True
 
-    def process(self, raw_dataset: datasets.Dataset, ds: SingleTurnSource) -> datasets.Dataset:
+    def process(self, raw_dataset: datasets.Dataset, ds: Any) -> datasets.Dataset:
         """Rows `input_ids, attention_mask, labels, loss_mask` (label != -100) in the order of `raw_dataset`.
 
         context a b, target c d:   input_ids a b c d,   labels _ c d _
@@ -244,7 +238,7 @@ class SFTSingleTurnPreprocessor:
         return apply(tokenized, partial(_pad, width=width, pad_id=getattr(self.tokenizer, "pad_token_id", None) or 0))
 
 
-def _tokenize(examples: Columns, ds: SingleTurnSource, tokenizer: Any) -> Columns:
+def _tokenize(examples: Columns, ds: Any, tokenizer: Any) -> Columns:
     specials = set(getattr(tokenizer, "all_special_ids", ()))  # any callable serves as a tokenizer
     contexts, targets = (tokenizer(texts)["input_ids"] for texts in (ds.get_context(examples), ds.get_target(examples)))
     rows: Columns = {"input_ids": [], "attention_mask": [], "labels": [], "loss_mask": []}

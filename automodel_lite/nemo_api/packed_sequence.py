@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -31,11 +31,6 @@ CHUNK_ROWS = 1_000  # of tokenize_dataset_parallel, that a process makes at a ti
 SeqLens = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[int]]
 
 logger = logging.getLogger(__name__)
-
-
-class MapStyle(Protocol):
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
 def pack_dataset(
@@ -73,7 +68,7 @@ def pack_dataset(
     return _materialize(rows, slots, offsets, packed_sequence_size, padding_idx)
 
 
-def tokenize_dataset_parallel(dataset: MapStyle, num_proc: int) -> datasets.Dataset:
+def tokenize_dataset_parallel(dataset: Any, num_proc: int) -> datasets.Dataset:
     """Calls dataset[i] for every i, in `num_proc` forked processes, and keeps the rows in order.
 
     For datasets that tokenize when they are read. The first error of a row ends the call.
@@ -84,13 +79,11 @@ def tokenize_dataset_parallel(dataset: MapStyle, num_proc: int) -> datasets.Data
     if not len(dataset):
         raise DataError("there are no rows to tokenize: check the path, the split and the filters of the dataset.")
     if num_proc == 1:
-        return datasets.Dataset(_rows(dataset, 0, len(dataset)))
-    width = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
-    starts = range(0, len(dataset), width)
+        return datasets.Dataset.from_list([dict(dataset[i]) for i in range(len(dataset))])
     context = multiprocessing.get_context("fork")  # any dataset serves, also one that cannot be pickled
     with ProcessPoolExecutor(num_proc, context, initializer=_hold, initargs=(dataset,)) as pool:
-        tables = list(pool.map(_held_rows, starts, [min(start + width, len(dataset)) for start in starts]))
-    return datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
+        chunk = min(CHUNK_ROWS, -(-len(dataset) // num_proc))
+        return datasets.Dataset.from_list(list(pool.map(_held_row, range(len(dataset)), chunksize=chunk)))
 
 
 def create_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
@@ -247,18 +240,13 @@ def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
 
 
-_held: MapStyle  # the dataset of a worker process
+_held: Any  # the dataset of a worker process
 
 
-def _hold(dataset: MapStyle) -> None:
+def _hold(dataset: Any) -> None:
     global _held
     _held = dataset
 
 
-def _held_rows(start: int, stop: int) -> pa.Table:
-    return _rows(_held, start, stop)
-
-
-def _rows(dataset: MapStyle, start: int, stop: int) -> pa.Table:
-    rows = datasets.Dataset.from_list([dict(dataset[i]) for i in range(start, stop)])
-    return rows.data.table.replace_schema_metadata(None)  # the types of all chunks together decide
+def _held_row(index: int) -> dict[str, Any]:
+    return dict(_held[index])

@@ -1,4 +1,4 @@
-"""Callbacks as a run uses them: trackers, early stopping, one's own; wandb and trackio are not installed by `.[dev]`, their tests are slow ones."""
+"""Callbacks as a run uses them: trackers, early stopping, one's own; wandb and mlflow are not installed by `.[dev]`, their tests are slow ones."""
 
 import gzip
 import json
@@ -239,13 +239,6 @@ def test_mlflow_keeps_its_run_over_a_restart(tmp_path: Path, monkeypatch: pytest
     assert "val_loss/held_out" in run.data.metrics
     assert "model/model.safetensors" in [file.path for file in client.list_artifacts(run.info.run_id, "model")]
     assert "samples.json" in [file.path for file in client.list_artifacts(run.info.run_id)]
-
-
-@pytest.mark.slow
-def test_trackio_runs_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    train("smoke", tmp_path / "run", "logger=trackio", "training.max_steps=2")
-    assert list((tmp_path / "trackio").glob("*.db"))
 
 
 def test_rows_wait_for_room_on_the_disk(tmp_path: Path) -> None:
