@@ -1,8 +1,15 @@
-"""What the ranks tell each other in a step: one message, which nobody waits for."""
+"""Stop signals, deadlines, and what the ranks tell each other in a step: one message, which nobody waits for."""
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from automodel_lite.errors import ConfigError
+from automodel_lite.run.stopping import STARTED, STOP_SIGNALS, StopSignals, deadline_of, seconds_of
 from recipes.train_ft import TrainFinetuneRecipe
 from tests.ranks import run_ranks
-from tests.runs import train_quick
+from tests.run.jobs import finish, launch, status_of
+from tests.runs import QUICK, losses_by_step, train_quick, wait_until
 
 OPTIONS = [
     "training.max_steps=6",
@@ -54,3 +64,93 @@ def _messages(rank: int, world_size: int, folder: str) -> list[str]:
 def test_a_step_has_one_message_that_is_not_waited_for(tmp_path: Path) -> None:
     """Two blocking reductions a step, of counts and of signals, took 40 to 80 ms each at a thousand ranks."""
     assert run_ranks(_messages, 2, str(tmp_path / "run")) == [["all_reduce started"] * 4] * 2
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_durations() -> None:
+    assert seconds_of("1:30:00") == 5400
+    assert seconds_of("2-01:00:00") == 176400
+    assert seconds_of(90) == 90
+    with pytest.raises(ConfigError, match=r"training.max_time=soon must be hours:minutes:seconds"):
+        seconds_of("soon")
+
+
+def test_a_jump_of_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline = deadline_of("9-00:00:00", 60, {"SLURM_JOB_END_TIME": str(time.time() + 1000)})
+    assert deadline - time.monotonic() == pytest.approx(940, abs=5)
+    monkeypatch.setattr(time, "time", lambda: 9e9)
+    assert deadline_of("0:20:00", 60, {}) == STARTED + 1140
+    assert deadline_of(None, 60, {}) == math.inf
+
+
+def test_a_jump_of_the_clock_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train_quick(tmp_path / "a")[0] == 0
+    real = time.time
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + (-1) ** next(jumps) * 1e6)
+    assert train_quick(tmp_path / "b", stop_at=3)[0] == 75
+    assert train_quick(tmp_path / "b")[0] == 0
+    assert losses_by_step(tmp_path / "a") == losses_by_step(tmp_path / "b")
+
+
+def test_ctrl_c_saves_and_leaves_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
+    code, screen = train_quick(tmp_path, "checkpoint.mode=async", stop_at=3, stop_by=signal.SIGINT)
+    assert code == 130
+    assert "stopped after step 3 of 6 (SIGINT); run the same command again to continue from step_00000003" in screen
+    want = {"state": "interrupted", "step": 3, "reason": "SIGINT", "checkpoint": "step_00000003"}
+    assert status_of(tmp_path) == want
+    assert train_quick(tmp_path)[0] == 0
+    assert status_of(tmp_path)["state"] == "finished"
+
+
+@pytest.mark.system
+def test_a_second_ctrl_c_ends_the_process_wherever_it_is(tmp_path: Path) -> None:
+    hook = "recipe.num_steps == 2 and (open('in_step', 'w').close(), time.sleep(300))".replace(
+        "in_step", str(tmp_path / "in_step")
+    )
+    process = launch(tmp_path, hook, world_size=1)
+    wait_until((tmp_path / "in_step").exists, 120)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    screen = finish(process, 20)
+    assert process.returncode == 130, screen
+    assert "a second Ctrl-C: exited without a save" in screen
+    status = status_of(tmp_path / "run")
+    assert (status["state"], status["checkpoint"]) == ("interrupted", "step_00000002")
+
+
+def test_a_closed_terminal_is_a_stop_with_a_save(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    try:
+        assert train_quick(tmp_path, stop_at=3, stop_by=signal.SIGHUP)[0] == 75
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    status = json.loads((tmp_path / "STATUS.json").read_text())
+    assert (status["state"], status["reason"], status["checkpoint"]) == ("preempted", "SIGHUP", "step_00000003")
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        StopSignals().install()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_signals_reach_a_run_that_sets_up(tmp_path: Path) -> None:
+    """Before the first step there is nothing to save: it leaves at once, with 75."""
+    command = [sys.executable, "recipes/train_ft.py", "--config-name", "smoke", f"output_dir={tmp_path}/run", *QUICK]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."}
+    )
+    time.sleep(2.5)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (75, -signal.SIGTERM), errors  # -TERM: before Python had read its first line
+    assert "stopped by SIGTERM" in errors or process.returncode == -signal.SIGTERM

@@ -1,0 +1,124 @@
+"""The small files of a run: true, and readable, whatever happens to the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError, RunStoppedError
+from automodel_lite.run.folder import RunFolder
+from automodel_lite.run.lock import RunLock
+from tests.run.test_checkpoint import Faults
+from tests.runs import losses_by_step, quick_config, train_quick
+
+
+def test_logs_behind_a_link_are_refused(tmp_path: Path) -> None:
+    """A run's folder may come from a stranger: its logs once were appended to files of the user's own."""
+    (tmp_path / "own").mkdir()
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.logs.symlink_to(tmp_path / "own")
+    with pytest.raises(ConfigError, match=r"run/logs is a link: remove it"):
+        train_quick(run.path)
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["removed", "renamed"])
+def test_a_run_folder_that_vanishes_is_a_failure(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes import train_ft
+
+    real, run = train_ft.TrainFinetuneRecipe.step, tmp_path / "run"
+
+    def step(recipe: Any, *args: Any) -> Any:
+        if recipe.num_steps == 2:
+            run.rename(tmp_path / "elsewhere") if what == "renamed" else shutil.rmtree(run)
+        return real(recipe, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_ft.TrainFinetuneRecipe, "step", step)
+        with pytest.raises(RunStoppedError, match=r"output_dir=.*run is gone: it was removed or renamed"):
+            train_quick(run)
+    assert not (run / "checkpoints").exists()
+
+
+def _no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_the_status_is_true_where_no_other_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_status("running", 123456, "", "step_00123456")
+    Faults(monkeypatch, tmp_path, at, _no_space).is_on = True
+    folder.end("failed", "no room")
+    assert folder.read_status() == {
+        "state": "failed",
+        "step": 123456,
+        "reason": "no room",
+        "checkpoint": "step_00123456",
+    }
+
+
+@pytest.mark.parametrize("at", [1, 5, 8, 11])
+def test_a_disk_that_is_full_at_the_start_is_a_sentence(tmp_path: Path, at: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Faults(patch, tmp_path / "run", at, _no_space).is_on = True
+        with pytest.raises((ConfigError, RunStoppedError), match=r"No space left|no space"):
+            train_quick(tmp_path / "run", "training.max_steps=1")
+
+
+@pytest.mark.parametrize("content", ["5", "[]", '{"state"', ""])
+def test_small_files_that_are_damaged(tmp_path: Path, content: str) -> None:
+    """A damaged STATUS.json or metrics line is written again; a damaged config.yaml is a sentence."""
+    assert train_quick(tmp_path, stop_at=3)[0] == 75
+    (tmp_path / "STATUS.json").write_text(content)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(content + "\n")
+    whole = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(content or "a: [")
+    with pytest.raises(ConfigError, match=r"config.yaml cannot be read .*restore it"):
+        train_quick(tmp_path)
+    (tmp_path / "config.yaml").write_text(whole)
+    assert train_quick(tmp_path)[0] == 0
+    assert sorted(losses_by_step(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def _begin_a_run(folder: RunFolder, config: Config) -> None:
+    """What a run does in its folder before its first step."""
+    config = folder.with_saved_layout(config)
+    lock = RunLock(folder.lock)
+    lock.check()
+    folder.check(config)
+    lock.acquire()
+    folder.open(config, global_batch_size=4, slot_multiple=1)
+    folder.write_status("running", 0)
+    lock.release()
+
+
+@pytest.mark.system
+def test_a_kill_at_any_moment_of_the_start_hinders_no_other(tmp_path: Path) -> None:
+    at, is_killed = 0, True
+    while is_killed:
+        at += 1
+        folder = RunFolder(tmp_path / f"at{at}")
+        config = quick_config(folder.path)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                Faults(pytest.MonkeyPatch(), folder.path, at, lambda: os._exit(9)).is_on = True
+                _begin_a_run(folder, config)
+            finally:  # never back into the test run that this is a copy of
+                os._exit(0)
+        is_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        _begin_a_run(folder, config)
+        assert folder.config.is_file()
+        assert not folder.lock.exists()
+    assert at > 10

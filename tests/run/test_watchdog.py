@@ -1,0 +1,113 @@
+"""The stacks of a rank without progress, and the record of one that was killed."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_lite.run.watchdog import Watchdog
+from tests.ranks import in_a_process
+from tests.run.jobs import finish, launch, status_of
+from tests.runs import train_quick, wait_until
+
+
+@pytest.mark.system
+def test_a_silent_rank_ends_the_job_and_leaves_stacks(tmp_path: Path) -> None:
+    mark = tmp_path / "silent"
+    hook = f"if rank == 1 and recipe.num_steps == 3: open({str(mark)!r}, 'w'); time.sleep(600)"
+    process = launch(tmp_path, hook, "mesh.timeout_s=20", "training.hang_timeout_s=5")
+    screen = finish(process)
+    took_s = time.time() - mark.stat().st_mtime
+    assert process.returncode != 0
+    assert took_s < 20 + 15
+    assert "did not answer within mesh.timeout_s" in screen
+    stacks = (tmp_path / "run/logs/rank_00001.log").read_text()
+    assert "Timeout (5 s)!" in stacks
+    assert "hooked.py" in stacks  # where the rank slept
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("cause", ["signal.SIGKILL", pytest.param("signal.SIGSEGV", marks=pytest.mark.slow)])
+def test_a_killed_process_does_not_leave_a_running_run(tmp_path: Path, cause: str) -> None:
+    hook = f"recipe.num_steps == 2 and os.kill(os.getpid(), {cause})"
+    process = launch(tmp_path, hook, world_size=1)
+    screen = finish(process)
+    assert process.returncode < 0, screen
+    wait_until(lambda: status_of(tmp_path / "run")["state"] != "running", 20)
+    status = status_of(tmp_path / "run")
+    assert (status["state"], status["checkpoint"]) == ("failed", "step_00000002")
+    assert "ended without a message (killed, out of memory, or a crash), in step 3" in status["reason"]
+    assert train_quick(tmp_path / "run")[0] == 0
+    assert status_of(tmp_path / "run")["state"] == "finished"
+
+
+def _busy(folder: Path, after_s: float, num_dumps: int) -> None:
+    """A rank that computes, allocates and calls in two threads while its stacks are written."""
+    watchdog = Watchdog(folder, 0, after_s)
+    watchdog.start("token")
+    is_over = threading.Event()
+
+    def work(depth: int) -> int:
+        rows = [{"a": [number] * 5} for number in range(20)]
+        return work(depth - 1) + len(rows) if depth else sum(len(row["a"]) for row in rows)
+
+    def work_on() -> None:
+        while not is_over.is_set():
+            work(30)
+
+    threading.Thread(target=work_on).start()
+    while watchdog.log.read_bytes().count(b"Timeout (") < num_dumps:
+        for _ in range(50):
+            work(30)
+    is_over.set()
+    watchdog.stop()
+
+
+def dump(folder: Path, num_dumps: int) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_busy, args=(folder, 0.0005, num_dumps))
+    process.start()
+    process.join(500)
+    assert process.exitcode == 0
+    assert (folder / "logs/rank_00000.log").read_bytes().count(b"work") > num_dumps
+
+
+@pytest.mark.system
+def test_the_stacks_of_a_busy_rank_do_not_hurt_it(tmp_path: Path) -> None:
+    dump(tmp_path, 200)
+
+
+@pytest.mark.slow
+def test_10000_dumps_of_a_busy_rank(tmp_path: Path) -> None:
+    dump(tmp_path, 10_000)
+
+
+def _hold_the_interpreters_lock(folder: Path) -> None:
+    watchdog = Watchdog(folder, 0, 0.5)
+    watchdog.start("token")
+    ctypes.PyDLL(None).sleep(6)  # a call that keeps the lock; the signal cuts it short
+    watchdog.stop()
+
+
+def test_a_rank_holding_the_interpreters_lock_is_recorded(tmp_path: Path) -> None:
+    """No thread of Python's can run: the guard's signal makes the main thread write where it is."""
+    assert in_a_process(_hold_the_interpreters_lock, tmp_path, tmp_path)[0] == 0
+    log = (tmp_path / "logs/rank_00000.log").read_text()
+    assert re.search(r'File ".*", line \d+ in _hold_the_interpreters_lock', log)
+
+
+def test_the_watchdog_writes_stacks_and_what_they_were_of(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path, 0, after_s=0.5)
+    watchdog.start("token")
+    watchdog.enter("in step 1")
+    time.sleep(1.5)
+    watchdog.enter("in step 2")
+    watchdog.stop()
+    text = watchdog.log.read_text()
+    assert "test_the_watchdog_writes_stacks" in text
+    assert "the stacks above are of: in step 1" in text
