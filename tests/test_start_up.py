@@ -68,7 +68,7 @@ def test_imported_is_what_is_used(tmp_path: Path) -> None:
     assert by_run  # of models: the second look came after the run
 
 
-def test_garbage_is_looked_for_as_often_as_before_once_all_is_imported() -> None:
+def test_garbage_collection_is_as_before_after_the_imports() -> None:
     before = gc.get_threshold()
     with relaxed_gc():
         assert gc.get_threshold()[0] > before[0]

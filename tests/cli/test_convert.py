@@ -106,7 +106,9 @@ def test_a_whole_example_becomes_a_preset_that_composes(
     peer = next(peer for peer in _answers() if example.stem.startswith(peer.partition("_")[0]))
     assert f": from {peer}; check it with automodel-lite validate" in first
     assert {line.split("=")[0].strip() for line in said} - {"gradient_accumulation_steps"} == LEFT[example.stem]
-    path = [] if "path" in yaml.safe_load((tmp_path / "mine.yaml").read_text()).get("dataset", {}) else ["dataset.path=x"]
+    path = (
+        [] if "path" in yaml.safe_load((tmp_path / "mine.yaml").read_text()).get("dataset", {}) else ["dataset.path=x"]
+    )
     raw = compose_config("mine", path, config_dir=str(tmp_path))
     for key, value in SET[example.stem].items():
         assert OmegaConf.select(raw, key) == value, key

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -8,27 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli.hydra_app import answer
-from automodel_lite.cli.line import is_sweep
 from automodel_lite.cli.sweep import folder_name, results_of, table
 from automodel_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    ("override", "is_one"),
-    [
-        ("optimizer.lr=1e-3,3e-3", True),
-        ("seed=range(0,2)", True),
-        ("optimizer.lr=tag(log, interval(1e-5,1e-3))", True),
-        ("logger=[tensorboard,wandb]", False),
-        ("name='a,b'", False),
-        ("seed=[0,1],[2,3]", True),
-        ("training.max_steps=4", False),
-    ],
-)
-def test_which_overrides_vary(override: str, is_one: bool):
-    assert is_sweep(override) == is_one
 
 
 def test_the_folder_of_a_job_names_what_varies():
@@ -112,6 +97,8 @@ def test_a_job_of_a_sweep_runs_on_one_node(tmp_path: Path):
 
 
 ONE_STEP = ["training.max_steps=1", "report=false", "checkpoint.export_hf=false"]
+
+
 ENGINES = {
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=0,1"],
     "submitit_local": ["hydra/launcher=submitit_local", "seed=0,1"],

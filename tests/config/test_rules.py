@@ -19,7 +19,6 @@ from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import arguments_of
 from automodel_lite.config.values import rules_of
 from automodel_lite.errors import ConfigError
-from automodel_lite.launched import check_launched
 
 
 def problems(*overrides: str) -> list[str]:
@@ -69,21 +68,6 @@ def test_a_wrong_value_is_named_with_its_rule(override: str) -> None:
     assert WRONG[override] in problems(override)
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("dataset.path=", "dataset.path= must be a path, and it is empty: was a shell variable not set?"),
-        ("dataset.path=null", "dataset.path=null must be text or a list of texts."),
-        ("dataset.path=[a,7]", "dataset.path=['a', 7] must be text or a list of texts."),
-        ("dataset.path=x dataset.val_path={easy: 3}", "dataset.val_path={'easy': 3} must be text or a list of texts or a group of keys or null."),
-        ("dataset.path=x dataset.val_frac=1", "dataset.val_frac=1 must be at least 0 and below 1."),
-    ],
-    ids=["empty", "null", "list", "by name", "fraction"],
-)  # fmt: skip
-def test_a_wrong_dataset(override: str, sentence: str) -> None:
-    assert sentence in problems("dataset=files", "~dataset.num_chats", *override.split(" ", 1))
-
-
 def test_processes_and_threads_are_bounded_by_the_machine() -> None:
     cores = len(os.sched_getaffinity(0))
     for key in ("dataloader.num_workers", "tokenize.num_proc", "training.num_threads"):
@@ -92,30 +76,6 @@ def test_processes_and_threads_are_bounded_by_the_machine() -> None:
         assert problems(f"{key}={cores}") == []
 
 
-def test_keys_and_sizes_are_named_together() -> None:
-    found = problems("training.max_stepz=3", "optimizer.lr=-1", "mesh.cp=0", "loss.chunk_tokens=0", "optimizer.lrr=2")
-    keys = sorted(line.split("=")[0] for line in found)
-    assert keys == ["loss.chunk_tokens", "mesh.cp", "optimizer.lr", "optimizer.lrr", "training.max_stepz"]
-
-
-def test_sizes_that_do_not_divide_are_named_with_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    found = problems(
-        "training.max_stepz=3", "training.global_batch_size=7", "mesh.cp=2", "packed_sequence.packed_sequence_size=63",
-        "training.micro_batch_size=2",
-    )  # fmt: skip
-    assert found[0] == "training.max_stepz=3: unknown key; did you mean training.max_steps?"
-    assert found[1].startswith("training.global_batch_size=7 must be a multiple of 2 ")
-    assert found[2] == "packed_sequence.packed_sequence_size=63 must be a multiple of 4 (2 * mesh.cp): use 64."
-    assert len(found) == 3
-    assert len(problems("training.max_stepz=3", "mesh.dp_shard=16", "dry_run=true")) == 1  # of any number of processes
-
-
-def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
-    assert problems("model.config.time_step_limit=[0.0,inf]") == []
-
-
-# ----------------------------------------------------------------------------------------------------------- the rules
 @pytest.mark.parametrize(
     ("rule", "right", "wrong"),
     [
@@ -182,32 +142,3 @@ def test_every_number_has_a_range() -> None:
     for target in sorted(own_targets()):
         hints = {key: argument.hint for key, argument in arguments_of(target).items()}
         assert set(numbers_without_a_range(hints, "")) <= RUNTIME, target
-
-
-LAUNCHED = [
-    ("RANK=abc", "the environment has RANK=abc, which must be a whole number: torchrun"),
-    ("RANK=-1", "the environment has RANK=-1, which must be a whole number: torchrun"),
-    ("RANK=", "the environment has RANK=, which must be a whole number: torchrun"),
-    ("WORLD_SIZE=x", "the environment has WORLD_SIZE=x, which must be a whole number over 0"),
-    ("WORLD_SIZE=0", "the environment has WORLD_SIZE=0, which must be a whole number over 0"),
-    ("LOCAL_RANK=99", "the environment has LOCAL_RANK=99 of WORLD_SIZE=1 processes, which count from 0"),
-    ("RANK=3 WORLD_SIZE=2", "the environment has RANK=3 of WORLD_SIZE=2 processes"),
-    ("WORLD_SIZE=2", "the environment has WORLD_SIZE=2 and no RANK and no MASTER_ADDR and no MASTER_PORT: start with"),
-    (
-        "RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=abc",
-        "the environment has MASTER_PORT=abc, which must be a whole number",
-    ),
-    ("LOCAL_WORLD_SIZE=0", "the environment has LOCAL_WORLD_SIZE=0, which must be a whole number over 0"),
-]
-
-
-@pytest.mark.parametrize(("environment", "words"), LAUNCHED, ids=[environment for environment, _ in LAUNCHED])
-def test_numbers_of_a_launcher_that_are_none(environment: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    check_launched()
-    for assignment in environment.split():
-        monkeypatch.setenv(*assignment.split("="))
-    with pytest.raises(ConfigError) as error:
-        check_launched()
-    assert str(error.value).startswith(words)

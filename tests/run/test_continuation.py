@@ -78,9 +78,7 @@ def test_a_signal_to_every_process_spares_the_workers(tmp_path: Path) -> None:
     assert train_quick(tmp_path)[0] == 0
 
 
-def test_a_signal_in_validation_leaves_at_once_and_is_made_up_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_that_a_signal_ends_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
     import signal
 
@@ -117,7 +115,7 @@ def test_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_quick(tmp_path, "advanced.stop_margin_s=60")[0] == 0
 
 
-def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Path) -> None:
+def test_packs_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
     assert train_quick(tmp_path, "training.max_steps=2")[0] == 0
     with pytest.raises(ConfigError) as refusal:
         train_quick(tmp_path, "training.max_steps=4", "mesh.cp=2", "checkpoint.accept_changes=true")
@@ -128,7 +126,7 @@ def test_packs_that_cannot_be_shared_are_refused_with_the_ways_out(tmp_path: Pat
     )
 
 
-def test_a_run_of_an_older_version_goes_on_unless_its_settings_differ(tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     """It did not know every setting of today."""
     folder, config = RunFolder(tmp_path), quick_config(tmp_path)
     folder.open(config, global_batch_size=4, slot_multiple=1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config
 from automodel_lite.cli.compose import Loader, beaten_options, composed
-from automodel_lite.cli.sources import Sources
+from automodel_lite.cli.sources import Sources, groups_of, presets_of
 
 SGD = "_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n"
 
@@ -53,3 +54,20 @@ def test_options_of_the_project_are_told_too(folder: Path) -> None:
 def test_a_users_file_hides_the_projects_file_of_the_same_name(folder: Path) -> None:
     (folder / "optimizer/adamw.yaml").write_text(SGD)
     assert compose_config("finetune", [], config_dir=str(folder)).optimizer.momentum == 0.9
+
+
+FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [name if name == "smoke" else pytest.param(name, marks=pytest.mark.slow) for name in presets_of(Sources())],
+)
+def test_every_preset_composes_with_every_group_option(preset: str) -> None:
+    """One of each group at a time: as many compositions as the largest group has options."""
+    groups = groups_of(Sources())
+    for number in range(max(map(len, groups.values()))):
+        chosen = {group: options[number % len(options)] for group, options in groups.items()}
+        raw = compose_config(preset, [*(f"{group}={option}" for group, option in chosen.items()), *FILLED])
+        assert raw.name == "x"
+        assert {group for group in chosen if OmegaConf.is_missing(raw, group)} == set()

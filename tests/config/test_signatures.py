@@ -39,7 +39,7 @@ def test_options_are_what_the_signature_says(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", sorted(own_targets()))
-def test_arguments_read_from_the_source_are_those_of_the_function(target: str) -> None:
+def test_arguments_read_from_the_source_are_the_functions(target: str) -> None:
     """Names, types and which ones are required; types that nobody imports stand for objects."""
     try:
         found = locate(target)

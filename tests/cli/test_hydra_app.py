@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.cli.hydra_app import answer
+from automodel_lite.cli import run_recipe
+from automodel_lite.cli.hydra_app import answer, choose_allocator
 from automodel_lite.errors import ConfigError
+from tests.ranks import in_a_process
 
 PRESET = ["--config-name", "smoke"]
 
@@ -65,6 +67,8 @@ def test_of_several_ranks_the_first_answers(
 
 
 LISTS = " (--help lists the settings, --hydra-help the flags)."
+
+
 REFUSED = [
     (["--conifg-name", "smoke"], f"unrecognized arguments: --conifg-name; did you mean --config-name{LISTS}"),
     ([*PRESET, "--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder."),
@@ -128,3 +132,22 @@ def test_names_beyond_ascii_need_no_quotes(capsys: pytest.CaptureFixture[str]) -
     text = said(capsys, *PRESET, "--cfg", "job", "dataset.path=/daten/Gespräche 1.jsonl", "name=größe")
     assert "path: /daten/Gespräche 1.jsonl" in text
     assert "name: größe" in text
+
+
+def test_a_chosen_allocator_stays() -> None:
+    plain: dict[str, str] = {}
+    choose_allocator(plain)
+    assert plain == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        chosen = {name: "max_split_size_mb:64"}
+        choose_allocator(chosen)
+        assert chosen == {name: "max_split_size_mb:64"}
+
+
+def test_a_name_is_asked_for_where_a_folder_is_made(tmp_path: Path):
+    (tmp_path / "data.jsonl").write_text('{"text": "Hi"}\n')
+    options = f"--config-name finetune model.pretrained={tmp_path}/no dataset.path={tmp_path}/data.jsonl"
+    for recipe, said in (("train_ft", "name has no value: set name=..."), ("inspect_data", f"{tmp_path}/no")):
+        code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options.split())
+        assert code == 2
+        assert said in screen

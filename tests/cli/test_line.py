@@ -1,0 +1,40 @@
+"""What is typed: flags and overrides."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_lite.cli import compose_config
+from automodel_lite.cli.line import is_sweep
+
+PATHS = [
+    "~/a.jsonl",
+    "/x/a (1).jsonl",
+    "/x/a#b;c&d!.jsonl",
+    "/x/it's.jsonl",
+    "C:\\x#\\",
+    "/x/[1].jsonl",
+    "ü ö\\'",
+    "a=b",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_needs_no_quotes(path: str) -> None:
+    assert compose_config("finetune", [f"dataset.path={path}"]).dataset.path == path
+
+
+@pytest.mark.parametrize(
+    ("override", "is_one"),
+    [
+        ("optimizer.lr=1e-3,3e-3", True),
+        ("seed=range(0,2)", True),
+        ("optimizer.lr=tag(log, interval(1e-5,1e-3))", True),
+        ("logger=[tensorboard,wandb]", False),
+        ("name='a,b'", False),
+        ("seed=[0,1],[2,3]", True),
+        ("training.max_steps=4", False),
+    ],
+)
+def test_which_overrides_vary(override: str, is_one: bool):
+    assert is_sweep(override) == is_one

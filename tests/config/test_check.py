@@ -1,0 +1,101 @@
+"""Mistakes in the settings: their exact text, all at once."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from automodel_lite.cli import compose_config
+from automodel_lite.cli.sources import Sources, presets_of
+from automodel_lite.config.check import check_config
+from automodel_lite.errors import ConfigError
+
+FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
+
+
+MISTAKES = [
+    ("training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
+    ("max_steps=3", "max_steps=3: unknown key; did you mean training.max_steps?"),
+    ("optimizr.lr=1", "optimizr.lr=1: unknown key; did you mean optimizer.lr?"),
+    ("optimizer.lrr=1", "optimizer.lrr=1: unknown key; did you mean optimizer.lr?"),
+    ("+training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
+    ("training.max_steps=abc", "training.max_steps=abc must be a whole number or null."),
+    ("optimizer.lr=fast", "optimizer.lr=fast must be a number."),
+    ("training.log_every_steps=0", "training.log_every_steps=0 must be at least 1."),
+    ("training.precision=fp61", "training.precision=fp61 must be one of auto, fp32, bf16."),
+    ("name=${oc.env:NOT_SET_ANYWHERE}", "name=${oc.env:NOT_SET_ANYWHERE}: Environment variable 'NOT_SET_ANYWHERE' not found."),
+    ("name=???", "name has no value: set name=..."),
+    ("name=${name}", "name=${name}: Recursive interpolation detected."),
+    ("mesh=4", "mesh=4 is a group of keys: set mesh.dp_replicate=..."),
+    ("lr_scheduler=cosin", "lr_scheduler=cosin: no such option; did you mean cosine? The options are constant, cosine, linear, wsd."),
+    ("peft=null", "peft=null: choose an option of the group: dora, lora, none, qlora."),
+    ("seed=[1", "seed=[1: cannot be read as key=value: close every bracket and quote, or put a text with brackets into quotes, 'seed=\"...\"'."),
+    ("training.max_steps", "training.max_steps: cannot be read as key=value: there is no `=`."),
+    ("~dataset.seed", "~dataset.seed: no file sets it, so there is nothing to remove."),
+    ("dataset.path=x.jsonl", "dataset.path=x.jsonl is an option of dataset=files or dataset=memmap or dataset=streaming: choose that, or remove it, ~dataset.path."),
+    ("peft.r=8", "peft.r=8 is an option of peft=lora or peft=qlora: choose that, or remove it, ~peft.r."),
+    ("logger.wandb.project=x", "logger.wandb={'project': 'x'} is an option of logger=wandb: choose that, or remove it, ~logger.wandb."),
+    ("callbacks.patience=3", "callbacks.patience=3 is an option of callbacks=early_stopping: choose that, or remove it, ~callbacks.patience."),
+    ("evaluation.nothing=1", "evaluation.nothing=1: unknown key; if the preset sets it, ~evaluation.nothing removes it."),
+    ("~packed_sequence.strategy._target_", "packed_sequence.strategy={} must be text or a block with a _target_."),
+    ("optimizer._target_=torch.optim.AdamWW", "optimizer._target_=torch.optim.AdamWW: torch.optim has no AdamWW; did you mean AdamW?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_a_mistake_is_one_sentence(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(compose_config("smoke", [override]))
+    assert str(error.value) == message
+
+
+def test_a_part_that_is_refused_hides_no_mistake_of_another() -> None:
+    raw = compose_config("smoke", ["packed_sequence.slot_multiple=''", "optimizer.lr=-1"])
+    raw.attention = None
+    with pytest.raises(ConfigError) as error:
+        check_config(raw)
+    assert str(error.value).splitlines() == [
+        "attention=null: attention is a part with options, such as attention._target_=...",
+        "packed_sequence.slot_multiple= must be a whole number or null.",
+        "optimizer.lr=-1 must be at least 0.",
+    ]
+
+
+@pytest.mark.parametrize("preset", presets_of(Sources()))
+def test_every_preset_is_valid(preset: str) -> None:
+    is_open = "???" in OmegaConf.to_yaml(compose_config(preset, []))
+    filled = [*FILLED, *(["teacher.pretrained=x"] if preset == "distill" else [])]
+    assert check_config(compose_config(preset, filled if is_open else [])).seed == 0
+
+
+def problems(*overrides: str) -> list[str]:
+    try:
+        check_config(compose_config("smoke", list(overrides)))
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("dataset.path=", "dataset.path= must be a path, and it is empty: was a shell variable not set?"),
+        ("dataset.path=null", "dataset.path=null must be text or a list of texts."),
+        ("dataset.path=[a,7]", "dataset.path=['a', 7] must be text or a list of texts."),
+        ("dataset.path=x dataset.val_path={easy: 3}", "dataset.val_path={'easy': 3} must be text or a list of texts or a group of keys or null."),
+        ("dataset.path=x dataset.val_frac=1", "dataset.val_frac=1 must be at least 0 and below 1."),
+    ],
+    ids=["empty", "null", "list", "by name", "fraction"],
+)  # fmt: skip
+def test_a_wrong_dataset(override: str, sentence: str) -> None:
+    assert sentence in problems("dataset=files", "~dataset.num_chats", *override.split(" ", 1))
+
+
+def test_keys_and_sizes_are_named_together() -> None:
+    found = problems("training.max_stepz=3", "optimizer.lr=-1", "mesh.cp=0", "loss.chunk_tokens=0", "optimizer.lrr=2")
+    keys = sorted(line.split("=")[0] for line in found)
+    assert keys == ["loss.chunk_tokens", "mesh.cp", "optimizer.lr", "optimizer.lrr", "training.max_stepz"]
+
+
+def test_an_infinite_limit_of_a_model_is_its_own_affair() -> None:
+    assert problems("model.config.time_step_limit=[0.0,inf]") == []
