@@ -144,7 +144,7 @@ class TrainFinetuneRecipe:
         """Trains; logs, validates and saves when due; exports and evaluates at the end. Returns the exit code."""
         config, guards, state = self.config, self.guards, self.state
         self.console.say("run", start.position_line(guards, self.plan.max_steps))
-        guards.watch_steps(self.plan.max_steps)
+        guards.watch_steps(self.plan.max_steps, self.model, self.mesh.device)
         if state.pending_validation:
             self.validate()
         self.open_feed()
@@ -223,7 +223,7 @@ class TrainFinetuneRecipe:
         """Reads the next step, and starts the message that sums over the ranks what is in it."""
         micro_batches = self.feed.peek().micro_batches if has_next else ()
         items = self.model.loss_model.loss.num_items
-        self.guards.boundary.send(count_own(micro_batches, self.mesh, self.built.flops.attention, items))
+        self.guards.send_counts(count_own(micro_batches, self.mesh, self.built.flops.attention, items))
 
     def shard(self, batch: ThdBatch) -> ThdBatch:
         """The tokens of this context-parallel rank."""
@@ -238,7 +238,7 @@ class TrainFinetuneRecipe:
         row = self.meter.row(result, self.num_steps, ready.batches.epoch, self.plan.max_steps)
         self.console.step(row)
         self.bar.note(f"loss {row.loss:.4f}")
-        self.metrics.log_step(row.as_row() | ready.batches.left_out)
+        self.metrics.log_step(row.as_row() | ready.batches.left_out | self.guards.stragglers.take_row())
         self.page.update()
 
     def validate(self) -> None:

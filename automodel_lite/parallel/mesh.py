@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,14 +124,25 @@ def launchers_store() -> dist.Store:
             return store
 
 
-def _open_group(backend: str, timeout: timedelta) -> None:
-    """Opens the default process group, over all ranks; without a launcher this process alone."""
+def _open_group(device: torch.device, timeout: timedelta) -> None:
+    """Opens the default process group, over all ranks; without a launcher this process alone.
+
+    NCCL is given its device, and connects at once: a bad link shows before the weights are read, and the groups of the
+    mesh are split off this one, where each would be set up apart in its first collective.
+    """
+    is_gpu = device.type == "cuda"
+    open_group = partial(
+        dist.init_process_group,
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        timeout=timeout,
+        device_id=device if is_gpu else None,
+    )
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        open_group(store=dist.HashStore(), rank=0, world_size=1)
         return
     allow_sockets(world_size())
     store = dist.PrefixStore("groups", launchers_store())
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
+    open_group(store=store, rank=rank(), world_size=world_size())
     # a rank that fails at once would close connections that others still open, and theirs would be the first error
     if store.add("connected", 1) == world_size():
         store.set("all_connected", "")
@@ -189,9 +200,8 @@ def init_mesh(config: MeshConfig) -> Mesh:
     is_grouped = config.strategy in ("fsdp", "ddp") or (config.strategy == "auto" and device.type == "cuda")
     if is_alone and not is_grouped:
         return Mesh(shape, device, None)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        _open_group(backend, timedelta(seconds=config.timeout_s))
+        _open_group(device, timedelta(seconds=config.timeout_s))
     # an axis of size 1 would make a group of each rank: 3,072 of them at 1,024 ranks
     sizes = {axis: size for axis in AXES if (size := getattr(shape, axis)) > 1} or {"dp_shard": 1}
     return Mesh(shape, device, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))

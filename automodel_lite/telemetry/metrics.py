@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,10 +25,10 @@ from torch.profiler import profile
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel, StepFlops
 from automodel_lite.parallel.mesh import Mesh
+from automodel_lite.parallel.stragglers import mark, seconds_between
 from automodel_lite.run.nonfinite import StepNumbers
+from automodel_lite.run.stopping import STARTED
 from automodel_lite.thd import ThdBatch
-
-PHASES = ("data", "forward", "backward", "optimizer", "validation", "checkpoint", "other")
 
 
 class PhaseClock:
@@ -37,34 +38,32 @@ class PhaseClock:
     time that the device stood idle for data counts as data.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, start: float | None = None) -> None:
         self.device = device
+        self.restart(start)
+
+    def restart(self, start: float | None = None) -> None:
+        """Begins the first lap: now, or at `start`."""
         self._marks: list[tuple[str, Any]] = []
-        self._start = self._now()
+        self._start = mark(self.device) if start is None else start
 
     def lap(self, phase: str) -> None:
-        """`phase` is one of PHASES."""
-        self._marks.append((phase, self._now()))
+        self._marks.append((phase, mark(self.device)))
 
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds since the last call; waits for the device."""
-        spent = dict.fromkeys(PHASES, 0.0)
-        is_gpu = self.device.type == "cuda"
-        if is_gpu:
+        spent: dict[str, float] = defaultdict(float)
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for phase, mark in self._marks:
-            spent[phase] += self._start.elapsed_time(mark) / 1e3 if is_gpu else mark - self._start
-            self._start = mark
+        for phase, now in self._marks:
+            spent[phase] += seconds_between(self._start, now)
+            self._start = now
         self._marks = []
-        return {phase: value for phase, value in spent.items() if value}
+        return dict(spent)
 
-    def _now(self) -> Any:
-        """A time in seconds, or an event in the stream of a GPU."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+
+STARTUP = PhaseClock(torch.device("cpu"), STARTED)
+"""From the first line of the program to the first step."""
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -78,6 +77,9 @@ def peak_of(device_name: str) -> float | None:
     """Returns the peak bf16 FLOP/s by the name that torch gives the device; None when it is not listed."""
     tflops = yaml.safe_load(Path(__file__).with_name("peak_tflops.yaml").read_text()).get(device_name)
     return None if tflops is None else tflops * 1e12
+
+
+NUM_COUNTS = 5
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ def count_own(
         )
         for b in micro_batches
     ]
-    return [float(sum(column)) for column in zip(*own)] or [0.0] * 5
+    return [float(sum(column)) for column in zip(*own)] or [0.0] * NUM_COUNTS
 
 
 def counts_of(sums: Sequence[float]) -> Counts:

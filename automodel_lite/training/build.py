@@ -46,6 +46,7 @@ from automodel_lite.parallel.sharding import (
     choose_strategy,
     parallelize,
 )
+from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.thd import ThdBatch, stream_of
 from automodel_lite.training.memory import (
     MemoryEstimate,
@@ -99,13 +100,16 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
     """
     plan = plan_model(parts, parts.model.config(tokenizer), mesh.shape, mesh.device)
     check_weights_fit(plan, mesh.device)
+    STARTUP.lap("model")
     with trim_malloc():
         model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype, trains)
+        STARTUP.lap("load")
         lm = model.loss_model.lm
         install(lm, plan.kernel)
         if runs_by_rows(lm):
             plan = replace(plan, attention=rows_reason(parts, lm))
         loss = check_model(plan.parts.mesh.cp_exchange, model, mesh)
+        STARTUP.lap("probe")
     of_teacher = 0  # bytes on each device
     if trains and parts.teacher:
         frozen = as_teacher(parts)
@@ -114,6 +118,7 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
         model.loss_model.learn_from(teacher.model.loss_model)
         of_teacher = 0 if parts.mesh.cpu_offload else sum(local(p).nbytes for p in teacher.model.parameters())
     compiled = speed_up(plan.parts, model, mesh) if trains else "off"
+    STARTUP.lap("compile")
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad) if adapter else None
     available = gpu_bytes(mesh.device)
     plan, reduction = decide_reduction(plan, trained, available and available - of_teacher)

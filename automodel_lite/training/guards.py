@@ -4,24 +4,30 @@ lock         one job at a time works in the run's folder
 watchdog     writes the stacks of a rank that makes no progress
 peers        the failure of one rank ends all of them
 boundary     the ranks stop together: after a signal, or when the job's time is nearly over
+stragglers   the rank for which the others wait is named
 nonfinite    steps whose loss or gradient is not finite are skipped, and too many of them end the run
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import ReadyStep
 from automodel_lite.errors import ConfigError, PeerError, RunStoppedError
 from automodel_lite.launched import is_first_here, rank
+from automodel_lite.models.layers import decoder_layers
 from automodel_lite.parallel.control import Control, open_control
 from automodel_lite.parallel.peers import Peers, flat
+from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parallel.stragglers import Stragglers
 from automodel_lite.run.checkpoint import Checkpointer
 from automodel_lite.run.exits import leave
 from automodel_lite.run.failures import Place, recorded
@@ -30,7 +36,7 @@ from automodel_lite.run.lock import RunLock
 from automodel_lite.run.nonfinite import NonfiniteSteps, StepNumbers, are_finite
 from automodel_lite.run.stopping import SIGNALS, StepBoundary, deadline_of, ending_of
 from automodel_lite.run.watchdog import Watchdog
-from automodel_lite.telemetry.metrics import Counts, counts_of
+from automodel_lite.telemetry.metrics import NUM_COUNTS, Counts, counts_of
 from automodel_lite.training.state import TrainState
 
 _VISIBLE_WITHIN_S = 10.0
@@ -59,6 +65,7 @@ class Guards:
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
         self.nonfinite: NonfiniteSteps
+        self.stragglers: Stragglers
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
@@ -104,9 +111,13 @@ class Guards:
                 "what rank 0 has written there: use a file system that all nodes share."
             )
 
-    def watch_steps(self, max_steps: int) -> None:
-        """Before the first step, a signal ends the process; from now on it is a request to save and exit."""
+    def watch_steps(self, max_steps: int, model: ParallelModel, device: torch.device) -> None:
+        """Before the first step, a signal ends the process; from now on it is a request to save and exit. Every rank
+        calls it.
+        """
         self.max_steps = max_steps
+        layers = decoder_layers(model.loss_model.lm)
+        self.stragglers = Stragglers(layers[len(layers) // 2], device, self.ranks.on_all(socket.gethostname), rank())
         SIGNALS.defer()
         SIGNALS.watch(self._record_end)
 
@@ -115,11 +126,19 @@ class Guards:
         which the ranks have sent in the middle of this one.
         """
         self.nonfinite.watch(self.state.num_steps + 1, ready.batches.pack_ids, ready.micro_batches, numbers)
+        self.stragglers.wait(ready.batches.wait_s)
         return self.receive_counts()
 
+    def send_counts(self, own: list[float]) -> None:
+        """Starts the message of a step, with this rank's share of the counts of the next one."""
+        self.boundary.send([*own, *self.stragglers.own_times(self.state.num_steps + 1)])
+
     def receive_counts(self) -> Counts:
-        """Returns what is in the next step, over all ranks; agrees on a stop."""
-        return counts_of(self.boundary.receive())
+        """Returns what is in the next step, over all ranks; agrees on a stop, and compares the ranks when it is due."""
+        sums = self.boundary.receive()
+        if times := sums[NUM_COUNTS:]:
+            self.stragglers.compare(times, self.state.num_steps + 1, self.say)
+        return counts_of(sums[:NUM_COUNTS])
 
     def nonfinite_text(self, parameters: Iterable[Tensor]) -> str:
         """Says why a checkpoint of now could not be continued from; empty where it could. Every rank calls it."""

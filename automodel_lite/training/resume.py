@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.model_files import model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
+from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training import start
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.plan import Parts
@@ -30,10 +32,14 @@ from automodel_lite.training.schedules import move_to
 from automodel_lite.training.state import TrainState
 
 _NUM_ROWS = 256  # of a validation set that are hashed
+_LAUNCHES = itertools.count()  # of this process: more than one in a notebook
 
 
 def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
     """Makes a recipe and trains it, unless its run is finished or it is a dry run; returns the exit code."""
+    if next(_LAUNCHES):
+        STARTUP.restart()
+    STARTUP.lap("imports")
     quiet_libraries()
     config = start.from_run(config)
     if config.dry_run:
@@ -60,6 +66,7 @@ def joined(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
         message = folder.finished_message(config)
         state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}
         peers.compare("settings", versions() | flat(plain(config)) | state)
+        STARTUP.lap("ranks")
         yield config, peers, message
 
 
@@ -67,6 +74,7 @@ def compare_sources(guards: Guards, parts: Parts, data: PackSource) -> None:
     """Compares between the ranks, and keeps for the checkpoints, digests of what no setting tells: the model's files,
     and rows of each validation set.
     """
+    STARTUP.lap("data")
     files = model_files(parts.model.pretrained, str(parts.model.source["revision"]))
     found = {f"model {name}": digest for name, digest in files.items()}
     for name, packs in data.val_packs.items():
@@ -125,9 +133,15 @@ def open_folder(
 
 
 def open_log(guards: Guards, saved: dict[str, Any] | None, counts: Mapping[str, int]) -> MetricsLog:
-    """metrics.jsonl and the callbacks, with what these kept; `counts` of the data are the first row."""
-    extra = saved["extra"] if saved else {}
-    metrics = open_metrics(guards.config, guards.folder, guards.ranks, guards.state.num_steps, extra, guards.say)
-    if guards.state.num_steps == 0:
-        metrics.log_step({"step": 0, **counts})
+    """metrics.jsonl and the callbacks, with what these kept. The first row has the seconds of the start by phase, which
+    are printed too, and in a fresh run `counts` of the data.
+    """
+    extra, step = saved["extra"] if saved else {}, guards.state.num_steps
+    metrics = open_metrics(guards.config, guards.folder, guards.ranks, step, extra, guards.say)
+    STARTUP.lap("checkpoint")
+    phases = STARTUP.seconds()
+    parts = ", ".join(f"{phase} {spent_s:.1f}" for phase, spent_s in phases.items() if spent_s >= 0.05)
+    guards.say(f"{'start':<10} {sum(phases.values()):.1f} s: {parts}")
+    row = {"step": step, **{f"start_s/{phase}": round(spent_s, 3) for phase, spent_s in phases.items()}}
+    metrics.log_step(row if step else {**row, **counts})
     return metrics

@@ -34,6 +34,7 @@ from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
+from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training.build import BuiltModel, plan_model
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.memory import (
@@ -101,6 +102,7 @@ def decide_recomputation(
 
     plan = plan_model(parts, model_config, shape or mesh_shape(parts.mesh, world_size()), device)
     parts, reason = choose_recomputation(plan, gpu, _adapter_weights(plan, device))
+    STARTUP.lap("plan")
     return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 
 
@@ -209,7 +211,8 @@ def from_run(config: Config) -> Config:
 
 
 def prepare_process(config: TrainingConfig) -> None:
-    """Threads and kernels of this process, before the first kernel runs."""
+    """Threads and kernels of this process, before the first kernel runs, after its groups are open."""
+    STARTUP.lap("groups")
     torch.set_num_threads(threads_of(config.num_threads)[0])
     use_deterministic(config.deterministic)
     if config.tf32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import resource
@@ -39,6 +40,28 @@ def test_a_rank_takes_a_gpu_that_it_sees(num_visible: int, index: int, monkeypat
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     assert init_mesh(MeshConfig(strategy="none")).device == torch.device("cuda", index)
     assert taken == [torch.device("cuda", index)]
+
+
+def test_nccl_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given its device; the groups of the mesh are then split off the first, each with one call."""
+    asked: list[dict[str, Any]] = []
+    signature = inspect.signature(dist.init_process_group)
+
+    class Opened(Exception):
+        pass
+
+    def open_group(*args: Any, **options: Any) -> None:
+        asked.append(signature.bind(*args, **options).arguments)
+        raise Opened
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name, value in {"is_available": lambda: True, "device_count": lambda: 8, "set_device": print}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(dist, "init_process_group", open_group)
+    with pytest.raises(Opened):
+        init_mesh(MeshConfig())
+    assert (asked[0]["backend"], asked[0]["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
 
 
 def test_many_ranks_may_open_their_sockets() -> None:

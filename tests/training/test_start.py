@@ -4,6 +4,7 @@ what a run prints before its first step.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from automodel_lite.training.plan import build_parts
 from automodel_lite.training.start import prepare_process, steps_text, try_model, try_settings
 from tests.attention.families import FAMILIES
 from tests.data.templates import MARKED, byte_tokenizer
-from tests.runs import train_quick
+from tests.runs import rows_of, train_quick
 
 
 def tried(*overrides: str) -> str:
@@ -242,3 +243,17 @@ def test_products_in_tf32_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     finally:
         torch.set_float32_matmul_precision(before)
         torch.set_num_threads(threads)
+
+
+def test_the_seconds_of_the_start_are_told_by_phase(tmp_path: Path) -> None:
+    """Printed in a line, and kept for comparison between hosts and jobs. A second run of a process has imported all."""
+    options = ["training.max_steps=1", "checkpoint.export_hf=false", "report=false"]
+    train_quick(tmp_path / "first", *options)
+    began = time.perf_counter()
+    _, screen = train_quick(tmp_path / "second", *options)
+    took_s = time.perf_counter() - began
+    first = rows_of(tmp_path / "second")[0]
+    phases = {key.removeprefix("start_s/"): value for key, value in first.items() if key.startswith("start_s/")}
+    assert list(phases) == ["imports", "ranks", "data", "groups", "model", "load", "probe", "compile", "checkpoint"]
+    assert 0 < sum(phases.values()) < took_s
+    assert re.search(r"^start +[0-9.]+ s: .*data [0-9.]+", screen, flags=re.MULTILINE)

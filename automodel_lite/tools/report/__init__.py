@@ -191,7 +191,8 @@ def warnings_of(record: RunRecord) -> list[str]:
     lines = (line for _, text in record.facts.get("lines", []) for line in text.splitlines())
     noted = [line for line in lines if line.startswith(("NOTE:", "WARNING:"))]
     bad = [str(row["step"]) for row in record.rows if not math.isfinite(float(row.get("loss", 0.0)))]
-    return [*noted, *([f"the loss was not finite at steps {', '.join(bad[:10])}"] if bad else [])]
+    slow = [str(row["warning"]) for row in record.rows if "warning" in row][-3:]  # of the ranks; the last of them
+    return [*noted, *slow, *([f"the loss was not finite at steps {', '.join(bad[:10])}"] if bad else [])]
 
 
 def packing_of(record: RunRecord) -> list[tuple[str, str]]:

@@ -1,0 +1,106 @@
+"""Which rank makes the others wait: compared every 50 steps, in the message that the ranks exchange in every step.
+
+The seconds of a whole step say nothing, as all ranks wait for the slowest one. What a rank does alone is measured: the
+forward pass of one decoder layer, between the gather of its weights and that of the next layer's; and how long the rank
+waits for its data. Nothing waits for the device: a GPU's times are events, read when they have passed. Under context or
+tensor parallelism ranks meet inside the layer, too: whole groups are compared there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median, median_low
+from typing import Any
+
+import torch
+from torch import nn
+
+EVERY_STEPS = 50
+SLOW_FRAC = 0.1  # of the median layer, or of a step, beyond which a rank is named
+
+
+def mark(device: torch.device) -> Any:
+    """Returns a time in seconds, or an event in the stream of a GPU; see `seconds_between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Returns the seconds between two marks, which the device has passed."""
+    return last - first if isinstance(last, float) else first.elapsed_time(last) / 1e3
+
+
+class Stragglers:
+    """Times this rank, and compares all of them after every 50th step. A rank alone is not timed."""
+
+    def __init__(self, layer: nn.Module, device: torch.device, hosts: list[str], rank: int) -> None:
+        self.device, self.hosts, self.rank = device, hosts, rank
+        self._row: dict[str, Any] = {}  # of the last comparison
+        self._marks: list[tuple[Any, Any]] = []  # before and after the layer
+        self._wait_s, self._began = 0.0, time.monotonic()
+        if len(hosts) > 1:
+            # inside FSDP's own hooks: after the layer's weights are there, before they are freed
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave, prepend=True)
+
+    def _enter(self, layer: nn.Module, args: Any) -> None:
+        self._entered = mark(self.device)
+
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():  # validation has batches of its own
+            self._marks.append((self._entered, mark(self.device)))
+
+    def wait(self, seconds: float) -> None:
+        """Counts what this rank has waited for the data of a step."""
+        self._wait_s += seconds
+
+    def own_times(self, step: int) -> list[float]:
+        """Returns this rank's share of the message of `step`: in every 50th, a place for each rank's seconds in the
+        layer, and one for each rank's seconds without data, of which this rank fills its own two.
+        """
+        if step % EVERY_STEPS or len(self.hosts) == 1:
+            return []
+        # the device may be a step behind: what it has not passed belongs to the next comparison
+        passed = [marks for marks in self._marks if isinstance(marks[1], float) or marks[1].query()]
+        self._marks = self._marks[len(passed) :]
+        times = [0.0] * (2 * len(self.hosts))
+        times[self.rank] = median([seconds_between(*marks) for marks in passed] or [0.0])
+        times[len(self.hosts) + self.rank] = self._wait_s / EVERY_STEPS
+        return times
+
+    def compare(self, times: Sequence[float], step: int, say: Callable[[str], None]) -> None:
+        """Takes in the times of all ranks after step `step`; `say` is told of a slow one."""
+        layer_s, wait_s = times[: len(self.hosts)], times[len(self.hosts) :]
+        now = time.monotonic()
+        step_s, self._wait_s, self._began = (now - self._began) / EVERY_STEPS, 0.0, now
+        usual_s, usual_wait_s = median_low(layer_s), median_low(wait_s)
+        if not usual_s:  # a continued run that has no step of its own yet
+            return
+        slowest, latest = layer_s.index(max(layer_s)), wait_s.index(max(wait_s))
+        self._row = {
+            "ranks/layer_s_min": min(layer_s),
+            "ranks/layer_s_median": usual_s,
+            "ranks/layer_s_max": max(layer_s),
+            "ranks/data_wait_s_median": usual_wait_s,
+            "ranks/data_wait_s_max": max(wait_s),
+            "ranks/slowest": slowest,
+            "ranks/slowest_host": self.hosts[slowest],
+        }
+        found = []
+        if layer_s[slowest] > (1 + SLOW_FRAC) * usual_s:
+            more_frac = layer_s[slowest] / usual_s - 1
+            found.append(f"rank {slowest} on {self.hosts[slowest]} takes {more_frac:.0%} longer for a layer than most")
+        if wait_s[latest] > usual_wait_s + SLOW_FRAC * step_s:
+            found.append(f"rank {latest} on {self.hosts[latest]} waits {wait_s[latest]:.2g} s per step for its data")
+        if found:
+            self._row["warning"] = f"step {step}: {' and '.join(found)}: all ranks wait for it"
+            say(f"WARNING: {self._row['warning']}")
+
+    def take_row(self) -> dict[str, Any]:
+        """Returns what the last comparison found, once."""
+        row, self._row = self._row, {}
+        return row
