@@ -116,6 +116,7 @@ class TrainingConfig:
 class AdvancedConfig:
     """What the hardware may want and hardly anybody sets; the planner does."""
 
+    reshard_after_forward: BoolOrAuto = "auto"  # free gathered layers; auto = unless all of them fit the GPU
     reduce_every_micro_batch: BoolOrAuto = "auto"  # of gradients; auto = if their unsharded sum does not fit the GPU
     recompute_every_layers: Positive = 1  # apply training.activation_checkpointing only to every n-th layer
     stop_margin_s: Seconds = 60.0  # for the save before training.max_time, plus measured times

@@ -124,12 +124,17 @@ class ParallelModel:
 
 
 def parallelize(
-    model: LossModel, mesh: Mesh, strategy: str, compute_dtype: torch.dtype, offloads: bool = False
+    model: LossModel,
+    mesh: Mesh,
+    strategy: str,
+    compute_dtype: torch.dtype,
+    offloads: bool = False,
+    reshards: bool = True,
 ) -> ParallelModel:
     """Wraps a model that every rank has whole, or on the meta device; `strategy` as `choose_strategy` gave it."""
     autocasts = compute_dtype != torch.float32
     if strategy == "fsdp" and mesh.root is not None:
-        fully_shard_model(model, mesh, compute_dtype, offloads)
+        fully_shard_model(model, mesh, compute_dtype, offloads, reshards)
         # FSDP averages over all ranks that hold tokens; context-parallel ranks hold parts of one batch.
         num_batches = mesh.shape.dp * mesh.shape.cp
         return ParallelModel(model, model, num_batches, compute_dtype, autocasts=False, sharded_over=mesh)
@@ -141,13 +146,17 @@ def parallelize(
     return ParallelModel(model, model, 1, compute_dtype, autocasts)
 
 
-def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, offloads: bool = False) -> None:
+def fully_shard_model(
+    model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, offloads: bool = False, reshards: bool = True
+) -> None:
     """Applies FSDP2, in place: each decoder layer, the embedding and the head are gathered apart, the rest with the
     root.
 
     Not transformers' own wrapping: the root has to be the module that returns the loss, adapters and fp8 layers stand
-    between the bare model and its shards, and families without an `fsdp_plan` are sharded too. `offloads`: shards and
-    their gradients are held in host memory.
+    between the bare model and its shards, and families without an `fsdp_plan` are sharded too.
+
+    offloads  shards and their gradients are held in host memory
+    reshards  layers are freed after their forward pass, and gathered again for the backward pass
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
@@ -168,8 +177,14 @@ def fully_shard_model(model: LossModel, mesh: Mesh, compute_dtype: torch.dtype, 
         of_experts = _fsdp_mesh(mesh, copies)
         for module in experts:
             shard(module, mesh=of_experts)
-    for unit in _units([*decoder_layers(model.lm), *towers(model.lm)]):  # towers are never gathered
-        shard(unit)
+    layers = decoder_layers(model.lm)
+    units = _units([*layers, *towers(model.lm)])  # towers are never gathered
+    for unit in units:
+        shard(unit, reshard_after_forward=reshards)
+    if not reshards and all(unit in layers for unit in units[: len(layers)]):
+        # torch gathers one layer ahead; two take no more memory where all are held, and hide a late host
+        for number, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 3])  # type: ignore[operator]
     embedding, head = model.lm.get_input_embeddings(), output_head(model.lm)
     # A tied weight must be one unit: FSDP would shard and reduce it twice.
     if _share_a_parameter(embedding, head):

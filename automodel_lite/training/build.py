@@ -197,7 +197,8 @@ def assemble(
             use_fp8(decoder_layers(lm), parts.training.fp8)
         loss_model = LossModel(lm, parts.loss, balance_of(lm, source.router_aux_loss))
         of_frozen = "none" if strategy == "ddp" and not trains else strategy  # DDP has no gradients to reduce
-        made.append((parallelize(loss_model, mesh, of_frozen, dtype, parts.mesh.cpu_offload), adapter))
+        how = (parts.mesh.cpu_offload, parts.advanced.reshard_after_forward is not False)
+        made.append((parallelize(loss_model, mesh, of_frozen, dtype, *how), adapter))
         if adapter and is_described:
             loading.enter_context(adapter.hidden())
 

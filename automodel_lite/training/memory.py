@@ -81,6 +81,8 @@ def estimate_memory(plan: ModelPlan, adapter: int | None) -> MemoryEstimate:
     if is_fsdp:  # one layer at work and one that is gathered ahead, the gradient of a third in fp32
         reduced = _FP32 if adapter is None else 0
         working_copy = (2 * compute + reduced) * layer + compute * size.head_weights / shape.tp
+        if parts.advanced.reshard_after_forward is False:
+            working_copy += compute * size.parameters / shape.tp
     else:  # autocast's casts live until the backward pass of their layer
         plain = size.num_layers if parts.training.activation_checkpointing == "none" else 1
         working_copy = (compute if compute < master else 0) * (plain * layer + size.head_weights)

@@ -26,9 +26,11 @@ _HOPELESS = 1.6  # share of the memory by the formulas beyond which a rung is no
 
 
 def recomputation_text(parts: Parts) -> str:
-    """`none`, `full`, `full, every layer of 2`, `offload`."""
+    """`none`, `none, weights stay gathered`, `full`, `full, one layer of 2`, `offload`."""
     how, every = parts.training.activation_checkpointing, parts.advanced.recompute_every_layers
-    return f"{how}, one layer of {every}" if how != "none" and every > 1 else how
+    if how == "none":
+        return "none, weights stay gathered" if parts.advanced.reshard_after_forward is False else "none"
+    return f"{how}, one layer of {every}" if every > 1 else how
 
 
 def least_recomputation(
@@ -73,13 +75,22 @@ def choose_recomputation(plan: ModelPlan, gpu: int, adapter: int | None) -> tupl
 
     gpu  bytes of the GPU
     No process group may exist: steps are simulated, where the coarse formulas leave a doubt.
+    Where memory is left over, weights stay gathered from the forward to the backward pass, unless that is set.
     """
     capacity, plain = usable(gpu), with_recomputation(plan.parts, *NONE)
+    gathered = replace(plain, advanced=replace(plain.advanced, reshard_after_forward=False))
+    asks = plan.parts.advanced.reshard_after_forward == "auto" and plan.strategy == "fsdp"
     kept = estimate_memory(replace(plan, parts=plain), adapter).total
     if _CERTAIN * kept <= capacity:
-        return plain, f"none: all that is kept is about {gib(kept)} of {gib(capacity)}"
+        fits = asks and _CERTAIN * kept + plan.dtype.itemsize * plan.size.parameters <= capacity
+        chosen = gathered if fits else plain
+        return chosen, f"{recomputation_text(chosen)}: all that is kept is about {gib(kept)} of {gib(capacity)}"
     try:
-        found = least_recomputation(plan, capacity, layer_pattern(plan.config), adapter)
+        pattern = layer_pattern(plan.config)
+        found = least_recomputation(plan, capacity, pattern, adapter)
+        if found is not None and asks and found[0] == plain:
+            step = simulate_by_layers(gathered, plan.config, plan.shape, pattern)
+            found = (gathered, step) if step.peak <= capacity else found
     except (NotImplementedError, RuntimeError) as error:  # what cannot be simulated
         return with_recomputation(plan.parts, *FULL), f"full: the step cannot be counted ({one_line(error, 100)})"
     if found is None:

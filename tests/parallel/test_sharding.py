@@ -77,6 +77,7 @@ def spread(
     families: list,
     offloads: bool = False,
     reduces_every: bool = False,
+    reshards: bool = True,
 ) -> dict:
     """For each family the largest differences of loss and gradients from one process."""
     shape, ep = (*shape, 1)[:4], shape[4] if len(shape) == 5 else 1
@@ -85,7 +86,7 @@ def spread(
     num_micro_batches = mesh.shape.dp * MICRO_BATCHES
     errors = {}
     for family in families:
-        model = parallelize(loss_model(family), mesh, strategy, torch.float32, offloads)
+        model = parallelize(loss_model(family), mesh, strategy, torch.float32, offloads, reshards)
         model = replace(model, reduces_every=reduces_every)
         mine = [mesh.dp_rank * MICRO_BATCHES + i for i in range(MICRO_BATCHES)]
         batches = [micro_batch(number, mesh.shape.cp) for number in mine]
@@ -148,12 +149,12 @@ def test_llama_and_gpt_oss(layout: tuple[tuple[int, int, int], str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("shape", "offloads", "reduces_every"),
-    [((1, 2, 2), True, False), ((2, 2, 1), False, True)],
-    ids=["offloaded", "hsdp reduced every micro-batch"],
+    ("shape", "how"),
+    [((1, 2, 2), (True, False)), ((2, 2, 1), (False, True)), ((2, 2, 1), (False, False, False))],
+    ids=["offloaded", "hsdp reduced every micro-batch", "hsdp gathered once"],
 )
-def test_what_saves_memory_changes_no_number(shape: tuple[int, int, int], offloads: bool, reduces_every: bool) -> None:
-    assert_equal(shape, "fsdp", "all_gather", ["llama"], offloads, reduces_every)
+def test_how_weights_are_held_changes_no_number(shape: tuple[int, int, int], how: tuple[bool, ...]) -> None:
+    assert_equal(shape, "fsdp", "all_gather", ["llama"], *how)
 
 
 def fsdp_parameters(model: ParallelModel) -> list[Any]:

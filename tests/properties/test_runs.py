@@ -25,6 +25,7 @@ VALUES = {
     "training.deterministic": ["true"],
     "mesh.strategy": ["fsdp", "none", "ddp"],
     "mesh.cpu_offload": ["true"],
+    "advanced.reshard_after_forward": ["true", "false"],
     "advanced.reduce_every_micro_batch": ["true", "false"],
     "optimizer": ["adamw_8bit", "adamw_bf16", "muon"],
     "optimizer.lr": ["0", "1e-3", "1e10", "-1", "nan"],

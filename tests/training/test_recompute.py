@@ -40,6 +40,17 @@ def test_the_8b_preset_recomputes_nothing_on_eight_gpus_of_80_gb() -> None:
     assert reason.startswith("none: the least that fits, ")
 
 
+@pytest.mark.parametrize(
+    ("gigabytes", "wish", "is_resharded"), [(80, "auto", "auto"), (141, "auto", False), (141, "true", True)]
+)
+def test_weights_stay_gathered_where_they_fit(gigabytes: int, wish: str, is_resharded: bool | str) -> None:
+    plan = auto(planned("llama3_1_8b", 8, f"advanced.reshard_after_forward={wish}"))
+    parts, reason = choose_recomputation(plan, gigabytes * 10**9, None)
+    assert parts.training.activation_checkpointing == "none"
+    assert parts.advanced.reshard_after_forward == is_resharded
+    assert ("weights stay gathered" in reason) == (is_resharded is False)
+
+
 def _count_rungs(gigabytes: int) -> None:
     plan = auto(planned("llama3_1_8b", 8))
     capacity, pattern = usable(gigabytes * 10**9), layer_pattern(plan.config)

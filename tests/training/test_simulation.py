@@ -95,6 +95,14 @@ def test_what_a_rank_of_many_holds_and_sends(ranks: int) -> None:
     }
 
 
+def test_weights_that_stay_gathered_are_sent_once() -> None:
+    """Once per micro-batch less; all layers are held at the end of the forward pass, where two or three were."""
+    twice, once = (world(1, 8, 1, overrides=(f"advanced.reshard_after_forward={how}",)) for how in ("true", "false"))
+    of_layers = PARAMETERS - 2 * EMBEDDING
+    assert sum(twice.sent.values()) - sum(once.sent.values()) == pytest.approx(2 * of_layers * 7 / 8, rel=0.01)
+    assert once.peaks["forward"] - twice.peaks["forward"] >= 2 * (LAYERS - 3) * of_layers / LAYERS
+
+
 def test_memory_falls_with_ranks_and_with_recomputation() -> None:
     few, many = world(1, 2, 1), world(1, 16, 1)
     assert many.peak < few.peak
