@@ -38,5 +38,7 @@ def test_a_faster_card_is_faster_and_fusing_never_slower() -> None:
     half = step(replace(job, recompute_every=2), slow)
     assert none["tflop"] < half["tflop"] < every["tflop"]
     assert half["tflop"] - none["tflop"] == pytest.approx((every["tflop"] - none["tflop"]) / 2)
+    once = step(replace(job, gathers=1), slow)  # of 3 layers, 2 bytes a weight, 7 of 8 ranks
+    assert none["traffic_s"] - once["traffic_s"] == pytest.approx(3 * 2 * 7 / 8 * (64 * 16 * 12 + 3 * 64 * 96) / 3e11)
     assert step(replace(job, weights="bf16"), slow)["optimizer_s"] < 0.7 * none["optimizer_s"]
     assert seconds([("mm", 1e15, 3e12), ("mul", 0.0, 6e12)], Ceilings(1e15, 3e12, 1.0), False) == pytest.approx(3.0)
