@@ -17,7 +17,7 @@ from automodel_lite.parallel.control import Control
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import fully_shard_model
 from automodel_lite.parallel.stragglers import EVERY_STEPS, Stragglers
-from tests.parallel.test_matrix import loss_model, micro_batch
+from tests.parallel.test_sharding import loss_model, micro_batch
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
