@@ -1,11 +1,13 @@
 """Rows that begin alike, against the same rows as trees: the step's time and tokens, in turns in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/trees.py [--models qwen3 qwen3_next] [--layers 4] [--turns 5]
-    python benchmarks/trees.py --plan 1000000      lengths of so many chats, packed as rows and as trees
+    OMP_NUM_THREADS=1 python benchmarks/trees.py [--models qwen3 qwen3_5] [--cases chat agent pair] [--turns 5]
+    python benchmarks/trees.py --plan 1000000      so many chats: trees made of some, lengths packed as rows and as trees
+    python benchmarks/trees.py --memory            of a step of an 8B model on 8 GPUs, a plain pack against packs of trees
     python benchmarks/trees.py --traffic           bytes that gathered keys move, against one call per depth
 
-A step is forward and backward of the sum of the losses. `share` is the arithmetic of the tokens, rows over trees, of
-what does not depend on the path; attention and states along a path do, so the measured ratio may be on either side.
+A step is forward and backward of the sum of the losses. `share` is the FLOPs of the rows over those of the trees, by
+the cost model that counts a run's TFLOP/s: layers per token, the head per labeled token (as many in both), attention
+per query and key.
 """
 
 from __future__ import annotations
@@ -13,20 +15,31 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from contextlib import nullcontext
+from dataclasses import replace
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from automodel_lite import install_attention
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from automodel_lite.data.packing.packs import lay_out_packs, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.trees import grow_trees
+from automodel_lite.models.flops import cost_model, model_size
+from automodel_lite.parallel.mesh import mesh_shape
+from automodel_lite.telemetry.metrics import visible_pairs
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
+from automodel_lite.training import simulation
+from automodel_lite.training.plan import build_parts
 
 VOCAB = 2048
+MADE_CHATS = 500
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -68,7 +81,7 @@ def cases(rng: np.random.Generator) -> dict[str, list[Row]]:
         history += [(action, False), (text(80), False)]
     prompt = text(600)
     pair = [row([(prompt, False), (text(length), True)]) for length in (150, 200)]
-    return {"reasoning chat, 10 turns": chat, "agent, 16 steps": agent, "preference pair": pair}
+    return {"chat": chat, "agent": agent, "pair": pair}  # 10 turns of a reasoning chat, 16 steps
 
 
 def batch_of(rows: list[Row]) -> ThdBatch:
@@ -84,8 +97,7 @@ def build(name: str, layers: int) -> torch.nn.Module:
         config = Qwen3Config(**base)
     else:
         kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
-        dense = {"mlp_only_layers": list(range(layers)), "layer_types": kinds}
-        config = Qwen3NextConfig(**base, **STATES, **dense)
+        config = Qwen3_5TextConfig(**base, **STATES, layer_types=kinds)
     model = AutoModelForCausalLM.from_config(config).train()
     install_attention(model)
     return model
@@ -103,17 +115,27 @@ def step(model: torch.nn.Module, batch: ThdBatch) -> tuple[float, float]:
     return time.process_time() - start, loss.item()
 
 
-def compare(name: str, layers: int, turns: int) -> None:
+def flops(model: torch.nn.Module, batch: ThdBatch) -> float:
+    costs, head = cost_model(model.config), 6.0 * model_size(model.config).head_weights
+    of_layers = (costs.per_token - head) * batch.num_tokens + costs.per_pair * visible_pairs(batch, costs)
+    return of_layers + head * len(batch.label_rows)
+
+
+def compare(name: str, layers: int, turns: int, chosen: list[str]) -> None:
     model = build(name, layers)
     for case, rows in cases(np.random.default_rng(0)).items():
+        if case not in chosen:
+            continue
         contestants = [batch_of(rows), batch_of(grow_trees(rows))]
         losses = [step(model, batch)[1] for batch in contestants]
         times = [[step(model, batch)[0] for batch in contestants] for _ in range(turns)]
         ratio = statistics.median(a / b for a, b in times)
         tokens = [batch.num_tokens for batch in contestants]
+        share = flops(model, contestants[0]) / flops(model, contestants[1])
         print(
-            f"{name:12s} {case:26s} {tokens[0]:6,} -> {tokens[1]:5,} tokens  share {tokens[0] / tokens[1]:.2f}  "
-            f"measured {ratio:.2f}  loss differs {abs(losses[0] / losses[1] - 1):.0e}",
+            f"{name:8s} {case:6s} {tokens[0]:6,} -> {tokens[1]:5,} tokens ({tokens[0] / tokens[1]:.2f})  "
+            f"share {share:.2f}  measured {ratio:.2f} ({ratio / share - 1:+.0%})  "
+            f"loss differs {abs(losses[0] / losses[1] - 1):.0e}",
             flush=True,
         )
 
@@ -125,12 +147,60 @@ def plan(num_chats: int) -> None:
     trees = own * turns + (turns - 1)
     rows = np.repeat(np.zeros(1, np.int64), turns.sum())
     rows[:] = own + shared * (np.arange(len(rows)) - (turns.cumsum() - turns).repeat(turns))
+    chats = [cases(rng)["chat"] for _ in range(MADE_CHATS)]
+    start = time.process_time()
+    for chat in chats:
+        grow_trees(chat)
+    each = (time.process_time() - start) / MADE_CHATS
+    print(f"trees made of chats of 10 turns, 7,800 tokens: {each * 1e3:.2f} CPU-ms per chat")
     for name, lengths in (("rows", rows), ("trees", trees)):
         start = time.process_time()
         made = plan_packs(lengths, 8192)
         print(
             f"{name}: {len(lengths):,} of {lengths.sum():,} tokens, {len(made):,} packs, {time.process_time() - start:.1f} CPU-s"
         )
+
+
+MEMORY_TOKENS = 32768
+
+
+def memory() -> None:
+    """Bytes of one rank, simulated: packs of the same number of tokens, of plain documents and of each kind of tree."""
+    trees = cases(np.random.default_rng(0))
+    for how in ("full", "none"):
+        overrides = [
+            f"packed_sequence.packed_sequence_size={MEMORY_TOKENS}",
+            f"training.activation_checkpointing={how}",
+        ]
+        settings = [*overrides, "dataset.path=any", "name=memory", "training.micro_batch_size=1"]
+        parts = build_parts(replace(check_config(compose_config("llama3_1_8b", settings)), attention={}))
+        config = parts.model.described({"vocab_size": 8192})
+        plain = None
+        for case in (None, *trees):
+            stands_for = {} if case is None else {"full_batch": Mock(return_value=full_of(trees[case]))}
+            with patch.multiple(simulation, **stands_for) if stands_for else nullcontext():
+                shape, pattern = mesh_shape(parts.mesh, 8), simulation.layer_pattern(config)
+                found = simulation.simulate_by_layers(parts, config, shape, pattern)
+            plain = plain or found
+            paths = MEMORY_TOKENS if case is None else int(full_of(trees[case]).attention.segments.cu_k[-1])
+            print(
+                f"recompute {how}: {case or 'plain'}, {MEMORY_TOKENS:,} tokens, {paths:,} keys: {found.peak / 2**30:.1f} GiB, "
+                f"{found.peak / plain.peak:.3f} x",
+                flush=True,
+            )
+
+
+def full_of(rows: list[Row]) -> ThdBatch:
+    """A pack of MEMORY_TOKENS that trees of such rows fill, the last of them cut off."""
+    trees = grow_trees(rows)
+    parts = trees * -(-MEMORY_TOKENS // sum(len(tree["input_ids"]) for tree in trees))
+    flat = flatten(parts)
+    lengths = np.diff(np.minimum(flat.offsets, MEMORY_TOKENS))
+    lengths = lengths[lengths > 0]
+    packs = lay_out_packs(flat, flat.offsets[: len(lengths)], lengths, np.array([len(lengths)]), MEMORY_TOKENS)
+    batch = to_thd(packed_sequence_thd_collater(packs))
+    labels = batch.input_ids.fill_(0)  # all of them, as in the simulation of plain packs
+    return replace(batch, labels=labels, label_rows=torch.arange(MEMORY_TOKENS), columns={})
 
 
 def traffic() -> None:
@@ -147,7 +217,7 @@ def traffic() -> None:
         # per depth: queries, outputs and fp32 sums read and written at each depth, keys where they lie
         by_depth = depth * num_q_tokens * (2 * q + 4 * num_q * dim * 2) + 2 * num_q_tokens * kv
         print(
-            f"{case:26s} keys gathered {gathered / 2**20:7.1f} MiB, one call per depth ({depth}) {by_depth / 2**20:7.1f} MiB"
+            f"{case:6s} keys gathered {gathered / 2**20:7.1f} MiB, one call per depth ({depth}) {by_depth / 2**20:7.1f} MiB"
         )
 
 
@@ -161,17 +231,21 @@ def max_depth(batch: ThdBatch) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["qwen3", "qwen3_next"])
+    parser.add_argument("--models", nargs="+", default=["qwen3", "qwen3_5"])
+    parser.add_argument("--cases", nargs="+", default=["chat", "agent", "pair"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--plan", type=int)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--traffic", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.plan:
         plan(arguments.plan)
+    elif arguments.memory:
+        memory()
     elif arguments.traffic:
         traffic()
     else:
         for model_name in arguments.models:
-            compare(model_name, arguments.layers, arguments.turns)
+            compare(model_name, arguments.layers, arguments.turns, arguments.cases)
