@@ -32,14 +32,14 @@ test-gpu-paths: .venv-gpu-paths/.ready .venv-gpu-oldest/.ready
 .venv-gpu-paths/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-gpu-paths
 	.venv-gpu-paths/bin/python -m pip install --quiet --constraint constraints.txt torch
-	.venv-gpu-paths/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ao,liger,qlora]" triton
+	.venv-gpu-paths/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ao,qlora]" triton
 	touch $@
 
 # numpy: the interpreter of its Triton (3.6) fails on 2.4
 .venv-gpu-oldest/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-gpu-oldest
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
-	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,liger,qlora]"
+	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,qlora]"
 	touch $@
 
 # a pretrained model that a wheel ships (98 MB) is fine-tuned, asked ten questions before and after, and exported; 10 minutes

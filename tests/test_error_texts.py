@@ -23,7 +23,6 @@ ABSENT = (
     "wandb",
     "transformer_engine",
     "flash_attn",
-    "liger_kernel",
     "torchao",
 )  # as in an environment without the extras
 PRESETS = (
@@ -107,9 +106,6 @@ MISTAKES = {
     ),
     "no wandb": Mistake(
         "--config-name smoke logger=wandb", "logger.wandb needs the package wandb: pip install 'automodel-lite[wandb]'."
-    ),
-    "no liger": Mistake(
-        "--config-name smoke loss=liger", "loss needs the package liger_kernel: pip install 'automodel-lite[liger]'."
     ),
     "no torchao": Mistake(
         "--config-name smoke training.fp8=tensorwise",

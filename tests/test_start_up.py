@@ -14,7 +14,7 @@ import pytest
 from automodel_lite.interpreter import relaxed_gc
 
 ONLY_SOME_CONFIGS = (
-    "datasets pandas peft wandb mlflow torch.utils.tensorboard matplotlib liger_kernel torchao bitsandbytes "
+    "datasets pandas peft wandb mlflow torch.utils.tensorboard matplotlib torchao bitsandbytes "
     "flash_attn transformer_engine sklearn torchvision automodel_lite.attention.varlen automodel_lite.attention.flex"
 )
 ONLY_MODELS = (

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,13 +88,12 @@ def hold_documents(model: transformers.PreTrainedModel) -> None:
             module.forward = WithinDocuments(module)  # type: ignore[method-assign]
 
 
-def layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The elements of the outermost ModuleLists."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from layers_of(child)
+def layer_lists(module: nn.Module) -> list[nn.ModuleList]:
+    """Returns the outermost lists of modules with parameters."""
+    if isinstance(module, nn.ModuleList):
+        has_parameters = next(module.parameters(), None) is not None
+        return [module] if has_parameters else []
+    return [found for child in module.children() for found in layer_lists(child)]
 
 
 _OF_MIXERS = frozenset({"attention_mask", "cache_params", "past_key_values", "past_key_value"})
@@ -158,7 +158,7 @@ class DecoderByRows:
 
 def mixers_of(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost modules of the decoder layers that mix tokens and are not attention."""
-    for layer in layers_of(model):
+    for layer in chain.from_iterable(layer_lists(model)):
         for child in layer.children():
             yield from _mixers_within(child)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_lite.attention.documents import NOW, hold_documents, install_mixers, install_rows
-from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, over_tree
 from automodel_lite.attention.positions import install_rotations, refuse_rotations, scale_queries
 from automodel_lite.attention.spec import (
     UNPACKED,
@@ -33,7 +33,6 @@ from automodel_lite.attention.spec import (
     layer_shapes,
     layer_window,
 )
-from automodel_lite.attention.trees import over_tree
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, ThdBatch, TreeKeys, stream_of
 

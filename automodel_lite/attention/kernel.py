@@ -10,8 +10,8 @@ Lk keys).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
-from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
+from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, TreeKeys
 
 
 class AttentionKernel(Protocol):
@@ -57,6 +57,33 @@ class BlockKernel(Protocol):
         self, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v through these keys; `out_THD`, `lse_TH` and its gradient are those over all keys."""
+
+
+@runtime_checkable
+class TreeKernel(Protocol):
+    """A kernel that takes one integer per key, until when it is seen, where documents branch: no key is there twice."""
+
+    def attend_tree(self, inputs: AttentionInputs, tree: TreeKeys) -> Tensor:
+        """q, k, v are those of the stream, [T, H, D] each; query i sees key j if `j <= i < tree.until[j]`, and with a
+        window only if their positions are close enough.
+        """
+
+
+def over_tree(kernel: Any, tree: TreeKeys, is_cut: bool) -> Callable[..., Tensor]:
+    """`kernel`, called with the q, k and v of a stream that holds `tree`. One that is no `TreeKernel` gets the keys of
+    each path gathered: nodes of queries, paths of keys, bottom right, so that windows and chunks are those of rows.
+
+    is_cut  the segments are cut at chunks, which the integers of the keys know nothing of
+    """
+
+    def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+        if isinstance(kernel, TreeKernel) and not is_cut:
+            return kernel.attend_tree(AttentionInputs(q_THD, k_THD, v_THD, segments, options), tree)
+        k, v = (x.index_select(0, tree.paths) for x in (k_THD, v_THD))
+        out: Tensor = kernel(q_THD, k, v, segments, options)
+        return out
+
+    return attend
 
 
 def backward_of_block(

@@ -223,7 +223,11 @@ def _split(call: Call, layout: Layout, plan: MixerPlan) -> Any:
     streams = [_as_stream(arguments[name], *place) for name, place in zip(given, places)]
     weights = {name: arguments[name] for name in layout.weights if isinstance(arguments.get(name), Tensor)}
     if exchange is not None:
-        streams = exchange.to_heads([_dealable(x, streams[0].shape[1], exchange.size) for x in streams])
+        # Groups that several heads share are repeated until the ranks divide them.
+        groups = [x.shape[1] for x in streams]
+        wanted = [math.lcm(number, exchange.size) for number in groups]
+        streams = [x.repeat_interleave(n // g, 1) if n > g else x for x, g, n in zip(streams, groups, wanted)]
+        streams = exchange.to_heads(streams)
         weights = {name: exchange.part(weight, layout.weights[name]) for name, weight in weights.items()}
     has_states = layout.has_states
 
@@ -276,11 +280,3 @@ def _as_stream(x: Tensor, time: int, heads: int | None) -> Tensor:
 def _as_rows(x: Tensor, time: int, heads: int | None) -> Tensor:
     """[n, L, H, ...] -> the layout of the function."""
     return x.squeeze(2).movedim(1, time) if heads is None else x.movedim((1, 2), (time, heads))
-
-
-def _dealable(x_TH: Tensor, num_heads: int, num_ranks: int) -> Tensor:
-    """Groups that several heads share, repeated until the ranks divide them."""
-    groups = x_TH.shape[1]
-    wanted = math.lcm(groups, num_ranks)
-    assert num_heads % groups == num_heads % num_ranks == 0
-    return x_TH if wanted == groups else x_TH.repeat_interleave(wanted // groups, 1)

@@ -132,14 +132,13 @@ class Chunks:
         """Made, with its masks, by the first layer that asks; others find it by the identity of the stream's tensor."""
         known = _CHUNKS.setdefault(stream.own if isinstance(stream, TreeRows) else stream, {})
         if length not in known:
-            known[length] = cls._of_tree(stream, length) if isinstance(stream, TreeRows) else cls._cut(stream, length)
+            if isinstance(stream, TreeRows):
+                known[length] = cls._of_tree(stream, length)
+            else:
+                document = F.pad(stream, (0, -len(stream) % length), value=-1).unflatten(0, (-1, length))
+                before = F.pad(document[:-1, -1:], (0, 0, 1, 0), value=-1)
+                known[length] = cls(document, before, range(-1, len(document) - 1), len(stream))
         return known[length]
-
-    @classmethod
-    def _cut(cls, seq_idx: Tensor, length: int) -> Chunks:
-        document = F.pad(seq_idx, (0, -len(seq_idx) % length), value=-1).unflatten(0, (-1, length))
-        before = F.pad(document[:-1, -1:], (0, 0, 1, 0), value=-1)
-        return cls(document, before, range(-1, len(document) - 1), len(seq_idx))
 
     @classmethod
     def _of_tree(cls, tree: TreeRows, length: int) -> Chunks:

@@ -16,7 +16,6 @@ from automodel_lite.errors import ConfigError, did_you_mean
 EXTRAS = {  # optional package -> the extra that brings it
     "bitsandbytes": "qlora",
     "flash_attn": "flash",
-    "liger_kernel": "liger",
     "mlflow": "mlflow",
     "peft": "peft",
     "tensorboard": "tensorboard",

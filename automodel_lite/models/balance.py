@@ -14,12 +14,12 @@ Legend: T tokens of the stream (of this rank), N documents, E experts.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
@@ -42,12 +42,11 @@ class Balance:
         assert batch.mixers is not None
         exchange, (document_T, within_T) = batch.mixers.exchange, document_of_tokens(batch)
         is_real_T = within_T < batch.cu_seqlens.diff()[document_T]
-        num_rows, sum_rows = _rows_of(batch, document_T)
+        sum_rows = functools.partial(_sum_rows, batch, document_T, batch.cu_seqlens_padded[document_T] + within_T)
         # Labels of a row weigh its balance, as they weigh its cross-entropy; its tokens are what means are taken of.
         labels_T = (batch.labels != IGNORE_INDEX) + batch.columns.get("row_labels", 0)
-        counts_T2 = torch.stack([labels_T, is_real_T], 1).float() * is_real_T[:, None]
-        counts_N2, num_experts = sum_rows(counts_T2), router_logits_TE[0].shape[-1]
-        choices_NE = probabilities_NE = torch.zeros(num_rows, num_experts, device=document_T.device)
+        counts_N2 = sum_rows(torch.stack([labels_T * is_real_T, is_real_T], 1).float())
+        choices_NE = probabilities_NE = torch.zeros_like(counts_N2[:, :1])
         for logits_TE in router_logits_TE:
             probs_TE = logits_TE.flatten(0, -2).float().softmax(-1)
             chosen_TE = torch.zeros_like(probs_TE).scatter_(1, probs_TE.topk(self.top_k).indices, 1.0)
@@ -58,31 +57,19 @@ class Balance:
         known = exchange.summed(known) if exchange else known
         choices_NE, labels_N, lens_N = known[:, :-2], known[:, -2], known[:, -1].clamp(min=1)
         products_N = (choices_NE * probabilities_NE).sum(1) / (lens_N * len(router_logits_TE)) ** 2
-        return self.coefficient * num_experts * (labels_N * products_N).sum()
+        return self.coefficient * choices_NE.shape[1] * (labels_N * products_N).sum()
 
 
-def _rows_of(batch: ThdBatch, document_T: Tensor) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Returns how many rows a stream has, and what sums this rank's values [T, K] over each of them, [N, K]. A token
-    that rows of a tree share counts in all of them.
-    """
+def _sum_rows(batch: ThdBatch, document_T: Tensor, place_T: Tensor, x_TK: Tensor) -> Tensor:
+    """Sums this rank's values over each row, [N, K]; a token that rows of a tree share counts in all of them."""
     assert batch.mixers is not None
-    stream, exchange = batch.mixers.stream, batch.mixers.exchange
+    stream = batch.mixers.stream
     if stream.tree is None:
-        num_rows = len(batch.cu_seqlens) - 1
-        return num_rows, lambda x_TK: x_TK.new_zeros(num_rows, x_TK.shape[1]).index_add(0, document_T, x_TK)
-    # Paths lie in the whole stream: what another rank holds of them is one row of zeros behind this rank's own.
-    num_rows, paths = len(stream.cu_seqlens) - 1, stream.tree.paths
-    if exchange is not None:
-        num_own = len(document_T)
-        own = exchange.own(torch.arange(num_own * exchange.size, device=paths.device))
-        held = torch.full((num_own * exchange.size,), num_own, device=paths.device)
-        paths = held.index_copy(0, own, torch.arange(num_own, device=paths.device))[paths]
-
-    def sum_paths(x_TK: Tensor) -> Tensor:
-        of_paths = F.pad(x_TK, (0, 0, 0, 1)).index_select(0, paths)
-        return x_TK.new_zeros(num_rows, x_TK.shape[1]).index_add(0, stream.document, of_paths)
-
-    return num_rows, sum_paths
+        return x_TK.new_zeros(len(batch.cu_seqlens) - 1, x_TK.shape[1]).index_add(0, document_T, x_TK)
+    # Paths lie in the whole stream, of which other ranks hold the rest: zeros here.
+    whole = x_TK.new_zeros(len(stream.tree.own), x_TK.shape[1]).index_add(0, place_T, x_TK)
+    of_paths = whole.index_select(0, stream.tree.paths)
+    return x_TK.new_zeros(len(stream.cu_seqlens) - 1, x_TK.shape[1]).index_add(0, stream.document, of_paths)
 
 
 def document_of_tokens(batch: ThdBatch) -> tuple[Tensor, Tensor]:

@@ -141,32 +141,24 @@ def load_generator(source: str, trust_remote_code: bool = False, on_cpu: bool = 
 
     Raises ConfigError for a model of code that is not trusted.
     """
-    if not (Path(source) / "adapter_config.json").is_file():
+    is_adapter = (Path(source) / "adapter_config.json").is_file()
+    if not is_adapter:
         check_source("model", source)
-    has_gpu = torch.cuda.is_available() and not on_cpu
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
         raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
-    model: Any = load_model(source, torch.bfloat16 if has_gpu else torch.float32, trust_remote_code)
-    return Generator(model.to("cuda" if has_gpu else "cpu"), tokenizer)
-
-
-def load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
-    """Loads a model's folder or hub name, or an adapter's folder with its base.
-
-    Raises ConfigError for a model of code that is not trusted.
-    """
-    is_adapter = (Path(folder) / "adapter_config.json").is_file()
+    has_gpu = torch.cuda.is_available() and not on_cpu
     # by its path: without peft, ConfigError has the pip line
     load = locate("automodel_lite.models.lora.load_adapted") if is_adapter else load_whole
+    dtype = torch.bfloat16 if has_gpu else torch.float32
     try:
-        model: transformers.PreTrainedModel = load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a damaged file makes of its reader
+        model: Any = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:
         if is_out_of_memory(error):
             raise
         if trust_remote_code or "trust_remote_code" not in str(error):
-            raise ConfigError(f"{folder} cannot be loaded as a model: {one_line(error)}") from error
-        raise ConfigError(f"{folder} runs its own code: review it, and allow it with --trust-remote-code.") from None
-    check_finite(model, folder)
-    return model.eval()
+            raise ConfigError(f"{source} cannot be loaded as a model: {one_line(error)}") from error
+        raise ConfigError(f"{source} runs its own code: review it, and allow it with --trust-remote-code.") from None
+    check_finite(model, source)
+    return Generator(model.eval().to("cuda" if has_gpu else "cpu"), tokenizer)

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from automodel_lite.attention.documents import WithContext
+from automodel_lite.attention.documents import WithContext, layer_lists
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import strict_graphs
 
@@ -79,16 +79,6 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> Callab
             layer.forward = forward
 
     return undo
-
-
-def check_layers(compiles: bool | str, how: str) -> None:
-    """Raises ConfigError for a pair that does not work."""
-    if compiles is True and how == "selective":
-        raise ConfigError(
-            "training.activation_checkpointing=selective works on single operations, which training.compile=true "
-            "fuses: use training.activation_checkpointing=full with advanced.recompute_every_layers=2, or "
-            "training.compile=false."
-        )
 
 
 def use_fp8(layers: list[nn.Module], recipe: str, emulate: bool = False) -> None:
@@ -152,7 +142,7 @@ def text_decoder(lm: nn.Module) -> nn.Module:
     assert isinstance(lm, transformers.PreTrainedModel)
     # Families disagree on what a decoder is: with or without head, the model itself, or one of its towers.
     found = lm.get_decoder()
-    if not _layer_lists(found):  # ModernBERT's `decoder` is its output head
+    if not layer_lists(found):  # ModernBERT's `decoder` is its output head
         found = lm.base_model
     if found is lm:  # Llama4ForCausalLM takes itself for its base
         return found.model
@@ -179,7 +169,7 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     """
     decoder = text_decoder(lm)
     # Outermost lists: those inside a layer (experts, heads) are not layers.
-    lists = _layer_lists(decoder)
+    lists = layer_lists(decoder)
     if not lists:
         raise ValueError(f"{type(lm).__name__} has no list of layers.")
     config: Any = decoder.config
@@ -260,11 +250,3 @@ def cast_trained(model: transformers.PreTrainedModel, dtype: torch.dtype) -> Non
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def _layer_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Returns the outermost lists of modules with parameters."""
-    if isinstance(module, nn.ModuleList):
-        has_parameters = next(module.parameters(), None) is not None
-        return [module] if has_parameters else []
-    return [found for child in module.children() for found in _layer_lists(child)]

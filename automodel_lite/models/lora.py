@@ -74,11 +74,11 @@ class Lora:
         if self.adapter:
             return self._continue(model, base)
         is_tied = model.get_input_embeddings().weight is output_head(model).weight
-        targets = lora_targets(model, self.target_modules, self.experts)
+        modules, weights = lora_targets(model, self.target_modules, self.experts)
         # peft adapts a weight by replacing it (parametrization): there is no input to drop from, and no column norm.
-        if targets.parameters and (self.dropout or self.use_dora):
+        if weights and (self.dropout or self.use_dora):
             raise ConfigError(
-                f"peft adapts {targets.parameters[0]} of this mixture of experts as a weight, without peft.dropout and "
+                f"peft adapts {weights[0]} of this mixture of experts as a weight, without peft.dropout and "
                 "peft.use_dora: set peft.dropout=0 and peft=lora, or name other layers in peft.target_modules."
             )
         config = peft.LoraConfig(
@@ -86,8 +86,8 @@ class Lora:
             r=self.r,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=targets.modules,
-            target_parameters=targets.parameters or None,
+            target_modules=modules,
+            target_parameters=weights or None,
             modules_to_save=self.modules_to_save,
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
@@ -320,17 +320,12 @@ makes adapters and where it loads them. Named by their weights, dense MLPs and s
 _STATE_SPACE_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 
 
-@dataclass(frozen=True)
-class LoraTargets:
-    """As peft takes them."""
-
-    modules: list[str]  # names that end a module's
-    parameters: list[str]  # names that end a weight's: fused experts [experts, out, in], and some [out, in]
-
-
-def lora_targets(model: transformers.PreTrainedModel, wanted: str | list[str], experts: bool) -> LoraTargets:
+def lora_targets(
+    model: transformers.PreTrainedModel, wanted: str | list[str], experts: bool
+) -> tuple[list[str], list[str]]:
     """Chooses what is adapted: "all-linear", or names such as [q_proj, v_proj], also outside the layers (lm_head).
 
+    Returns names that end a module's, and a weight's: of fused experts [experts, out, in], and of some layers.
     experts      the routed experts too
     Raises ConfigError for a name that no layer has which can be adapted.
     """
@@ -344,7 +339,7 @@ def lora_targets(model: transformers.PreTrainedModel, wanted: str | list[str], e
     # Only beside fused experts does peft misread these names; elsewhere modules are adapted as usual.
     by_weight = {name for name in linear if fused and name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS}
     weights = [*(fused if experts else ()), *(f"{name}.weight" for name in by_weight)]
-    return LoraTargets(
+    return (
         _shortest({name: 1 for name in linear if name not in by_weight}, names.values()),
         # The end of a weight has its module's name: experts.gate_up_proj, mlp.up_proj.weight.
         _shortest({name: 3 if name.endswith(".weight") else 2 for name in weights}, dict(model.named_parameters())),

@@ -355,19 +355,16 @@ class LossModel(nn.Module):
 
         # A loss runs inside the head's forward: only there has FSDP gathered its weight.
         if not self._teacher:
-            return self._at_head(self._rows(batch, **options), at_head)
+            return self._at_head(self.before_head(batch, **options), at_head)
         (teacher,) = self._teacher
         with torch.no_grad():
             teacher_rows = teacher.before_head(batch)
         # The student's head runs inside the teacher's: both weights are whole there, and in the backward pass.
-        own_rows = self._rows(batch, **options)
+        own_rows = self.before_head(batch, **options)
         return teacher._at_head(teacher_rows, lambda theirs: self._at_head(own_rows, lambda own: at_head(own, theirs)))
 
-    def before_head(self, batch: ThdBatch) -> Tensor:
-        """Returns the labeled rows before the head [R, C], or logits [R, V]; of a model that nobody has called yet."""
-        return self._rows(batch)
-
-    def _rows(self, batch: ThdBatch, **options: Any) -> Tensor:
+    def before_head(self, batch: ThdBatch, **options: Any) -> Tensor:
+        """Returns the labeled rows before the head [R, C], or logits [R, V]."""
         inputs = {**batch.model_inputs(), **options}
         if self.takes_logits:
             logits_RV: Tensor = self.lm(**inputs, logits_to_keep=batch.label_rows).logits.squeeze(0)

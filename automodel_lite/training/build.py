@@ -28,7 +28,6 @@ from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
     cast_frozen,
     cast_trained,
-    check_layers,
     compile_layers,
     decoder_layers,
     local,
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 
 def plan_model(parts: Parts, config: PretrainedConfig, shape: MeshShape, device: torch.device) -> ModelPlan:
     """Raises ConfigError when the settings, the model, the kernel and the device do not fit together."""
-    check_layers(parts.training.compile, parts.training.activation_checkpointing)
     if parts.training.activation_checkpointing == "auto":  # nobody has counted: a GPU may be too small for all of it
         how = "full" if device.type == "cuda" else "none"
         parts = replace(parts, training=replace(parts.training, activation_checkpointing=how))

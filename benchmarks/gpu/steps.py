@@ -74,7 +74,6 @@ def build(variant: Variant, device: str) -> Any:
 
     from automodel_lite.attention.interface import choose_attention, install
     from automodel_lite.attention.spec import attention_specs
-    from automodel_lite.config.components import locate
     from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
     from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel
 
@@ -99,11 +98,7 @@ def build(variant: Variant, device: str) -> Any:
     elif variant.compiled:  # as transformers' users do
         lm.model.compile(dynamic=False)
     recompute_layers(decoder_layers(lm), variant.recompute, 1)
-    losses = {
-        "fused": FusedLinearCrossEntropy,
-        "plain": CrossEntropy,
-        "liger": lambda: locate("automodel_lite.models.liger.LigerLinearCrossEntropy")(),
-    }
+    losses = {"fused": FusedLinearCrossEntropy, "plain": CrossEntropy}
     return LossModel(lm, losses[variant.loss]())
 
 

@@ -19,8 +19,7 @@ from automodel_lite.attention.flex import (
     compiled_flex,
     packed_block_mask,
 )
-from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.attention.trees import over_tree
+from automodel_lite.attention.kernel import ReferenceAttention, over_tree
 from automodel_lite.graphs import compiled_graphs
 from automodel_lite.thd import AttentionOptions, Segments
 from tests.attention.test_kernel import at_once, attend, boundaries, in_two_visits, tensors_of_visits

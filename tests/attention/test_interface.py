@@ -20,9 +20,8 @@ from transformers import (
 
 from automodel_lite.attention import interface
 from automodel_lite.attention.interface import check_packing_isolation, install
-from automodel_lite.attention.kernel import ReferenceAttention
+from automodel_lite.attention.kernel import ReferenceAttention, over_tree
 from automodel_lite.attention.spec import AttentionSpec
-from automodel_lite.attention.trees import over_tree
 from automodel_lite.errors import ConfigError
 from automodel_lite.thd import Segments, TreeKeys
 from benchmarks.tiny_models import tiny_config

@@ -11,9 +11,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
-from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import check_layers, compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.thd import ThdBatch, to_thd
@@ -148,11 +147,6 @@ class MemoryOfResults(torch.utils._python_dispatch.TorchDispatchMode):
 
     def bytes(self) -> int:
         return sum(size for ref, size in self.storages.values() if not ref.expired())
-
-
-def test_compiling_and_selective_recomputing_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="recompute_every_layers=2"):
-        check_layers(True, how="selective")
 
 
 @pytest.mark.parametrize(

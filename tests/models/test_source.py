@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.generate import load_model
+from automodel_lite.models.generate import load_generator
 from automodel_lite.models.layers import freeze_named
 from automodel_lite.models.lora import Lora, load_adapted
 from automodel_lite.models.source import CausalLM
@@ -55,7 +55,7 @@ def test_no_setting_is_blamed_for_the_machine(
     assert raised.value is error
     if "memory" in str(error):
         with pytest.raises(type(error)) as raised:
-            load_model(str(tmp_path / "model"), torch.float32)
+            load_generator(str(tmp_path / "model"))
         assert raised.value is error
 
 

@@ -10,6 +10,7 @@ import torch
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
+from automodel_lite.errors import ConfigError
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training import recompute
 from automodel_lite.training.build import plan_model
@@ -49,6 +50,11 @@ def test_weights_stay_gathered_where_they_fit(gigabytes: int, wish: str, is_resh
     assert parts.training.activation_checkpointing == "none"
     assert parts.advanced.reshard_after_forward == is_resharded
     assert ("weights stay gathered" in reason) == (is_resharded is False)
+
+
+def test_compiling_and_selective_recomputing_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="recompute_every_layers=2"):
+        planned("llama3_1_8b", 8, "training.compile=true", "training.activation_checkpointing=selective")
 
 
 def _count_rungs(gigabytes: int) -> None:
