@@ -2,6 +2,7 @@
 are run, page by page (slow).
 """
 
+import json
 import os
 import re
 import shlex
@@ -184,7 +185,7 @@ SMALL = ["packed_sequence.packed_sequence_size=1024", "training.global_batch_siz
 @pytest.mark.slow
 @pytest.mark.parametrize("page", COOKBOOK, ids=lambda page: page.stem)
 def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
-    """Its row of data many times over, its Python and its commands in their order, on a small model."""
+    """Its row of data many times over, its Python and its commands in their order, on a small model, which learns."""
     for name in ("recipes", "conf", "automodel_lite"):
         (tmp_path / name).symlink_to(ROOT / name)
     write_small_model(tmp_path / "my-model")
@@ -198,12 +199,15 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
         if command.recipe in WITH_CONFIG:
             words += SMALL
         if command.recipe == "train_ft":
-            words += ["training.max_steps=3"]
+            words += ["optimizer.lr=5e-3"]  # of a model with 32 dims; pages are for billions of parameters
         scripts.append(words)
     screens = ""
     for words in scripts:
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         screens += done.stdout
+    for metrics in tmp_path.glob("runs/*/metrics.jsonl"):
+        losses = [row["loss"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row]
+        assert losses[-1] < 0.7 * losses[0], metrics
     for loss in re.findall(r"^ {4,}1 +(\d\.\d{4}) ", text, flags=re.MULTILINE):  # of step 1, as the page shows it
         assert re.search(rf"^ +1 +{loss} ", screens, flags=re.MULTILINE)

@@ -244,8 +244,7 @@ def open_rows(
 ) -> OpenedRows:
     """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of validation."""
     paths = [path] if isinstance(path, str) else list(path)
-    if address := next((one for one in paths if "://" in one), None):
-        raise ConfigError(f"{key}={address} is a URL: download the file, or use the name of a hub dataset.")
+    paths = [_fetch(one, key) if "://" in one else one for one in paths]
     found = find_files(paths, key, held_out)
     if not found.files:
         if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
@@ -266,6 +265,12 @@ def open_rows(
         median = int(np.median(np.concatenate(sizes)))
         notes.insert(0, f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)")
     return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, files, notes)
+
+
+def _fetch(address: str, key: str) -> str:
+    from automodel_lite.data.reading.remote import fetch  # most data are here
+
+    return fetch(address, key)
 
 
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow.parquet
 import pytest
 
@@ -143,9 +144,36 @@ def test_one_of_several_paths_is_missing(tmp_path: Path) -> None:
         FilesDataset([str(tmp_path / "a.jsonl"), "b.jsonl"])
 
 
-def test_an_address_is_no_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^dataset.path=https://x/a.jsonl is a URL: download the file, or use"):
-        FilesDataset("https://x/a.jsonl")
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("memory://nothing/a.jsonl", r"^dataset.path=memory://nothing/a.jsonl cannot be read \(.*nothing/a.jsonl"),
+        ("sx3://bucket/a.jsonl", r"^dataset.path=sx3://bucket/a.jsonl cannot be read \(Protocol not known: sx3"),
+        ("dropbox://a.jsonl", r"^dataset.path=dropbox://a.jsonl cannot be read \(.*[Ii]nstall"),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_a_sentence(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FilesDataset(address)
+
+
+def test_files_at_an_address_are_read_and_read_again_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path))
+    remote = fsspec.filesystem("memory")
+    remote.pipe("/bucket/deep/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
+    remote.pipe("/bucket/b.jsonl", b'{"text": "three"}\n')
+    remote.pipe("/bucket/README.txt", b"about")
+    texts = lambda rows: [rows[index]["text"] for index in range(len(rows))]  # noqa: E731
+    assert texts(FilesDataset("memory://bucket/deep/a.jsonl").train) == ["one", "two"]
+    assert sorted(texts(FilesDataset("memory://bucket").train)) == ["one", "three", "two"]
+    assert texts(FilesDataset("memory://bucket/*.jsonl").train) == ["three"]
+    with pytest.raises(ConfigError, match="is also validated on"):
+        FilesDataset("memory://bucket/b.jsonl", val_path="memory://bucket/b.jsonl")
+    remote.pipe("/bucket/b.jsonl", b'{"text": "other"}\n')
+    assert texts(FilesDataset("memory://bucket/b.jsonl").train) == ["other"]
+
 
 
 def test_a_tokenizer_is_trained_on_a_word_of_a_million_letters(tmp_path: Path) -> None:
