@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -152,13 +151,15 @@ def test_train_from_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    notebook = json.loads((ROOT / "examples/first_steps.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    (tmp_path / "cells.py").write_text("\n\n".join(cells))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "AUTOMODEL_LITE_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "documents in" in done.stdout
-    assert done.stdout.rstrip().endswith("The capital of France is Paris.<|end|>")
-    assert (tmp_path / "runs/notebook/report.html").is_file()
+def test_the_notebook_shows_what_its_cells_print(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "docs/write_notebook.py", "--to", str(tmp_path / "new.ipynb")], cwd=ROOT)
+    assert done.returncode == 0
+    cells, new = (
+        [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        for path in (ROOT / "examples/first_steps.ipynb", tmp_path / "new.ipynb")
+    )
+    stale = "stale: python docs/write_notebook.py"
+    assert [cell["outputs"] for cell in cells[:2]] == [cell["outputs"] for cell in new[:2]], stale
+    steps = [re.findall(r"^ +\d+ +\d\.\d{4}", "".join(c[2]["outputs"][0]["text"]), re.MULTILINE) for c in (cells, new)]
+    assert len(steps[0]) == len(steps[1]) > 3, stale
+    assert [cell[3]["outputs"][0]["text"] for cell in (cells, new)] == [["The capital of France is Paris.<|end|>\n"]] * 2
