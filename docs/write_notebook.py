@@ -30,7 +30,9 @@ def main() -> None:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=folder, env=os.environ | more, stdout=subprocess.PIPE, text=True, check=True)
     for number, (cell, text) in enumerate(zip(cells, done.stdout.split(f"{BETWEEN}\n"), strict=True), start=1):
-        shown = [line.replace(folder, "...").replace(f"{Path(sys.executable).parent}/", "") for line in text.splitlines(keepends=True)]
+        for here, there in ((folder, "..."), (f"{Path(sys.executable).parent}/", "")):  # folders of this machine
+            text = text.replace(here, there)
+        shown = text.splitlines(keepends=True)
         cell["execution_count"] = number
         cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": shown}] if shown else []
     to.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")

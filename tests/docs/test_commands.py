@@ -191,7 +191,7 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
     write_small_model(tmp_path / "my-model")
     text = page.read_text()
     ((data, row),) = re.findall(r"^`([\w.]+)`.*\n\n```json\n(.*?)\n```", text, flags=re.MULTILINE)
-    (tmp_path / data).write_text(f"{row}\n" * 40)
+    (tmp_path / data).write_text(f"{row}\n" * 300)
     scripts = [[sys.executable, "-c", code] for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in commands([page]):
@@ -208,6 +208,6 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
         screens += done.stdout
     for metrics in tmp_path.glob("runs/*/metrics.jsonl"):
         losses = [row["loss"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row]
-        assert losses[-1] < 0.7 * losses[0], metrics
+        assert losses[-1] < max(0.7 * losses[0], 0.01), metrics  # a student that is its own teacher begins at 0
     for loss in re.findall(r"^ {4,}1 +(\d\.\d{4}) ", text, flags=re.MULTILINE):  # of step 1, as the page shows it
         assert re.search(rf"^ +1 +{loss} ", screens, flags=re.MULTILINE)
