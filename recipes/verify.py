@@ -129,7 +129,7 @@ class Verification:
         """What training runs, against fp32: no further off than the reference kernel is in the same precision."""
         if self.trains_like_the_exact_checks():
             return
-        noise = self.check("", self.step(model, self.batches, self.dtype)).difference.largest
+        noise = max(self.check("", self.step(model, self.batches, self.dtype)).difference)
         self.noise_limit = max(EXACT, NOISE_FACTOR * noise)
         install(model.lm, self.kernel)
         yield self.check(self.kernel_name, self.step(model, self.batches, self.dtype), self.noise_limit)

@@ -21,6 +21,15 @@ from docs.site_links import repository, with_repository_links
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def test_the_site_names_every_page_once():
+    def pages(node: object) -> list[str]:
+        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+        return [node] if isinstance(node, str) else [page for child in children for page in pages(child)]
+
+    named = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(named) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+
 def test_the_address_of_the_repository_stands_in_one_file():
     address = repository().removeprefix("https://")
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*.txt"), *ROOT.glob("docs/**/*.md"), ROOT / "CITATION.cff"]:

@@ -207,33 +207,25 @@ def _materialize(
     rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
 ) -> datasets.Dataset:
     """All packs as an Arrow table; `offsets` are documents of each pack, in the order of the rows."""
-    per_block = max(1, BLOCK_TOKENS // size)
-    blocks = [
-        _materialize_block(rows, slots, offsets[start : start + per_block + 1], size, padding_idx)
-        for start in range(0, len(offsets) - 1, per_block)
-    ]
+    # All padding of a pack belongs to its last document.
+    slots = slots.copy()
+    slots[offsets[1:] - 1] += size - np.diff(np.concatenate([[0], np.cumsum(slots)])[offsets])
+    per_block, tables = max(1, BLOCK_TOKENS // size), []
+    for start in range(0, len(offsets) - 1, per_block):
+        block = offsets[start : start + per_block + 1]
+        documents, tokens = slice(block[0], block[-1]), slice(*rows.offsets[block[[0, -1]]])
+        lengths = rows.lengths[documents]
+        columns = {name: rows.columns[name][tokens] for name in rows.columns}
+        filled = fill_slots(columns, lengths, slots[documents], padding_idx)
+        filled["position_ids"] = np.minimum(filled["position_ids"], size - 1)
+        by_pack = np.arange(len(block)) * size
+        lists = {name: _lists(by_pack, values.astype(np.int32)) for name, values in filled.items()}
+        of_pack = {"seq_lens": lengths, "seq_lens_padded": slots[documents]}
+        lists |= {name: _lists(block - block[0], values) for name, values in of_pack.items()}
+        tables.append(pa.table(lists))
     arrays = (rows.input_ids, rows.labels, rows.offsets, slots, offsets, np.array([size, padding_idx]))
     fingerprint = Hasher.hash_bytes([np.ascontiguousarray(values).data for values in arrays])
-    return datasets.Dataset(pa.concat_tables(blocks), fingerprint=fingerprint)  # or it would pickle the whole table
-
-
-def _materialize_block(
-    rows: TokenRows, slots: np.ndarray, offsets: np.ndarray, size: int, padding_idx: int
-) -> pa.Table:
-    """The packs between the first and the last of `offsets`."""
-    num_packs, documents = len(offsets) - 1, slice(int(offsets[0]), int(offsets[-1]))
-    starts, lengths, slots = rows.offsets[:-1][documents], rows.lengths[documents], slots[documents]
-    offsets = offsets - offsets[0]
-    used = np.diff(np.concatenate([[0], np.cumsum(slots)])[offsets])
-    slots = slots.copy()
-    slots[offsets[1:] - 1] += size - used  # all padding of a pack belongs to its last document
-    tokens = slice(int(starts[0]), int(starts[0] + lengths.sum()))
-    filled = fill_slots({name: rows.columns[name][tokens] for name in rows.columns}, lengths, slots, padding_idx)
-    filled["position_ids"] = np.minimum(filled["position_ids"], size - 1)
-    by_pack = np.arange(num_packs + 1) * size
-    columns = {name: _lists(by_pack, values.astype(np.int32)) for name, values in filled.items()}
-    columns |= {"seq_lens": _lists(offsets, lengths), "seq_lens_padded": _lists(offsets, slots)}
-    return pa.table(columns)
+    return datasets.Dataset(pa.concat_tables(tables), fingerprint=fingerprint)  # or it would pickle the whole table
 
 
 def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:
