@@ -1,28 +1,38 @@
-"""Are the planner's choices right? For each case the three best plans are simulated whole and priced again.
+"""Are the planner's choices right? Its first three plans beside a search that leaves nothing out, and whole simulations.
 
-python -m benchmarks.plans                         (all cases: about 30 CPU-minutes; appends nothing, prints a table)
-python -m benchmarks.plans 8b-8 moe-8              (some of them)
+    python -m benchmarks.plans                      all cases, each in a process of its own: about an hour of one core
+    python -m benchmarks.plans 8b-8 moe-8           some of them
+    python -m benchmarks.plans --results plans.jsonl    cases that the file has are not run again
 
-A case passes when the chosen plan fits as a whole, each plan's memory is within 3 % of its whole simulation, and the
-whole simulations, priced, are in the planner's order.
+A case passes when the chosen plan fits as a whole (checkpoint and export included), the memory predicted of each of the
+first three plans is within 3 % of the whole simulation, and the first three of all layouts, simulated whole and priced,
+are the planner's in the same order. Left out of that search is only what cannot be among them: a layout whose step is
+too slow even if nothing is recomputed.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import resource
+import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import numpy as np
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.tools.planner import GPUS, Job, make_plans, priced
+from automodel_lite.errors import ConfigError
+from automodel_lite.tools.planner import GPUS, Job, Layout, Plan, make_plans, planned, possible, priced
 from automodel_lite.training.memory import usable
-from automodel_lite.training.plan import build_parts
-from automodel_lite.training.recompute import recomputation_text
-from automodel_lite.training.simulation import layer_pattern, simulate, simulate_by_layers
+from automodel_lite.training.plan import build_parts, with_recomputation
+from automodel_lite.training.recompute import NONE, least_recomputation, recomputation_text
+from automodel_lite.training.simulation import Simulation, layer_pattern, simulate, simulate_by_layers
 
 EIGHT_B = "model.pretrained=meta-llama/Llama-3.1-8B-Instruct"
 HYBRID = [
@@ -32,26 +42,23 @@ HYBRID = [
     "num_attention_heads: 16, num_key_value_heads: 2, head_dim: 256, num_experts: 0, vocab_size: 151936, "
     "mlp_only_layers: [], max_position_embeddings: 32768}",
 ]
+OF_8B = [EIGHT_B, "packed_sequence.packed_sequence_size=8192"]
 CASES: dict[str, tuple[str, list[str], str, int, int]] = {  # preset, overrides, GPU, GPUs of a node, nodes
     "0.6b-1": ("qwen3_0_6b", [], "rtx4090-24", 1, 1),
     "0.6b-8": ("qwen3_0_6b", [], "h100-80", 8, 1),
     "1b-2": ("llama3_2_1b", [], "l40s-48", 2, 1),
     "8b-8": ("llama3_1_8b", [], "h100-80", 8, 1),
-    "8b-64": ("llama3_1_8b", [], "h100-80", 8, 8),
     "lora-1": ("llama3_1_8b_lora", [], "h100-80", 1, 1),
-    "dpo-8": ("dpo", [EIGHT_B, "packed_sequence.packed_sequence_size=8192"], "h100-80", 8, 1),
-    "distill-8": (
-        "distill",
-        [EIGHT_B, "teacher.pretrained=meta-llama/Llama-3.1-8B-Instruct", "packed_sequence.packed_sequence_size=8192"],
-        "h100-80",
-        8,
-        1,
-    ),
+    "dpo-8": ("dpo", OF_8B, "h100-80", 8, 1),
+    "distill-8": ("distill", [*OF_8B, "teacher.pretrained=meta-llama/Llama-3.1-8B-Instruct"], "h100-80", 8, 1),
     "moe-8": ("qwen3_30b_a3b", [], "h100-80", 8, 1),
     "hybrid-8": ("finetune", HYBRID, "h100-80", 8, 1),
+    "8b-64": ("llama3_1_8b", [], "h100-80", 8, 8),
     "70b-256": ("llama3_1_70b", [], "h100-80", 8, 32),
     "405b-1024": ("llama3_1_405b", [], "h100-80", 8, 128),
 }
+BYTES = 10 << 30  # of a case's address space
+NEAR = 1.02  # of the third's seconds: steps by layers are that exact, so those beyond need no whole simulation
 
 
 def job_of(name: str) -> Job:
@@ -62,37 +69,104 @@ def job_of(name: str) -> Job:
     return Job(parts, parts.model.described({"vocab_size": 8192}), GPUS[gpu], gpus, nodes, lengths, lengths)
 
 
-def row(name: str) -> str:
-    """A line of the table: plan, memory against the whole, order, CPU seconds of planning."""
-    job, began = job_of(name), time.process_time()
+def per_pack(plan: Plan) -> float:
+    return plan.step_s / plan.layout.global_batch
+
+
+def unpruned(job: Job, third_s: float) -> list[Plan]:
+    """Returns the plans of all layouts that may take at most `third_s` a pack, by their counted step."""
+    pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
+    found = []
+    for layout in possible(job):
+        try:
+            plan = planned(job, layout)
+            kept = with_recomputation(plan.parts, *NONE)
+            if (
+                per_pack(priced(job, layout, kept, simulate_by_layers(kept, job.config, layout.shape, pattern)))
+                > third_s
+            ):
+                continue
+            chosen = least_recomputation(plan, capacity, pattern)
+        except (ConfigError, NotImplementedError):
+            continue
+        if chosen is not None:
+            found.append(priced(job, layout, *chosen))
+    return [plan for plan in found if per_pack(plan) <= third_s]
+
+
+def case(name: str) -> dict[str, Any]:
+    """Plans a case, and searches it again without bounds."""
+    job = job_of(name)
+    began = time.process_time()
     plans = make_plans(job).plans
-    took_s = time.process_time() - began
-    wholes = [simulate(plan.parts, job.config, plan.layout.shape) for plan in plans[:3]]
-    fits = wholes[0].peak <= usable(int(job.gpu.gigabytes * 1e9))
+    planned_s = time.process_time() - began
+    wholes: dict[Layout, Simulation] = {}
+
+    def whole(plan: Plan) -> Plan:
+        if plan.layout not in wholes:
+            wholes[plan.layout] = simulate(plan.parts, job.config, plan.layout.shape)
+        return priced(job, plan.layout, plan.parts, wholes[plan.layout])
+
     # the first plan holds its whole simulation already: what was predicted of its step is counted again
     first = simulate_by_layers(plans[0].parts, job.config, plans[0].layout.shape, layer_pattern(job.config))
     steps = [first, *(plan.step for plan in plans[1:3])]
-    off = [step.peak / max(whole.peaks[phase] for phase in step.peaks) - 1 for step, whole in zip(steps, wholes)]
-    again = [priced(job, p.layout, p.parts, w).step_s / p.layout.global_batch for p, w in zip(plans, wholes)]
-    seconds = [plan.step_s / plan.layout.global_batch for plan in plans[:3]]
-    order = "same" if again == sorted(again) else "OTHER"
-    best = plans[0]
+    again = [whole(plan) for plan in plans[:3]]
+    peaks = [max(one.step.peaks[phase] for phase in step.peaks) for step, one in zip(steps, again)]
+    best = sorted(map(whole, unpruned(job, NEAR * max(map(per_pack, plans[:3])))), key=per_pack)
+    # two layouts that take the same time are in no order
+    is_same = all(abs(per_pack(ours) / per_pack(theirs) - 1) < 1e-3 for ours, theirs in zip(again, best))
+    return {
+        "case": name,
+        "gpus": job.world,
+        "plan": f"{plans[0].layout}, {plans[0].layout.micro_batch} x {plans[0].layout.micro_steps}, "
+        f"{recomputation_text(plans[0].parts)}",
+        "whole_gib": again[0].step.peak / 2**30,
+        "fits": again[0].step.peak <= usable(int(job.gpu.gigabytes * 1e9)),
+        "memory_off": [step.peak / peak - 1 for step, peak in zip(steps, peaks)],
+        "seconds_off": [per_pack(ours) / per_pack(theirs) - 1 for ours, theirs in zip(plans, again)],
+        "order": "same" if is_same else "OTHER: " + ", ".join(f"{p.layout} {p.layout.micro_batch}" for p in best[:3]),
+        "layouts": len(list(possible(job))),
+        "planned_s": planned_s,
+        "all_s": time.process_time() - began,
+    }
+
+
+def row(found: dict[str, Any]) -> str:
+    off = [" ".join(f"{100 * part:+.1f}" for part in found[key]) for key in ("memory_off", "seconds_off")]
     cells = (
-        name,
-        f"{job.world}",
-        f"{best.layout}, {best.layout.micro_batch} x {best.layout.micro_steps}, {recomputation_text(best.parts)}",
-        f"{wholes[0].peak / 2**30:.1f}" + ("" if fits else " TOO MUCH"),
-        " ".join(f"{100 * part:+.1f}" for part in off),
-        " ".join(f"{100 * (s / a - 1):+.1f}" for s, a in zip(seconds, again)),
-        order,
-        f"{took_s:.0f}",
+        found["case"],
+        str(found["gpus"]),
+        found["plan"],
+        f"{found['whole_gib']:.1f}" + ("" if found["fits"] else " TOO MUCH"),
+        *off,
+        f"{found['order']} ({found['layouts']})",
+        f"{found['planned_s']:.0f} ({found['all_s']:.0f})",
     )
     return f"| {' | '.join(cells)} |"
 
 
-if __name__ == "__main__":
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-    print("| case | GPUs | best plan | whole GiB | memory off % | seconds off % | order of three | planned in CPU-s |")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []])
+    parser.add_argument("--results", type=Path, default=Path("plans.jsonl"))
+    parser.add_argument("--alone", action="store_true", help="one case, in this process")
+    args = parser.parse_args()
+    if args.alone:
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        with args.results.open("a") as file:
+            file.write(json.dumps(case(args.cases[0])) + "\n")
+        return
+    for name in args.cases or CASES:
+        done = args.results.read_text().splitlines() if args.results.is_file() else []
+        if not any(json.loads(line)["case"] == name for line in done):
+            subprocess.run([sys.executable, "-m", "benchmarks.plans", name, "--alone", "--results", args.results])
+    print(
+        "| case | GPUs | best plan | GiB, whole | memory off % | seconds off % | first three of all | CPU-s (of all) |"
+    )
     print("|---|---|---|---|---|---|---|---|")
-    for case in sys.argv[1:] or CASES:
-        print(row(case), flush=True)
+    print(*(row(json.loads(line)) for line in args.results.read_text().splitlines()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -26,6 +26,7 @@ from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_size, step_flops
+from automodel_lite.models.source import experts_per_token
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.training.build import plan_model
@@ -266,13 +267,28 @@ def _bound_s(job: Job, layout: Layout) -> float:
     pairs = tokens * job.visible(job.flops.attention.window if job.flops.attention.window_frac == 1 else None)
     frac = 2 / 3 if job.parts.peft else 1.0  # frozen weights have no gradient of their own
     work_s = frac * job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / job.gpu.flops
-    # bf16 weights are gathered twice, beside the products; what tensor parallelism reduces is waited for
-    shards = shape.dp_shard * shape.cp
-    gathered = 4.0 * (size.parameters - size.all_experts * (shape.ep > 1)) / shape.tp * (shards - 1) / shards
-    gather_s = gathered / job.bandwidth(shards * shape.tp)
-    hidden = 2.0 * tokens / shape.cp * job.config.get_text_config().hidden_size
-    reduced_s = 7 * size.num_layers * 2 * hidden * (shape.tp - 1) / shape.tp / job.bandwidth(shape.tp)
-    return layout.micro_steps * (max(work_s, gather_s if job.gpu.overlaps else 0.0) + reduced_s)
+    # Beside the products, bf16 weights are gathered twice (those outside the layers once), and gradients are reduced once
+    # in fp32, over replicas too. Experts are sharded over what ep leaves, or over no more ranks than there are experts.
+    shards, replicas = shape.dp_shard * shape.cp, shape.dp_replicate
+    experts = size.all_experts * (shape.ep > 1 or shards > size.num_experts)
+    copies = max(1, shards * shape.tp // shape.ep) if shape.ep > 1 else 1
+    sharded = (size.parameters - experts) / shape.tp * (shards - 1) / shards + experts / shape.ep * (
+        copies - 1
+    ) / copies
+    outside = size.embedding / shape.tp * (shards - 1) / shards
+    link = job.bandwidth(shards * shape.tp)
+    gather_s = (4.0 * sharded - 2.0 * outside) / link if job.gpu.overlaps else 0.0
+    of_copies_s = 8.0 * size.parameters / (shards * shape.tp) * (replicas - 1) / replicas / job.bandwidth(job.world)
+    reduce_s = 0.0 if job.parts.peft or not job.gpu.overlaps else 4.0 * sharded / link + of_copies_s
+    # what tp reduces, and tokens on their way to experts and back, are waited for
+    text = job.config.get_text_config()
+    hidden = 2.0 * tokens / shape.cp * text.hidden_size
+    waited_s = 7 * size.num_layers * 2 * hidden * (shape.tp - 1) / shape.tp / job.bandwidth(shape.tp)
+    if experts:
+        routed = hidden / shape.tp * (experts_per_token(text) or 1)
+        waited_s += 4 * size.num_layers * routed * (shape.ep - 1) / shape.ep / job.bandwidth(shape.ep)
+    before_last = (layout.micro_steps - 1) * max(work_s, gather_s)
+    return before_last + max(work_s, gather_s + reduce_s) + layout.micro_steps * waited_s
 
 
 def priced(job: Job, layout: Layout, parts: Parts, step: Simulation) -> Plan:
@@ -299,7 +315,7 @@ def _seconds(job: Job, work: Work, parts: Parts, visible: dict[int | None, float
     for one, times in work.items():
         if isinstance(one, Message):
             took = times * one.bytes / job.bandwidth(one.extent)
-            if one.is_parallel:
+            if one.is_parallel and gpu.overlaps:
                 parallel += took
             else:
                 found["exchange"] += took + times * gpu.latency_s
@@ -310,5 +326,5 @@ def _seconds(job: Job, work: Work, parts: Parts, visible: dict[int | None, float
             found[kind] += times * max(flops / gpu.flops, bytes_s)
     compute = found["products"] + found["attention"] + found["memory"]
     share = parallel / job.size.num_layers
-    found["links"] += share + max(parallel - compute, 0.0) if gpu.overlaps else parallel
+    found["links"] += share + max(parallel - compute, 0.0)
     return found

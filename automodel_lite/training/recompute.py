@@ -11,13 +11,14 @@ by the same search.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import one_line
 from automodel_lite.training.memory import estimate_memory, gib, usable
 from automodel_lite.training.plan import ModelPlan, Parts, with_recomputation
-from automodel_lite.training.simulation import LayerPattern, Simulation, layer_pattern, simulate_by_layers
+from automodel_lite.training.simulation import LayerPattern, Simulation, interpolate, layer_pattern, simulate_by_layers
 
 NONE, FULL, OFFLOAD = ("none", 1), ("full", 1), ("offload", 1)
 LADDER = (NONE, ("full", 8), ("full", 4), ("full", 3), ("full", 2), FULL, OFFLOAD)
@@ -40,29 +41,28 @@ def least_recomputation(
 
     Where no rung fits, gradients are reduced after every micro-batch, unless that is set, to spare their unsharded sum.
     """
-    found: dict[tuple[str, int], Simulation] = {}
     rungs = {rung: with_recomputation(plan.parts, *rung) for rung in LADDER}
 
-    def fits(rung: tuple[str, int]) -> bool:
-        if estimate_memory(replace(plan, parts=rungs[rung]), adapter).total > _HOPELESS * capacity:
-            return False
-        if rung not in found:
-            found[rung] = simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern)
-        return found[rung].peak <= capacity
+    def counted(rung: tuple[str, int]) -> Simulation:
+        return simulate_by_layers(rungs[rung], plan.config, plan.shape, pattern)
 
-    # Full recomputation tells at once whether only offloading is left. A rung between none and full holds about what
-    # lies between the two by its share of recomputed layers: which is worth its simulation is read off that line.
-    if fits(NONE):
-        return rungs[NONE], found[NONE]
-    if fits(FULL):
-        # without a count of `none`, the formulas say how much at least a layer's recomputation spares
-        ends = [estimate_memory(replace(plan, parts=rungs[rung]), adapter).total for rung in (NONE, FULL)]
-        spared = found[NONE].peak - found[FULL].peak if NONE in found else 0.7 * (ends[0] - ends[1])
-        seem = [rung for rung in LADDER[1:-2] if found[FULL].peak + spared * (1 - 1 / rung[1]) <= capacity]
-        chosen = next((rung for rung in seem if fits(rung)), FULL)
-        return rungs[chosen], found[chosen]
-    if fits(OFFLOAD):
-        return rungs[OFFLOAD], found[OFFLOAD]
+    def may_fit(rung: tuple[str, int]) -> bool:
+        return estimate_memory(replace(plan, parts=rungs[rung]), adapter).total <= _HOPELESS * capacity
+
+    kept = counted(NONE) if may_fit(NONE) else None
+    if kept and kept.peak <= capacity:
+        return rungs[NONE], kept
+    # Full recomputation tells at once whether only offloading is left.
+    if may_fit(FULL) and (full := counted(FULL)).peak <= capacity:
+        # What a rung in between holds and does lies on the line between the two, by its share of recomputed layers.
+        kept = kept or counted(NONE)
+        for rung in LADDER[1:-2]:
+            step = interpolate(kept, full, math.ceil(pattern.num_layers / rung[1]) / pattern.num_layers)
+            if step.peak <= capacity:
+                return rungs[rung], step
+        return rungs[FULL], full
+    if may_fit(OFFLOAD) and (offloaded := counted(OFFLOAD)).peak <= capacity:
+        return rungs[OFFLOAD], offloaded
     advanced, training = plan.parts.advanced, plan.parts.training
     if advanced.reduce_every_micro_batch != "auto" or batch_shape(training, plan.shape.dp).micro_steps == 1:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
@@ -122,7 +122,7 @@ def simulate_by_layers(
     if pattern.num_layers <= more:
         return simulate(parts, model_config, shape)
     one, two = (_simulated(parts, with_layers(model_config, n), shape, is_whole=False) for n in (few, more))
-    return _joined(_stretched(one, two, (pattern.num_layers - few) / (more - few)))
+    return interpolate(one, two, (pattern.num_layers - few) / (more - few))
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def layer_pattern(model_config: PretrainedConfig) -> LayerPattern:
     return LayerPattern(total, 0, total)
 
 
-def _stretched(one: Simulation, two: Simulation, times: float) -> Simulation:
-    """Returns `one` and `times` the difference that `two` makes."""
+def interpolate(one: Simulation, two: Simulation, times: float) -> Simulation:
+    """Returns `one` and `times` the difference that `two` makes, each phase by itself."""
 
     def along(first: Any, second: Any) -> Any:
         if isinstance(first, dict):
@@ -160,7 +160,7 @@ def _stretched(one: Simulation, two: Simulation, times: float) -> Simulation:
     values = {f.name: along(getattr(one, f.name), getattr(two, f.name)) for f in fields(Simulation)}
     for name in ("weights", "gradients", "optimizer"):
         values[name] = round(values[name])
-    return Simulation(**values)
+    return _joined(Simulation(**values))
 
 
 def _joined(found: Simulation) -> Simulation:
@@ -232,7 +232,6 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     held.forget("optimizer")
-    held.parallel_groups = _groups_of_fsdp(model.module)
 
     # the backward pass of the first layer, the last to run, is told apart from that of the others
     def mark_end(layer: nn.Module, args: Any, output: Any) -> None:
@@ -271,14 +270,6 @@ def _save_and_export(
         files = plan_files(groups_of(model.lm, dtypes), shape.world_size)
         for _ in gathered_files(model.lm, files, dtypes, rank=0, ranks=shape.world_size):
             pass
-
-
-def _groups_of_fsdp(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the process groups in which FSDP gathers and reduces, beside the computation."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)]
-    meshes = {group.mesh_info.mesh for group in groups}
-    return frozenset(mesh.get_group(dim).group_name for mesh in meshes for dim in range(mesh.ndim))
 
 
 class _Adapters:
@@ -355,6 +346,18 @@ def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
     """
     original = torch.UntypedStorage.resize_
 
+    def beside(communicate: Callable[..., Any]) -> Callable[..., Any]:
+        """Marks what FSDP sends: its groups may be those of other axes, whose messages are waited for."""
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            held.is_parallel = True
+            try:
+                return communicate(*args, **kwargs)
+            finally:
+                held.is_parallel = False
+
+        return marked
+
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
         held.resized(storage._cdata, size)
@@ -367,6 +370,8 @@ def _as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
     with (
         patch.object(torch.UntypedStorage, "resize_", resize),
         patch.object(fsdp, "_get_device_from_mesh", lambda mesh: GPU),
+        patch.object(fsdp_group, "foreach_all_gather", beside(fsdp_group.foreach_all_gather)),
+        patch.object(fsdp_group, "foreach_reduce", beside(fsdp_group.foreach_reduce)),
         patch.object(optimizers, "update", update),
     ):
         yield

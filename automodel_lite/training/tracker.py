@@ -67,7 +67,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.part = "update"
         self.work: dict[str, Work] = {"micro": Counter(), "last": Counter(), "update": Counter()}
-        self.parallel_groups: frozenset[str] = frozenset()  # whose collectives travel beside the computation
+        self.is_parallel = False  # does what is sent now travel beside the computation?
         self._routed_tokens, self._vocab_size = routed_tokens, vocab_size
         self.phase, self.now = "load", 0
         self.peaks: Counter[str] = Counter()
@@ -91,8 +91,8 @@ class MemoryTracker(TorchDispatchMode):
                 self.resized(pending, 0)
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._count_sent(func, args, kwargs or {}, result)
-        elif self.phase in _COUNTED and (operation := _operation(func, args, kwargs or {}, result)):
-            self.work[self.part][operation] += 1
+        elif self.phase in _COUNTED and (one := operation(func, args, kwargs or {}, result)):
+            self.work[self.part][one] += 1
         return result
 
     def watch(self, value: Tensor, func: Any) -> None:
@@ -155,7 +155,7 @@ class MemoryTracker(TorchDispatchMode):
         times = 2 if "allreduce" in name or "all_reduce" in name else 1  # a reduce-scatter and an all-gather
         sent = times * largest * (ranks - 1) // ranks
         if self.phase in _COUNTED and sent:
-            self.work[self.part][Message(axes, extent, group_name in self.parallel_groups, sent)] += 1
+            self.work[self.part][Message(axes, extent, self.is_parallel, sent)] += 1
 
     def _axes_of(self, group_name: str) -> tuple[str, int, int]:
         """Returns the axes of the mesh along which the ranks of a group lie, their number, and their extent."""
@@ -193,15 +193,18 @@ _FREE |= {"resize_", "device", "lift_fresh", "split_with_sizes", "unbind", "chun
 """What moves no bytes: views, and memory that is not written yet."""
 
 
-def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
-    """What a kernel computes, and the bytes that it reads and writes; None for what is none, or not on the GPU."""
+def operation(func: Any, args: Any, kwargs: Any, result: Any, tensors_of: Any = None) -> Operation | None:
+    """Returns what a kernel computes, and the bytes that it reads and writes; None for what is none.
+
+    tensors_of  finds the tensors that count: by default those on the fake GPU
+    """
     name = func.overloadpacket.__name__
     if name in _FREE or func.namespace in ("prim", "profiler"):
         return None
     args, kwargs, result = (tree_map(_own_part, value) for value in (args, kwargs, result))
     # a look-up reads the rows that it gives, not the table; a gather the places that it takes
     read = {"embedding": result, "index_select": result, "gather": args[1:]}.get(name, args)
-    touched = gpu_tensors((read, kwargs, result))
+    touched = (tensors_of or gpu_tensors)((read, kwargs, result))
     moved = sum(x.numel() * x.element_size() for x in touched)
     if not moved:
         return None

@@ -1,15 +1,92 @@
-"""A plan is written as a preset that composes to what was planned."""
+"""From data to a plan, from a plan to a preset that composes and runs dry, and what helps where nothing fits."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from recipes import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Quito")
+SMALL = ["model=llama_smoke", "tokenizer=bpe", "packed_sequence.packed_sequence_size=512", "training.num_epochs=2"]
+
+
+def chats(folder: Path, num: int = 120) -> Path:
+    """Every third row is a tree: two answers to one prompt."""
+    path = folder / "chats.jsonl"
+    prompt = [{"role": "user", "content": "Tell me about the harbor of " + " and ".join(CITIES * 6)}]
+    rows = []
+    for number in range(num):
+        answers = [f"Ship {number} sails to {city} at {number % 24} o'clock." for city in CITIES[number % 3 :][:2]]
+        if number % 3:
+            rows.append({"prompt": prompt, "responses": answers[:1]})
+        else:
+            rows.append({"prompt": prompt, "responses": answers})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recipe(folder: Path, *arguments: str) -> str:
+    """A command of the checkout in a process of its own -> its screen."""
+    command = [sys.executable, *arguments]
+    shown = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    return shown.stdout
+
+
+def test_data_become_hours_and_a_preset_that_runs_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    overrides = [f"dataset.path={chats(tmp_path)}", *SMALL, f"cache_dir={tmp_path}/cache"]
+    overrides += [f"output_dir={tmp_path}/run", "training.global_batch_size=8", "training.allow_few_steps=true"]
+    preset, found = tmp_path / "conf" / "mine.yaml", tmp_path / "plan.json"
+    arguments = ["--config-name", "finetune", "--gpus", "4", "--price-per-gpu-hour", "2", "--write", str(preset)]
+    assert plan.main([*arguments, "--json", str(found), *overrides]) == 0
+    screen = capsys.readouterr().out
+    head = screen.splitlines()[0]
+    assert "120 documents, a tree as one" in head
+    num_packs = int(head.split(" packs")[0].split()[-1].replace(",", ""))
+    rows = screen.split("loses by\n")[1].split("\n\n")[0].splitlines()
+    assert len(rows) == 10
+    plans = json.loads(found.read_text())["plans"]
+    rates = [one["tokens_per_s_per_gpu"] for one in plans]
+    assert rates == sorted(rates, reverse=True)
+    last_words = {row.split()[-1] for row in rows[1:]}
+    assert last_words <= {"products", "attention", "memory", "links", "exchange", "update", "recomputation"}
+    steps = 2 * num_packs / 8
+    line = next(line for line in screen.splitlines() if "GPU-hours" in line)
+    hours, gpu_hours, money = (float(text) for text in (line.split()[0], line.split()[2], line.split()[4].rstrip(",")))
+    assert hours == pytest.approx(steps * plans[0]["step_s"] / 3600, rel=0.01)
+    assert gpu_hours == pytest.approx(4 * hours, rel=0.01)
+    assert money == round(2 * gpu_hours, 2)
+
+    where = ["recipes/train_ft.py", "--config-dir", str(preset.parent), "--config-name", "mine"]
+    composed = recipe(tmp_path, *where, "--cfg", "job")
+    assert all(text.split("=")[1] in composed for text in plans[0]["overrides"])
+    assert "dry run: the settings, the data and the model fit together" in recipe(tmp_path, *where, "dry_run=true")
+
+
+def test_what_fits_nothing_names_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    """A 0.6B model in fp32 with Adam needs 9 GB of states: a GPU of 24 GB holds it, but not with packs of 131,072."""
+    model = ["--config-name", "qwen3_0_6b", "--gpu", "rtx4090-24", "--gpus", "1"]
+    long = ["packed_sequence.packed_sequence_size=524288", "training.global_batch_size=1"]
+    long += ["model.config.max_position_embeddings=524288"]
+    assert plan.main([*model, *long]) == 1
+    screen = capsys.readouterr().out
+    assert screen.splitlines()[1].startswith("no plan fits: ")
+    assert "  fits with packed_sequence.packed_sequence_size=" in screen
+    assert "  fits 2 GPUs" in screen or "  fits 4 GPUs" in screen or "  fits 8 GPUs" in screen
 
 
 def test_a_written_preset_is_the_plan(tmp_path: Path) -> None:
