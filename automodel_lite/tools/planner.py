@@ -267,8 +267,8 @@ def _bound_s(job: Job, layout: Layout) -> float:
     pairs = tokens * job.visible(job.flops.attention.window if job.flops.attention.window_frac == 1 else None)
     frac = 2 / 3 if job.parts.peft else 1.0  # frozen weights have no gradient of their own
     work_s = frac * job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / job.gpu.flops
-    # Beside the products, bf16 weights are gathered twice (those outside the layers once), and gradients are reduced once
-    # in fp32, over replicas too. Experts are sharded over what ep leaves, or over no more ranks than there are experts.
+    # Beside the products, bf16 weights are gathered twice (those outside the layers once), gradients reduced once in
+    # fp32, over replicas too. Experts are sharded over what ep leaves, or over no more ranks than there are experts.
     shards, replicas = shape.dp_shard * shape.cp, shape.dp_replicate
     experts = size.all_experts * (shape.ep > 1 or shards > size.num_experts)
     copies = max(1, shards * shape.tp // shape.ep) if shape.ep > 1 else 1
