@@ -1,22 +1,23 @@
-"""Writes the table of docs/planning.md: what a rank of each preset holds, by running its step under fake tensors.
+"""Writes the table of docs/planning.md: the planner's best plan of each preset on H100s of 80 GB.
 
-python docs/write_sizes.py             (10 minutes on one core; python docs/write_sizes.py llama3_1_8b prints a row)
+python docs/write_sizes.py                (about 15 CPU-minutes)
+python docs/write_sizes.py llama3_1_8b    (its rows alone)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
-from automodel_lite.parallel.mesh import mesh_shape
+from automodel_lite.tools.planner import GPUS, Job, make_plans
 from automodel_lite.training.plan import build_parts
-from automodel_lite.training.simulation import Simulation, simulate
+from automodel_lite.training.recompute import recomputation_text
 
 PAGE = Path(__file__).resolve().parent / "planning.md"
 BEGIN, END = "<!-- written by docs/write_sizes.py -->\n", "<!-- end -->\n"
@@ -30,46 +31,49 @@ SIZES = {
     "llama3_1_70b": (64, 1024),
     "llama3_1_405b": (256, 1024),
     "qwen3_8b_1m": (8,),
+    "qwen3_32b_131k": (64,),
     "llama3_1_70b_131k": (64,),
 }
 """Preset -> numbers of GPUs; the first is the one that its comment names."""
 HEAD = (
-    "| preset | GPUs | states | loads | trains | exports | fits GPUs of | largest tensors, except weights and states |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| preset | GPUs | mesh | micro x steps | recomputed | states | peak | loads | exports | step s | tokens/s | MFU |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
 
-def rows(presets: list[str]) -> Iterator[str]:
-    for preset in presets:
-        for gpus in SIZES[preset]:
-            yield row(preset, gpus, simulated(preset, gpus))
-
-
-def simulated(preset: str, gpus: int) -> Simulation:
+def row(preset: str, gpus: int) -> str:
+    """Sizes in GiB of the fullest moment, of loading and of exporting."""
     config = check_config(compose_config(preset, ["dataset.path=any"]))
     parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
-    shape, training = mesh_shape(replace(parts.mesh, dp_shard=-1), gpus), parts.training
-    asked = training.global_batch_size
-    if isinstance(asked, int) and asked % (training.micro_batch_size * shape.dp):  # more ranks bring a pack each
-        training = replace(training, global_batch_size=None)
-    return simulate(replace(parts, training=training), parts.model.described({}), shape)
-
-
-def row(preset: str, gpus: int, found: Simulation) -> str:
-    """Sizes in GiB."""
-    states = found.weights + found.gradients + found.optimizer
-    trains = max(found.peaks[phase] for phase in ("forward", "backward", "optimizer"))
-    sizes = [f"{size / 2**30:.1f}" for size in (states, found.peaks["load"], trains, found.peaks["export"])]
-    kind, held = next((k, v) for k, v in found.at_peak.items() if k not in ("weights", "optimizer states"))
-    fits = f"{found.smallest_gpu_gb} GB" if found.smallest_gpu_gb else "none"
-    return f"| `{preset}` | {gpus} | {' | '.join(sizes)} | {fits} | `{kind}` {held / 2**30:.1f} |"
+    length = np.array([min(1024, parts.packed_sequence_size)])
+    world = min(gpus, 8), max(1, gpus // 8)
+    job = Job(parts, parts.model.described({}), GPUS["h100-80"], *world, length, length)
+    plans = make_plans(job).plans
+    if not plans:
+        return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 9
+    best, step = plans[0], plans[0].step
+    states = step.weights + step.gradients + step.optimizer
+    sizes = (states, step.peak, step.peaks["load"], step.peaks["export"])
+    cells = (
+        f"`{preset}`",
+        str(gpus),
+        str(best.layout),
+        f"{best.layout.micro_batch} x {best.layout.micro_steps}",
+        recomputation_text(best.parts),
+        *(f"{size / 2**30:.1f}" for size in sizes),
+        f"{best.step_s:.3g}",
+        f"{best.tokens_per_s_per_gpu:,.0f}",
+        f"{best.mfu:.0%}",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # the shapes that ship with the package are taken at once
-    if sys.argv[1:]:
-        print(*HEAD, *rows(sys.argv[1:]), sep="\n")
-    else:
+    for preset in sys.argv[1:] or SIZES:
+        found = [row(preset, gpus) for gpus in SIZES[preset]]
         before, rest = PAGE.read_text().split(BEGIN)
-        table = "\n".join([*HEAD, *rows([*SIZES])]) + "\n"
-        PAGE.write_text(before + BEGIN + table + END + rest.split(END)[1])
+        table, after = rest.split(END)
+        others = {name: [line for line in table.splitlines() if f"| `{name}` |" in line] for name in SIZES}
+        rows = [line for of_preset in ({**others, preset: found}).values() for line in of_preset]
+        PAGE.write_text(before + BEGIN + "\n".join([*HEAD, *rows]) + "\n" + END + after)

@@ -63,13 +63,20 @@ def recompute_layers(layers: list[nn.Module], how: str, every_layers: int) -> No
         layer.forward = _checkpointed(layer.forward, how == "offload", contexts)  # type: ignore[method-assign]
 
 
-def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> Callable[[], None]:
+KEPT_FRAC = 0.5
+"""Of what a graph would keep for its backward pass, with selective recomputation; its products are the last to go."""
+
+
+def compile_layers(layers: list[nn.Module], backend: str = "inductor", kept_frac: float = 1.0) -> Callable[[], None]:
     """Compiles each layer's forward; attention is left out of the graphs, with the boundaries of the documents, so that
     packs of other documents need no new graph. A graph too many is an error, never a silent return to eager.
 
+    kept_frac  of what each graph would keep for its backward pass; the partitioner chooses what is computed again. For
+               the whole process, as graphs are made when shapes come
     Returns what takes it back, and what was done to the layers since.
     """
     strict_graphs()
+    torch._functorch.config.activation_memory_budget = kept_frac
     plain: list[tuple[Any, Any]] = [(layer, layer.forward) for layer in layers]
     for layer, forward in plain:
         layer.forward = torch.compile(forward, backend=backend)

@@ -26,6 +26,7 @@ from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.balance import balance_of
 from automodel_lite.models.flops import StepFlops, size_of, step_flops
 from automodel_lite.models.layers import (
+    KEPT_FRAC,
     cast_frozen,
     cast_trained,
     compile_layers,
@@ -283,8 +284,11 @@ def speed_up(parts: Parts, model: ParallelModel, mesh: Mesh, backend: str = "ind
     if has_to_be_plain or not compiles(training, mesh.device.type == "cuda"):
         recompute_layers(layers, *how)
         return "off"
-    undo, plain_loss = compile_layers(layers, backend), model.loss_model.loss
-    recompute_layers(layers, *how)
+    is_selective = training.activation_checkpointing == "selective"  # which compiled graphs do themselves
+    undo = compile_layers(layers, backend, KEPT_FRAC if is_selective else 1.0)
+    plain_loss = model.loss_model.loss
+    if not is_selective:
+        recompute_layers(layers, *how)
     if isinstance(plain_loss, FusedLinearCrossEntropy):
         model.loss_model.loss = replace(plain_loss, backend=backend)
     began, graphs = time.monotonic(), compiled_graphs()

@@ -114,9 +114,10 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
         f"model.router_aux_loss={source.router_aux_loss} with training.compile=true: the outputs of the routers are "
         "recorded, which compiled layers do not support: set training.compile=false.": source.router_aux_loss
         and training.compile is True,
-        "training.activation_checkpointing=selective works on single operations, which training.compile=true fuses: "
-        "use training.activation_checkpointing=full with advanced.recompute_every_layers=2, or "
-        "training.compile=false.": (training.compile is True and training.activation_checkpointing == "selective"),
+        "training.activation_checkpointing=selective with training.compile=true is every layer's: set "
+        "advanced.recompute_every_layers=1.": training.compile is True
+        and training.activation_checkpointing == "selective"
+        and parts.advanced.recompute_every_layers > 1,
         f"model.freeze={source.freeze} with peft: an adapter's base is frozen already, remove one.": parts.peft
         and source.freeze,
         "model.resize_embeddings=true with peft: an adapter's base keeps its rows. First train the whole model and "

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
+from automodel_lite.models.layers import KEPT_FRAC, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.thd import ThdBatch, to_thd
@@ -147,6 +147,30 @@ class MemoryOfResults(torch.utils._python_dispatch.TorchDispatchMode):
 
     def bytes(self) -> int:
         return sum(size for ref, size in self.storages.values() if not ref.expired())
+
+
+def test_compiled_layers_keep_a_part_and_have_the_same_gradients() -> None:
+    """Selective recomputation of compiled layers: what the partitioner keeps falls, and nothing else changes."""
+    batch, kept, found = pack_of(20, 17, 11), [], []
+    for kept_frac in (1.0, KEPT_FRAC):
+        torch._dynamo.reset()
+        model = small_model()
+        compile_layers(list(model.lm.model.layers), "aot_eager", kept_frac)
+        saved: dict[int, int] = {}
+
+        def count(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = model(batch)
+        kept.append(sum(saved.values()))
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    torch._functorch.config.activation_memory_budget = 1.0
+    assert kept[1] < 0.9 * kept[0]  # parameters and the head are in both
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[1], gradients(small_model(), batch))
 
 
 @pytest.mark.parametrize(

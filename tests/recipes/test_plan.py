@@ -77,6 +77,7 @@ def test_data_become_hours_and_a_preset_that_runs_dry(tmp_path: Path, capsys: py
     assert "dry run: the settings, the data and the model fit together" in recipe(tmp_path, *where, "dry_run=true")
 
 
+@pytest.mark.slow
 def test_what_fits_nothing_names_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     """A 0.6B model in fp32 with Adam needs 9 GB of states: a GPU of 24 GB holds it, but not with packs of 131,072."""
     model = ["--config-name", "qwen3_0_6b", "--gpu", "rtx4090-24", "--gpus", "1"]

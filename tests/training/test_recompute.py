@@ -52,9 +52,12 @@ def test_weights_stay_gathered_where_they_fit(gigabytes: int, wish: str, is_resh
     assert ("weights stay gathered" in reason) == (is_resharded is False)
 
 
-def test_compiling_and_selective_recomputing_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="recompute_every_layers=2"):
-        planned("llama3_1_8b", 8, "training.compile=true", "training.activation_checkpointing=selective")
+def test_compiled_layers_are_all_recomputed_selectively_or_none() -> None:
+    """The partitioner's budget is one for all graphs."""
+    asked = ("training.compile=true", "training.activation_checkpointing=selective")
+    assert planned("llama3_1_8b", 8, *asked).parts.training.activation_checkpointing == "selective"
+    with pytest.raises(ConfigError, match="advanced.recompute_every_layers=1"):
+        planned("llama3_1_8b", 8, *asked, "advanced.recompute_every_layers=2")
 
 
 def _count_rungs(gigabytes: int) -> None:
