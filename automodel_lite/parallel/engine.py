@@ -16,7 +16,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.loss import LossModel
-from automodel_lite.parallel.mesh import Mesh, MeshShape
+from automodel_lite.parallel.mesh import Mesh
 
 
 def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> DeviceMesh:
@@ -25,7 +25,12 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
     Raises ConfigError for a family without a plan, or sizes that do not divide.
     """
     shape, lm = mesh.shape, model.lm
-    check_sizes(lm.config.get_text_config(), shape)
+    text = lm.config.get_text_config()
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    if heads % shape.tp or kv_heads % shape.tp:
+        raise ConfigError(
+            f"mesh.tp={shape.tp} must divide the {heads} query heads and the {kv_heads} key/value heads of the model."
+        )
     axes = DistributedConfig(
         tp_size=shape.tp,
         ep_size=shape.ep,
@@ -71,12 +76,3 @@ def split_layers(model: LossModel, mesh: Mesh, policy: MixedPrecisionPolicy) -> 
                     module.set_force_sum_reduction_for_comms(True)
     fsdp = (*replicated, "fsdp")
     return dense[fsdp]
-
-
-def check_sizes(config: Any, shape: MeshShape) -> None:
-    """Raises ConfigError for heads that tensor parallelism cannot distribute."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % shape.tp or kv_heads % shape.tp:
-        raise ConfigError(
-            f"mesh.tp={shape.tp} must divide the {heads} query heads and the {kv_heads} key/value heads of the model."
-        )

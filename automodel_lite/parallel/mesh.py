@@ -127,16 +127,11 @@ def launchers_store() -> dist.Store:
 def _open_group(device: torch.device, timeout: timedelta) -> None:
     """Opens the default process group, over all ranks; without a launcher this process alone.
 
-    NCCL is given its device, and connects at once: a bad link shows before the weights are read, and the groups of the
-    mesh are split off this one, where each would be set up apart in its first collective.
+    NCCL is given its device and connects at once: a bad link shows before the weights are read, and the mesh's groups
+    are split off this one.
     """
-    is_gpu = device.type == "cuda"
-    open_group = partial(
-        dist.init_process_group,
-        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-        timeout=timeout,
-        device_id=device if is_gpu else None,
-    )
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+    open_group = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
     if "RANK" not in os.environ:
         open_group(store=dist.HashStore(), rank=0, world_size=1)
         return

@@ -74,30 +74,20 @@ class Stragglers:
 
     def compare(self, times: Sequence[float], step: int, say: Callable[[str], None]) -> None:
         """Takes in the times of all ranks after step `step`; `say` is told of a slow one."""
-        layer_s, wait_s = times[: len(self.hosts)], times[len(self.hosts) :]
         now = time.monotonic()
         step_s, self._wait_s, self._began = (now - self._began) / EVERY_STEPS, 0.0, now
-        usual_s, usual_wait_s = median_low(layer_s), median_low(wait_s)
-        if not usual_s:  # a continued run that has no step of its own yet
-            return
-        slowest, latest = layer_s.index(max(layer_s)), wait_s.index(max(wait_s))
-        self._row = {
-            "ranks/layer_s_min": min(layer_s),
-            "ranks/layer_s_median": usual_s,
-            "ranks/layer_s_max": max(layer_s),
-            "ranks/data_wait_s_median": usual_wait_s,
-            "ranks/data_wait_s_max": max(wait_s),
-            "ranks/slowest": slowest,
-            "ranks/slowest_host": self.hosts[slowest],
-        }
-        found = []
-        if layer_s[slowest] > (1 + SLOW_FRAC) * usual_s:
-            more_frac = layer_s[slowest] / usual_s - 1
-            found.append(f"rank {slowest} on {self.hosts[slowest]} takes {more_frac:.0%} longer for a layer than most")
-        if wait_s[latest] > usual_wait_s + SLOW_FRAC * step_s:
-            found.append(f"rank {latest} on {self.hosts[latest]} waits {wait_s[latest]:.2g} s per step for its data")
-        if found:
-            self._row["warning"] = f"step {step}: {' and '.join(found)}: all ranks wait for it"
+        self._row, warnings = {}, list[str]()
+        layers, waits = times[: len(self.hosts)], times[len(self.hosts) :]
+        for kind, what, found in (("layer_s", "a layer", layers), ("data_wait_s", "its data", waits)):
+            usual, most = median_low(found), max(found)
+            slowest = f"rank {found.index(most)} on {self.hosts[found.index(most)]}"
+            self._row |= {f"ranks/{kind}_min": min(found), f"ranks/{kind}_median": usual, f"ranks/{kind}_max": most}
+            self._row[f"ranks/{kind}_slowest"] = slowest
+            # a layer is compared with the layers of other ranks, a wait with the step that it holds up
+            if most > usual + SLOW_FRAC * (usual if found is layers else step_s):
+                warnings.append(f"{slowest} takes {most:.2g} s for {what}, most ranks {usual:.2g} s")
+        if warnings:
+            self._row["warning"] = f"step {step}: {' and '.join(warnings)}: all ranks wait for it"
             say(f"WARNING: {self._row['warning']}")
 
     def take_row(self) -> dict[str, Any]:

@@ -34,16 +34,15 @@ def compared(layer_s: list[float], wait_s: list[float]) -> tuple[dict[str, Any],
 
 def test_a_rank_that_computes_slowly_is_named_with_its_host() -> None:
     row, said = compared([0.010, 0.011, 0.013, 0.010], [0.0, 0.0, 0.0, 0.0])
-    assert row["ranks/slowest"] == 2
-    assert row["ranks/slowest_host"] == "b"
+    assert row["ranks/layer_s_slowest"] == "rank 2 on b"
     assert [row[f"ranks/layer_s_{which}"] for which in ("min", "median", "max")] == [0.010, 0.010, 0.013]
-    assert row["warning"] == "step 50: rank 2 on b takes 30% longer for a layer than most: all ranks wait for it"
+    assert row["warning"] == "step 50: rank 2 on b takes 0.013 s for a layer, most ranks 0.01 s: all ranks wait for it"
     assert said == [f"WARNING: {row['warning']}"]
 
 
 def test_a_rank_that_waits_for_its_data_is_named() -> None:
     row, _ = compared([0.010, 0.010, 0.010, 0.010], [0.0, 1.0, 0.0, 0.0])
-    assert row["warning"] == "step 50: rank 1 on a waits 1 s per step for its data: all ranks wait for it"
+    assert row["warning"] == "step 50: rank 1 on a takes 1 s for its data, most ranks 0 s: all ranks wait for it"
 
 
 @pytest.mark.parametrize("layer_s", [[0.010, 0.0109, 0.010, 0.010], [0.0, 0.0, 0.0, 0.0]], ids=["9 %", "nothing yet"])
@@ -119,6 +118,6 @@ def test_the_slow_one_of_two_ranks_is_found() -> None:
     assert own_s > 0.6  # rank 0 waits: by their steps the two are equal
     assert abs(own_s - slow_s) < 0.3
     assert row == same
-    assert row["ranks/slowest"] == 1
+    assert row["ranks/layer_s_slowest"].startswith("rank 1 on ")
     assert row["ranks/layer_s_max"] > 0.2 > row["ranks/layer_s_min"]
-    assert "rank 1 on" in row["warning"]
+    assert "warning" in row
