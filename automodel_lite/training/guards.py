@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import ReadyStep
@@ -65,7 +65,7 @@ class Guards:
         self.checkpointer: Checkpointer
         self.boundary: StepBoundary
         self.nonfinite: NonfiniteSteps
-        self.stragglers: Stragglers
+        self.stragglers = Stragglers(nn.Identity(), torch.device("cpu"), [], 0)  # nobody is timed before watch_steps
 
     @contextmanager
     def recording(self, at_end: Callable[[], None]) -> Iterator[None]:
