@@ -1,7 +1,7 @@
 """Prove on your own model, data and mesh that packing and parallelism do not change the numbers.
 
     torchrun recipes/verify.py --config-name llama_packed            (the same arguments as train_ft.py)
-    torchrun --nproc-per-node 4 recipes/verify.py --config-name llama_packed mesh.cp=2
+    automodel-lite verify --nproc 4 --config-name llama_packed mesh.cp=2
 
 A small sample of the packs that training would read goes through the program's own path in several ways; loss and
 every gradient must agree with the truth: each document alone, through the model's own eager attention, in fp32, in one
@@ -250,7 +250,7 @@ class Verification:
         self.console.say("model", f"{self.plan.config.model_type}, {self.layers_text}")
         self.console.say("sample", self.sample.description)
         self.console.say("data", f"ids and labels of all {len(self.sample.documents)} documents are those of the data")
-        alone = "one process: start it like the training run (torchrun --nproc-per-node ...) to check its mesh"
+        alone = "one process: start it like the training run (--nproc ...) to check its mesh"
         shape = self.mesh.shape
         axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}"
         self.console.say("mesh", axes if self.mesh.root and shape.world_size > 1 else alone)

@@ -13,7 +13,6 @@ EXAMPLES = (
     "torchrun recipes/train_ft.py --config-name llama_packed",
     "torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
     "torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
-    "torchrun --nproc-per-node 4 recipes/train_ft.py --config-name llama_packed mesh.cp=2",
     "automodel-lite train --nproc 4 --config-name llama_packed mesh.cp=2",
     "automodel-lite train --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
 )

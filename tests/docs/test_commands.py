@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COOKBOOK = [page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name != "README.md"]
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "score", "verify", "evaluate")
 READERS_OWN = re.compile(
-    r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|\bnproc-per-node 8|attention=(varlen|flash|te|flex)|"
+    r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|--nproc(-per-node)? (8|gpu)|attention=(varlen|flash|te|flex)|"
     r"logger=\S*(wandb|mlflow)|qlora|--config-name (finetune|llama3|qwen3)|--config-dir|te_|runs/(a|b|mine)\b"
 )
 
@@ -195,7 +195,7 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
     scripts = [[sys.executable, "-c", code] for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in commands([page]):
-        words = shlex.split(command.text.replace("--nproc-per-node 8", "--nproc-per-node 2").replace("cp=8", "cp=2"))
+        words = shlex.split(command.text.replace("--nproc 8", "--nproc 2").replace("cp=8", "cp=2"))
         if command.recipe in WITH_CONFIG:
             words += SMALL
         if command.recipe == "train_ft":
