@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from contextlib import nullcontext
 from dataclasses import replace
-from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -35,8 +33,8 @@ from automodel_lite.models.flops import cost_model, model_size
 from automodel_lite.parallel.mesh import mesh_shape
 from automodel_lite.telemetry.metrics import visible_pairs
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch, to_thd
-from automodel_lite.training import simulation
 from automodel_lite.training.plan import build_parts
+from automodel_lite.training.simulation import layer_pattern, simulate_by_layers
 
 VOCAB = 2048
 MADE_CHATS = 500
@@ -177,12 +175,10 @@ def memory() -> None:
         config = parts.model.described({"vocab_size": 8192})
         plain = None
         for case in (None, *trees):
-            stands_for = {} if case is None else {"full_batch": Mock(return_value=full_of(trees[case]))}
-            with patch.multiple(simulation, **stands_for) if stands_for else nullcontext():
-                shape, pattern = mesh_shape(parts.mesh, 8), simulation.layer_pattern(config)
-                found = simulation.simulate_by_layers(parts, config, shape, pattern)
+            batch = full_of(trees[case]) if case else None
+            found = simulate_by_layers(parts, config, mesh_shape(parts.mesh, 8), layer_pattern(config), batch)
             plain = plain or found
-            paths = MEMORY_TOKENS if case is None else int(full_of(trees[case]).attention.segments.cu_k[-1])
+            paths = MEMORY_TOKENS if batch is None else int(batch.attention.segments.cu_k[-1])
             print(
                 f"recompute {how}: {case or 'plain'}, {MEMORY_TOKENS:,} tokens, {paths:,} keys: {found.peak / 2**30:.1f} GiB, "
                 f"{found.peak / plain.peak:.3f} x",

@@ -96,17 +96,24 @@ class Simulation:
         )
 
 
-def simulate(parts: Parts, model_config: PretrainedConfig, shape: MeshShape) -> Simulation:
+def simulate(
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, batch: ThdBatch | None = None
+) -> Simulation:
     """Runs set-up, an optimizer step, a checkpoint and the export of rank 0 of a world of `shape`, on GPUs.
 
+    batch  one that is not sharded, with ids of 0, whose trees need the keys of their paths; None = plain documents
     Raises what the run would raise, NotImplementedError without FSDP. No process group may exist: one is made, and
     destroyed.
     """
-    return _joined(_simulated(parts, model_config, shape, is_whole=True))
+    return _joined(_simulated(parts, model_config, shape, batch, is_whole=True))
 
 
 def simulate_by_layers(
-    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, pattern: LayerPattern
+    parts: Parts,
+    model_config: PretrainedConfig,
+    shape: MeshShape,
+    pattern: LayerPattern,
+    batch: ThdBatch | None = None,
 ) -> Simulation:
     """`simulate` of a step alone, in about a second: models of few layers are run, and what one more pattern of them
     adds is added as often as the whole model has it.
@@ -120,8 +127,8 @@ def simulate_by_layers(
     few = pattern.first + period * math.ceil(3 / period)
     more = few + period * math.ceil(2 / period)
     if pattern.num_layers <= more:
-        return simulate(parts, model_config, shape)
-    one, two = (_simulated(parts, with_layers(model_config, n), shape, is_whole=False) for n in (few, more))
+        return simulate(parts, model_config, shape, batch)
+    one, two = (_simulated(parts, with_layers(model_config, n), shape, batch, is_whole=False) for n in (few, more))
     return interpolate(one, two, (pattern.num_layers - few) / (more - few))
 
 
@@ -170,13 +177,16 @@ def _joined(found: Simulation) -> Simulation:
     return replace(found, peaks=peaks)
 
 
-def _simulated(parts: Parts, model_config: PretrainedConfig, shape: MeshShape, is_whole: bool) -> Simulation:
+def _simulated(
+    parts: Parts, model_config: PretrainedConfig, shape: MeshShape, batch: ThdBatch | None, is_whole: bool
+) -> Simulation:
     """is_whole: with a checkpoint and the export."""
     plan = plan_model(replace(parts, attention=_CountedAttention()), model_config, shape, torch.device("cuda"))
     if plan.strategy != "fsdp":
         raise NotImplementedError(f"only FSDP is counted, not mesh.strategy={plan.strategy}")
     parts = plan.parts
-    batch = full_batch(parts, num_ids=1)  # the most that a step can hold; boundaries do not change it
+    # The most that a step can hold; boundaries of documents do not change it, keys along the paths of trees do.
+    batch = batch or full_batch(parts, num_ids=1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     text = model_config.get_text_config()
     # how many times a token goes from one rank to another's experts in a layer, if all experts are asked equally often

@@ -23,7 +23,9 @@ from transformers import PretrainedConfig
 
 from automodel_lite.config.components import text_of
 from automodel_lite.config.schema import Config, TrainingConfig
+from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
+from automodel_lite.data.packing.packs import packed_sequence_thd_collater
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line
@@ -35,6 +37,7 @@ from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.seed import use_deterministic
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import STARTUP
+from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import BuiltModel, plan_model
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.memory import (
@@ -78,7 +81,8 @@ def dry_run(config: Config) -> int:
     ]
     for topic, text in lines:
         console.say(topic, text)
-    console.say("memory", _memory(made, f"{estimate_memory(made, adapter)}\n{reduction}".strip()))
+    branched = most_branched(data, parts)
+    console.say("memory", _memory(made, f"{estimate_memory(made, adapter)}\n{reduction}".strip(), branched))
     console.print("dry run: the settings, the data and the model fit together; nothing was trained or written")
     return 0
 
@@ -106,7 +110,25 @@ def decide_recomputation(
     return parts, [("recompute", f"{reason} on GPUs of {gpu / 1e9:.0f} GB")]
 
 
-def _memory(plan: ModelPlan, by_arithmetic: str) -> str:
+MOST_PACKS = 64
+"""Of the first epoch, among which the one with the longest paths is looked for."""
+
+
+def most_branched(data: PackSource, parts: Parts) -> ThdBatch | None:
+    """Returns the micro-batch whose trees have the most keys, every token labeled, with ids of 0; None where nothing
+    branches, and of a stream, whose packs are not known.
+    """
+    if not isinstance(data, PlannedPacks) or not data.has_trees:
+        return None
+    packs, size = data.packs_of(0), parts.training.micro_batch_size
+    batches = (to_thd(packed_sequence_thd_collater([packs[i]] * size)) for i in range(min(len(packs), MOST_PACKS)))
+    batch = max(batches, key=lambda batch: int(batch.attention.segments.cu_k[-1]))
+    ids = torch.zeros_like(batch.input_ids)
+    batch = replace(batch, input_ids=ids, labels=ids, label_rows=torch.arange(len(ids)), columns={})
+    return replace(batch, columns=parts.loss.example_columns(batch))
+
+
+def _memory(plan: ModelPlan, by_arithmetic: str, batch: ThdBatch | None) -> str:
     """What rank 0 of the requested world would hold and send on GPUs, counted by running it under fake tensors, which
     GPU it fits, and what to change when it fits none.
     """
@@ -117,12 +139,13 @@ def _memory(plan: ModelPlan, by_arithmetic: str) -> str:
     num_ranks = plan.shape.world_size
     try:
         with activity(f"simulating a step of {num_ranks} ranks"):
-            found = simulate(plan.parts, plan.config, plan.shape)
+            found = simulate(plan.parts, plan.config, plan.shape, batch)
     except RuntimeError as error:  # NotImplementedError too
         return f"{by_arithmetic}\nnot simulated: {one_line(error, 100)} ({type(error).__name__})"
     available = gpu_bytes(default_device()) or GPUS_GB[-1] * 10**9
     cure = "" if found.peak <= usable(available) else f"\n{out_of_memory_text(plan.parts)}"
-    return f"rank 0 of {num_ranks}, simulated: {found}{cure}"
+    trees = ", with the keys of its trees" if batch is not None else ""
+    return f"rank 0 of {num_ranks}, simulated{trees}: {found}{cure}"
 
 
 def planned_shape(config: Config) -> MeshShape:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.runs import QUICK, losses, train
+from recipes import train_ft
+from tests.runs import QUICK, config_of, losses, train
 
 WORDS = ["ship", "gray", "sea", "harbor", "salt", "corn", "wind", "tide", "mast", "gull", "rope", "sail", "fog", "reef"]
 
@@ -118,6 +120,17 @@ def test_runs_on_trees_resume_bit_for_bit(tmp_path: Path, kind: str) -> None:
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
     (tmp_path / "run" / "STATUS.json").unlink()
     assert losses(train("smoke", tmp_path / "run", *given, *source)) == whole
+
+
+def test_a_dry_run_counts_the_keys_of_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = settings(answered_prompts(tmp_path / "a.jsonl"), "dry_run=true", "mesh.dp_shard=2")
+    peaks = []
+    for mode in ("auto", "off"):
+        assert train_ft.main(config_of("smoke", tmp_path / mode, *given, f"packed_sequence.tree={mode}")) == 0
+        printed = capsys.readouterr().out
+        assert ("with the keys of its trees" in printed) == (mode == "auto")
+        peaks.append(float(re.search(r"simulated.*: at most ([0-9.]+) MiB", printed)[1]))  # type: ignore[index]
+    assert 1 < peaks[0] / peaks[1] < 1.2
 
 
 def test_a_stream_of_trees(tmp_path: Path) -> None:
