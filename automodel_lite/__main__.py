@@ -11,17 +11,8 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
-from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
+from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE, TOOLS
 from automodel_lite.errors import MISTAKE_EXIT, did_you_mean
-
-TOOLS = {
-    "run": "run a recipe of your own: automodel-lite run my_package.kd:main --config-name ...",
-    "validate": "check a training's settings, data and sizes, estimate its memory, and stop",
-    "ls": "list presets, groups and options",
-    "convert": "write a preset from a configuration of axolotl, LLaMA-Factory, NeMo AutoModel, torchtune or TRL",
-    "slurm": "write an sbatch script for this cluster",
-    "schema": "print the JSON schema of presets, for editors",
-}
 
 
 def main() -> None:

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import re
 
-from automodel_lite.cli.line import argument_parser, for_installed_cli
+from automodel_lite.cli.line import EXAMPLES, argument_parser, for_installed_cli
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.errors import ConfigError, did_you_mean
-
-EXAMPLES = (
-    "torchrun recipes/train_ft.py --config-name llama_packed",
-    "torchrun recipes/train_ft.py --config-name llama_packed packed_sequence.packed_sequence_size=512 name=b",
-    "torchrun recipes/train_ft.py --config-name finetune name=c model.pretrained=/models/x dataset.path=a.jsonl",
-    "automodel-lite train --nproc 4 --config-name llama_packed mesh.cp=2",
-    "automodel-lite train --config-name llama_packed name=sweep --multirun optimizer.lr=1e-3,3e-3",
-)
 
 
 def help_of(recipe: Recipe, sources: Sources) -> str:

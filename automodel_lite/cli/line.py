@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -21,19 +23,10 @@ from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.version import __version__
 
 RECIPES_PACKAGE = "automodel_lite.recipes" if IS_INSTALLED else "recipes"
-RECIPES = {
-    "train": ("train_ft", "fine-tune a Hugging Face causal LM on packed sequences"),
-    "prepare": ("prepare_data", "tokenize and pack, and stop"),
-    "score": ("score", "compute a teacher's likeliest tokens or a reference ahead"),
-    "inspect": ("inspect_data", "look at documents as tokens, labels and packs"),
-    "verify": ("verify", "verify packing, sharding and the loss on your model and data"),
-    "evaluate": ("evaluate", "loss and answers on held-out files"),
-    "generate": ("generate", "ask a trained model"),
-    "report": ("report", "draw a run, or compare several"),
-    "export": ("export_hf", "write a run's model as a Hugging Face folder, adapters merged"),
-    "average": ("average", "write the mean of a run's checkpoints as a Hugging Face folder"),
-    "plan": ("plan", "find the mesh, batch and recomputation that fit and are fast, for a model, its data and GPUs"),
-}
+_COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
+RECIPES: dict[str, list[str]] = _COMMANDS["recipes"]  # command -> module, purpose
+TOOLS: dict[str, str] = _COMMANDS["tools"]
+EXAMPLES: list[str] = _COMMANDS["examples"]
 
 
 def for_installed_cli(text: str) -> str:
@@ -188,12 +181,6 @@ def read_line(argv: Sequence[str]) -> argparse.Namespace:
 
 def versions() -> str:
     """`automodel_lite 0.1.0 (hydra 1.3.8, torch 2.13.0, transformers 5.23.0)`."""
-
-    def of(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "not installed"
-
-    others = ", ".join(f"{name.removesuffix('-core')} {of(name)}" for name in ("hydra-core", "torch", "transformers"))
+    packages = {"hydra": "hydra-core", "torch": "torch", "transformers": "transformers"}
+    others = ", ".join(f"{name} {version(package)}" for name, package in packages.items())
     return f"automodel_lite {__version__} ({others})"

@@ -7,9 +7,7 @@ automodel-lite schema > automodel_lite.schema.json      # and in a preset, as it
 from __future__ import annotations
 
 import ast
-import inspect
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
@@ -23,7 +21,7 @@ from automodel_lite.cli.sources import Sources, groups_of, read
 from automodel_lite.config import schema as schema_module
 from automodel_lite.config.components import own_targets
 from automodel_lite.config.rules import OneOf, Range
-from automodel_lite.config.signatures import REQUIRED, arguments_of
+from automodel_lite.config.signatures import REQUIRED, arguments_of, source_of
 
 
 def schema(argv: list[str]) -> int:
@@ -59,15 +57,11 @@ def json_schema(sources: Sources) -> dict[str, Any]:
 
 def comments_of(kind: type) -> dict[str, str]:
     """Field -> the comment beside it in the source, or inside its brackets."""
-    source = inspect.getsource(schema_module)
-    lines = source.splitlines()
-    (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
-    found = {}
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = lines[statement.lineno - 1 : statement.end_lineno]
-            found[statement.target.id] = " ".join(m[1].strip() for line in text if (m := re.search(r"\s#\s(.*)", line)))
-    return found
+    source = source_of(schema_module.__name__)
+    assert source
+    (node,) = [n for n in source.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
+    statements = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+    return {ast.unparse(statement.target): source.comment_of(statement) for statement in statements}
 
 
 def _object(kind: type, known: dict[str, list[str]], sources: Sources) -> dict[str, Any]:

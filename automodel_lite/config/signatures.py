@@ -42,7 +42,7 @@ def arguments_of(target: str) -> dict[str, Argument]:
     """
     module, _, name = target.rpartition(".")
     if target in own_targets() or module.startswith("automodel_lite."):
-        source = _source(module)
+        source = source_of(module)
         return source.arguments(name) if source else {}
     found = locate(target)
     annotated = found.__init__ if inspect.isclass(found) else found  # type: ignore[misc]
@@ -65,7 +65,7 @@ def options_of(target: str) -> dict[str, Argument]:
 
 def missing_extra(target: str) -> str | None:
     """Returns the optional package that one of our parts needs and that is not installed."""
-    source = _source(target.rpartition(".")[0])
+    source = source_of(target.rpartition(".")[0])
     tops: set[str] = set()
     for node in source.body if source else ():
         if isinstance(node, ast.ImportFrom):
@@ -115,7 +115,7 @@ class _Source(dict[str, Any]):
             if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
                 return self.value(node.value)
             if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-                other = _source(node.module or "")
+                other = source_of(node.module or "")
                 return other[name] if other else AnObject
         return AnObject
 
@@ -148,13 +148,18 @@ class _Source(dict[str, Any]):
         return found | ({"**": Argument(Any, REQUIRED, "")} if takes.kwarg else {})
 
     def _read(self, name: Any, annotation: ast.expr | None, default: ast.expr | None) -> tuple[str, Argument]:
-        comment = self.lines[name.lineno - 1].partition("  # ")[2].strip()
+        comment = self.comment_of(name)
         value = REQUIRED if default is None else None
         if default is not None and comment:
             value = ast.literal_eval(default)
         hint = self.value(annotation) if annotation is not None else Any
         key = name.arg if isinstance(name, ast.arg) else name.id
         return key, Argument(hint, list(value) if isinstance(value, tuple) else value, comment)
+
+    def comment_of(self, node: ast.AST) -> str:
+        """Returns the comments behind the lines of an argument or a field."""
+        lines = self.lines[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
+        return " ".join(line.partition("  # ")[2].strip() for line in lines if "  # " in line)
 
     def _origin_of(self, name: str) -> str | None:
         """Returns the path of a class of this package that the module defines or imports."""
@@ -165,6 +170,7 @@ class _Source(dict[str, Any]):
 
 
 @cache
-def _source(module: str) -> _Source | None:
+def source_of(module: str) -> _Source | None:
+    """Returns a module of this package, unimported; None for any other."""
     path = PACKAGE.parent / f"{module.replace('.', '/')}.py"
     return _Source(module, path.read_text()) if module.startswith("automodel_lite.") and path.is_file() else None

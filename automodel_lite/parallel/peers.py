@@ -82,9 +82,8 @@ class Peers:
         mine = {key: _text(value) for key, value in {"WORLD_SIZE": world_size(), **facts}.items()}
         here, lines = f"rank {rank()} ({socket.gethostname()})", list[str]()
         try:
-            if (
-                rank() == 0
-            ):  # alone compares, one rank after the other: the store has little to do, whatever their number
+            # rank 0 alone compares, one rank after the other: the store has little to do, whatever their number
+            if rank() == 0:
                 for other in range(1, world_size()):
                     self._wait(store, topic, range(other, world_size()))
                     there, theirs = json.loads(store.get(f"{topic}/{other}"))
@@ -175,14 +174,14 @@ class Peers:
         first = max(0, rank() - launched("LOCAL_RANK", 0))
         last = min(first + launched("LOCAL_WORLD_SIZE", world_size()), world_size())
         neighbors: dict[int, ProcessId] = {}
-        silence = _Silence(store)
+        beats: dict[int, tuple[int, float]] = {}
         looks = 0
         try:
             while not self._is_over.wait(_LOOK_EVERY_S):
                 looks += 1
                 if looks % _BEAT_EVERY_LOOKS == 0:
                     store.add(f"beats/{rank()}", 1)
-                    if rank() == 0 and (dead := silence.longest()) is not None:
+                    if rank() == 0 and (dead := _longest_silent(store, beats)) is not None:
                         self._record(dead, _host_of(store, dead), _SILENT, 1)
                 for other in range(first, last):
                     if other not in neighbors and other != rank() and store.check([f"process/{other}"]):
@@ -198,30 +197,25 @@ class Peers:
                 self.leave(_no_store(error))
 
 
-class _Silence:
-    """The seconds since each rank's last heartbeat, as rank 0 hears them. They are counted in its own rounds: a job
-    that is suspended as a whole (a laptop, SLURM) goes on as if no time had passed.
+def _longest_silent(store: dist.Store, beats: dict[int, tuple[int, float]]) -> int | None:
+    """Returns a rank that is taken for dead; names those that are silent. Called by rank 0 in each of its rounds, in
+    which the seconds are counted: a job that is suspended as a whole (a laptop, SLURM) goes on as if none had passed.
+
+    beats   rank -> its last count of heartbeats, and the seconds without another
     """
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._beats: dict[int, tuple[int, float]] = {}  # rank -> last count, seconds without another
-
-    def longest(self) -> int | None:
-        """Returns a rank that is taken for dead; names those that are silent."""
-        round_s = _LOOK_EVERY_S * _BEAT_EVERY_LOOKS
-        for other in range(1, world_size()):
-            count = self._store.add(f"beats/{other}", 0)
-            last, silent_s = self._beats.get(other, (0, 0.0))
-            silent_s = silent_s + round_s if count == last else 0.0
-            self._beats[other] = count, silent_s
-            if count == 0 or silent_s < _SILENT_S or self._store.check([f"left/{other}"]):
-                continue  # not started yet (who waits for it says so), or heard of
-            if silent_s >= _DEAD_S:
-                return other
-            if silent_s % LINE_EVERY_S < round_s:
-                _print(f"rank {other} on {_host_of(self._store, other)} is silent ({silent_s:.0f} s)")
-        return None
+    round_s = _LOOK_EVERY_S * _BEAT_EVERY_LOOKS
+    for other in range(1, world_size()):
+        count = store.add(f"beats/{other}", 0)
+        last, silent_s = beats.get(other, (0, 0.0))
+        silent_s = silent_s + round_s if count == last else 0.0
+        beats[other] = count, silent_s
+        if count == 0 or silent_s < _SILENT_S or store.check([f"left/{other}"]):
+            continue  # not started yet (who waits for it says so), or heard of
+        if silent_s >= _DEAD_S:
+            return other
+        if silent_s % LINE_EVERY_S < round_s:
+            _print(f"rank {other} on {_host_of(store, other)} is silent ({silent_s:.0f} s)")
+    return None
 
 
 def _host_of(store: dist.Store, other: int) -> str:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from automodel_lite.config.schema import CheckpointConfig, Config
+from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError, one_line
 from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub
@@ -98,14 +98,10 @@ class Checkpointer:
     def newest_name(self) -> str | None:
         return self.newest.name if self.newest else None
 
-    @property
-    def config(self) -> CheckpointConfig:
-        return self.run_config.checkpoint
-
     # ------------------------------------------------------------------------------------------------------ saving
     def is_due(self, step: int, is_planned: bool) -> bool:
         """Planned, pending since a step that could not be saved, or failed a while ago."""
-        pause_steps = max(1, self.config.every_steps // 10)
+        pause_steps = max(1, self.run_config.checkpoint.every_steps // 10)
         is_retry = self.failed_step is not None and step >= self.failed_step + pause_steps
         self._is_pending |= is_planned or is_retry
         return self._is_pending
@@ -130,7 +126,7 @@ class Checkpointer:
         }
         current = _Save(step, path, began, sum(t.numel() * t.element_size() for t in tensors.values()))
         self._current, self._is_pending = current, False
-        if self.config.mode == "sync" or wait:
+        if self.run_config.checkpoint.mode == "sync" or wait:
             self._write(current, parts, texts)
             self.finish()
         else:
@@ -206,7 +202,7 @@ class Checkpointer:
 
         def delete_old() -> None:
             try:
-                on_disk.delete_old(self.folder, self.config)
+                on_disk.delete_old(self.folder, self.run_config.checkpoint)
             except OSError as error:
                 self.say(f"WARNING: old checkpoints could not be deleted ({error}); will retry after the next save")
 

@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +66,10 @@ def _written(folder: Path, step: int) -> Iterator[Path]:
         write_file(temporary / MARK, json.dumps({"step": step, "files": ours}))
         if folder.is_dir():
             for path in _users_own(folder, ours):
-                is_folder = path.is_dir() and not path.is_symlink()
-                copy = (
-                    partial(shutil.copytree, symlinks=True)
-                    if is_folder
-                    else partial(shutil.copy2, follow_symlinks=False)
-                )
-                copy(path, temporary / path.name)
+                if path.is_dir() and not path.is_symlink():
+                    shutil.copytree(path, temporary / path.name, symlinks=True)
+                else:
+                    shutil.copy2(path, temporary / path.name, follow_symlinks=False)
             os.rename(folder, aside)
         os.rename(temporary, folder)
         shutil.rmtree(aside, ignore_errors=True)

@@ -35,7 +35,7 @@ MISTAKES = [
     ("dataset.path=x.jsonl", "dataset.path=x.jsonl is an option of dataset=files or dataset=memmap or dataset=streaming: choose that, or remove it, ~dataset.path."),
     ("peft.r=8", "peft.r=8 is an option of peft=lora or peft=qlora: choose that, or remove it, ~peft.r."),
     ("logger.wandb.project=x", "logger.wandb={'project': 'x'} is an option of logger=wandb: choose that, or remove it, ~logger.wandb."),
-    ("callbacks.patience=3", "callbacks.patience=3 is an option of callbacks=early_stopping: choose that, or remove it, ~callbacks.patience."),
+    ("callbacks.patience=3", "callbacks.patience=3 is an option of callbacks=early_stopping or callbacks=loss_leap: choose that, or remove it, ~callbacks.patience."),
     ("evaluation.nothing=1", "evaluation.nothing=1: unknown key; if the preset sets it, ~evaluation.nothing removes it."),
     ("~packed_sequence.strategy._target_", "packed_sequence.strategy={} must be text or a block with a _target_."),
     ("optimizer._target_=torch.optim.AdamWW", "optimizer._target_=torch.optim.AdamWW: torch.optim has no AdamWW; did you mean AdamW?"),
