@@ -113,7 +113,7 @@ def _room_for_a_bar(_: TextIO) -> tuple[int, int]:
     return columns - 3, rows
 
 
-def wrapped(text: str, indent: int, stream: TextIO | None = None) -> str:
+def wrap_lines(text: str, indent: int, stream: TextIO | None = None) -> str:
     """Lines no wider than the terminal, broken at words, the later ones indented; as it is where there is none."""
     stream = stream or sys.stdout
     if not stream.isatty():

@@ -88,7 +88,7 @@ def trace(folder: Path) -> Entered:
     recipe.open_feed = tracer.traced(recipe.open_feed, "feed")
     train_ft.DeviceFeed.__next__ = tracer.traced(train_ft.DeviceFeed.__next__, "feed")  # type: ignore[method-assign]
     recipe.forward_backward = tracer.traced(recipe.forward_backward, "forward and backward")
-    with resume.joined(check_config(compose_config("smoke", overrides))) as (config, peers, _):
+    with resume.join_ranks(check_config(compose_config("smoke", overrides))) as (config, peers, _):
         recipe(config, peers).train()
     return tracer.entered
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_lite.cli.compose import Loader, composed, without_hydra
+from automodel_lite.cli.compose import Loader, compose, without_hydra
 from automodel_lite.cli.line import RECIPES, parser
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config.schema import Config
@@ -70,7 +70,7 @@ def _settings(sources: Sources, preset: str | None, overrides: list[str], word: 
     yield from (f"{group}=" for group in known)
     raw: Any
     try:
-        raw = without_hydra(composed(Loader(sources, overrides), preset or "base", overrides))
+        raw = without_hydra(compose(Loader(sources, overrides), preset or "base", overrides))
     except ConfigError:
         raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
     folder, _, _ = key.rpartition(".")

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.line import allow_new_key, chosen, group_of, option_problem
+from automodel_lite.cli.line import allow_new_key, chosen_options, group_of, option_problem
 from automodel_lite.cli.permissions import check_granted, check_hydra_settings, is_typed
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
 from automodel_lite.config.components import flatten
@@ -83,7 +83,7 @@ class Loader(ConfigLoaderImpl):
 _NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")
 
 
-def composed(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig:
+def compose(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig:
     """Returns what Hydra makes of the preset and the overrides, Hydra's own settings included.
 
     Raises ConfigError, with a line for each override that cannot be read and each option that does not exist.
@@ -100,7 +100,7 @@ def compose_config(config_name: str | None, overrides: Sequence[str], config_dir
     Raises ConfigError: unknown preset or option, unreadable override, a permission that a file grants.
     """
     sources = Sources.of(config_dir)
-    return without_hydra(composed(Loader(sources, overrides), check_preset(sources, config_name), overrides))
+    return without_hydra(compose(Loader(sources, overrides), check_preset(sources, config_name), overrides))
 
 
 def without_hydra(raw: DictConfig) -> DictConfig:
@@ -153,7 +153,7 @@ def beaten_options(raw: DictConfig, sources: Sources, overrides: Sequence[str]) 
     for text in overrides:
         group = group_of(text, known)
         others = [other for other in overrides if other != text]
-        for option in chosen(text) if group in known else ():
+        for option in chosen_options(text) if group in known else ():
             path = sources.file(f"{group}/{option}")
             own = OmegaConf.to_container(read(path), resolve=False) if path else {}
             for key, value in flatten(own, str(group).replace("/", ".")):

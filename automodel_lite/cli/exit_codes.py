@@ -18,7 +18,7 @@ from automodel_lite.cli.line import for_installed_cli
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RunStoppedError
 from automodel_lite.launched import check_launched, is_first_here
 from automodel_lite.redact import ScrubbedStream
-from automodel_lite.run.exits import exit_now, leave, write_error_file
+from automodel_lite.run.exits import exit_now, exit_with, write_error_file
 from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, STOP_SIGNALS, StoppedEarly
 
 SAVED = "stopped and saved: run the same command again to continue"
@@ -50,33 +50,33 @@ def end(work: Callable[[], int]) -> NoReturn:
         check_launched()
         code = work()
     except PeerError as error:
-        leave(str(error), error.exit_code, is_shown=is_first_here())
+        exit_with(str(error), error.exit_code, is_shown=is_first_here())
     except (ConfigError, DataError) as error:
         # Most mistakes are met by all ranks: the first of each node prints it. The others are a moment late, so that
         # launchers, which quote the first failure and end the rest, quote rank 0.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_AFTER_RANK_0_S)
-        leave(for_installed_cli(str(error)).rstrip(), MISTAKE_EXIT, is_shown=is_first_here())
+        exit_with(for_installed_cli(str(error)).rstrip(), MISTAKE_EXIT, is_shown=is_first_here())
     except RunStoppedError as error:
-        leave(for_installed_cli(str(error)).rstrip(), 1)
+        exit_with(for_installed_cli(str(error)).rstrip(), 1)
     except StoppedEarly as stopped:
         for number in STOP_SIGNALS:  # schedulers send more than one
             signal.signal(number, signal.SIG_IGN)
-        leave(f"stopped by {stopped} before the first step: nothing to save", stopped.exit_code)
+        exit_with(f"stopped by {stopped} before the first step: nothing to save", stopped.exit_code)
     except KeyboardInterrupt:
-        leave("interrupted", INTERRUPTED_EXIT)
+        exit_with("interrupted", INTERRUPTED_EXIT)
     except SystemExit as leaving:  # argparse's, Hydra's
         exit_now(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except MemoryError as error:
-        leave(f"the host has no memory left ({error or 'of this size'}): give the process more, or less work.", 1)
+        exit_with(f"the host has no memory left ({error or 'of this size'}): give the process more, or less work.", 1)
     except Exception as error:
         if isinstance(error, OSError) and (cure := _LIMITS.get(error.errno or 0)):
             where = f"{error.filename}: " if error.filename else ""
-            leave(f"{where}{error.strerror}: {cure}.", 1)
+            exit_with(f"{where}{error.strerror}: {cure}.", 1)
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout.fileno()):
             os._exit(_SIGPIPE_EXIT)
-        leave(traceback.format_exc().rstrip(), 1)
+        exit_with(traceback.format_exc().rstrip(), 1)
     if code in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
         write_error_file(SAVED, code)
     exit_now(code)

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.completion import answer_query
-from automodel_lite.cli.compose import Loader, beaten_options, check_overrides, composed, without_hydra
+from automodel_lite.cli.compose import Loader, beaten_options, check_overrides, compose, without_hydra
 from automodel_lite.cli.exit_codes import end, hide_secrets
 from automodel_lite.cli.help import help_of
 from automodel_lite.cli.line import read_line, versions
@@ -85,7 +85,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
         return run_sweep(loader, main, line)
     if useless := [text for text in line.overrides if text.startswith("hydra")]:
         raise ConfigError(f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is output_dir.")
-    return run(recipe, composed(loader, str(line.config_name), line.overrides), line, sources)
+    return run(recipe, compose(loader, str(line.config_name), line.overrides), line, sources)
 
 
 def choose_allocator(environment: MutableMapping[str, str]) -> None:

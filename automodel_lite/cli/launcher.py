@@ -127,8 +127,8 @@ def _report_first_failure(error: ChildFailedError) -> int:
         return failure.exitcode == -signal.SIGTERM, failure.timestamp - _NOTICED_WITHIN_S * was_killed, rank
 
     rank, first = min(error.failures.items(), key=order)
-    told: Any = first.message if first.error_file != "<N/A>" else ""
-    text = str(told["message"] if isinstance(told, dict) else told)
+    message: Any = first.message if first.error_file != "<N/A>" else ""
+    text = str(message["message"] if isinstance(message, dict) else message)
     if first.exitcode in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
         if text and text != SAVED:
             print(f"\n{text}", file=sys.stderr)

@@ -121,6 +121,6 @@ class Recipe:
         return Path(spec.origin).resolve()
 
 
-def imported(main: str) -> Callable[..., int | None]:
+def import_recipe(main: str) -> Callable[..., int | None]:
     """Returns the function that "recipes.train_ft:main" names; raises ConfigError."""
     return Recipe(main).function()

@@ -82,12 +82,12 @@ def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:
     """(name, time limit, GPUs of a node, CPUs of a node, number of nodes); raises ConfigError."""
     try:
         command = ["sinfo", "--noheader", "--format=%P|%l|%G|%c|%D"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         raise ConfigError("there is no SLURM here (no sinfo): run this on the cluster's login node.") from None
-    if told.returncode:
-        raise ConfigError(f"sinfo: {' '.join(told.stderr.split())}")
-    rows = [line.split("|") for line in told.stdout.splitlines() if line.count("|") == 4]
+    if found.returncode:
+        raise ConfigError(f"sinfo: {' '.join(found.stderr.split())}")
+    rows = [line.split("|") for line in found.stdout.splitlines() if line.count("|") == 4]
     names = list(dict.fromkeys(row[0].rstrip("*") for row in rows))
     default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), names[0] if names else "")
     name = wanted or default

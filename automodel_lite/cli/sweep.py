@@ -116,7 +116,7 @@ class SweepJob:
         folder, base, metric = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve(), raw.sweep.metric
         _scrub_yaml(base)
         name = os.path.relpath(folder, base).replace("/", "+")
-        settings = scrub(", ".join(varied(hydra))) or "as given"
+        settings = scrub(", ".join(varying_overrides(hydra))) or "as given"
         note: dict[str, Any] = {"job": int(hydra.job.num), "settings": settings, "state": "preempted"}
         print(f"\njob {note['job']}: {settings}", flush=True)
         requeue = signal.getsignal(signal.SIGUSR2)  # where submitit saves its job and puts it back into the queue
@@ -146,7 +146,7 @@ def _scrub_yaml(folder: Path) -> None:
         write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(clean)))
 
 
-def varied(hydra: Any) -> list[str]:
+def varying_overrides(hydra: Any) -> list[str]:
     """Returns the overrides of this job that differ between jobs."""
     fixed = set(hydra.job.config.override_dirname.exclude_keys)
     return [text.lstrip("+") for text in hydra.overrides.task if split(text)[0] not in fixed]
@@ -160,7 +160,7 @@ def folder_name(number: int, settings: Sequence[str]) -> str:
 
 
 OmegaConf.register_new_resolver(
-    "sweep_folder", lambda: folder_name(HydraConfig.get().job.num, varied(HydraConfig.get())), replace=True
+    "sweep_folder", lambda: folder_name(HydraConfig.get().job.num, varying_overrides(HydraConfig.get())), replace=True
 )
 
 

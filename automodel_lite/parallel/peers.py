@@ -49,11 +49,11 @@ MAY_DIFFER = ("cache_dir", "training.num_threads")
 
 
 class Peers:
-    """The other ranks; one object per rank. `leave` is called in a thread when another rank has failed."""
+    """The other ranks; one object per rank. `on_failure` is called in a thread when another rank has failed."""
 
-    def __init__(self, store: dist.Store | None, leave: Callable[[PeerError], None] = lambda error: None) -> None:
+    def __init__(self, store: dist.Store | None, on_failure: Callable[[PeerError], None] = lambda error: None) -> None:
         self._store = store  # None: one process, or no launcher
-        self.leave = leave
+        self.on_failure = on_failure
         self._is_over = threading.Event()
 
     def join(self) -> None:
@@ -127,7 +127,7 @@ class Peers:
                 raise PeerError(f"{text} after {now - began:.0f} s: look at the nodes of this job.", 1)
             _print(f"waiting for {text} ({now - began:.0f} s)")
 
-    def tell(self, error: BaseException, doing: str = "") -> None:
+    def report(self, error: BaseException, doing: str = "") -> None:
         """Records that this rank ends with an error, unless another one was first."""
         self._is_over.set()
         is_mistake = isinstance(error, (ConfigError, DataError))
@@ -142,7 +142,7 @@ class Peers:
             facts = {"rank": failed, "host": host, "text": scrub(text), "code": code}
             self._store.set("failure", json.dumps(facts))
 
-    def cause(self) -> PeerError | None:
+    def first_failure(self) -> PeerError | None:
         """Returns the first error of the job, for a rank that only noticed it; None when nobody records any."""
         end = time.monotonic() + _CAUSE_WITHIN_S
         try:
@@ -190,11 +190,11 @@ class Peers:
                     if process.is_gone() and not store.check([f"left/{other}"]):
                         self._record(other, process.host, _GONE, 1)
                 if store.check(["failure"]) and not self._is_over.wait(_OWN_ERROR_S):
-                    self.leave(self._failure())
+                    self.on_failure(self._failure())
                     return
         except (dist.DistError, RuntimeError) as error:
             if not self._is_over.wait(_OWN_ERROR_S):
-                self.leave(_no_store(error))
+                self.on_failure(_no_store(error))
 
 
 def _longest_silent(store: dist.Store, beats: dict[int, tuple[int, float]]) -> int | None:
@@ -238,7 +238,7 @@ def open_peers() -> Peers:
 
 
 @contextmanager
-def together(peers: Peers) -> Iterator[None]:
+def end_together(peers: Peers) -> Iterator[None]:
     """An error that passes ends all ranks."""
     try:
         peers.join()
@@ -246,7 +246,7 @@ def together(peers: Peers) -> Iterator[None]:
     except PeerError:
         raise
     except Exception as error:
-        peers.tell(error)
+        peers.report(error)
         raise
     finally:
         peers.stop()

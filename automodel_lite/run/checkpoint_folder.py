@@ -150,13 +150,13 @@ def delete_old(folder: Path, rules: CheckpointConfig) -> None:
     """Deletes the complete checkpoints that no rule keeps."""
     by_step = {step: path for path in survey(folder)[0] if (step := step_of(path)) is not None}
     losses = {step: read_state(path).get("val_loss") for step, path in by_step.items()}
-    for step in doomed(losses, rules):
+    for step in steps_to_delete(losses, rules):
         path = by_step[step]
         durable.rename(path, aside := path.with_name(f".old-{path.name}"))  # what has its own name is always whole
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def doomed(losses: Mapping[int, float | None], rules: CheckpointConfig) -> list[int]:
+def steps_to_delete(losses: Mapping[int, float | None], rules: CheckpointConfig) -> list[int]:
     """Steps that none of the rules keeps. `losses` is the validation loss of each checkpoint's step, None where none
     was taken.
     """

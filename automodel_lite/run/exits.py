@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from automodel_lite.progress import wrapped
+from automodel_lite.progress import wrap_lines
 from automodel_lite.redact import scrub
 
 LAUNCHED_BY_US = "AUTOMODEL_LITE_LAUNCHER"  # set in ranks whose launcher prints the last words itself
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # from which a launcher quotes the root cause
 
 
-def leave(message: str, code: int, is_shown: bool = True) -> NoReturn:
+def exit_with(message: str, code: int, is_shown: bool = True) -> NoReturn:
     """Ends the process, from any thread, with one message on the screen unless another process shows it."""
     write_error_file(message, code)
     is_traceback = message.startswith("Traceback ")
@@ -27,7 +27,7 @@ def leave(message: str, code: int, is_shown: bool = True) -> NoReturn:
         rank = os.environ.get("RANK", "0")
         text = f"{'' if rank == '0' else f'[rank {rank}] '}{message}"
         lines = text.splitlines() if not is_traceback else []
-        shown = [wrapped(line, len(line) - len(line.lstrip()), sys.stderr) for line in lines]
+        shown = [wrap_lines(line, len(line) - len(line.lstrip()), sys.stderr) for line in lines]
         print("\n" + ("\n".join(shown) or text), file=sys.stderr, flush=True)
     exit_now(code)
 

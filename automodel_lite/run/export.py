@@ -46,7 +46,7 @@ _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|
 
 
 @contextmanager
-def _written(folder: Path, step: int) -> Iterator[Path]:
+def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
     """Where an export is written: it gets its name when the block ends well, and is removed otherwise; the user's own
     files in the folder come along. Every rank enters.
     """
@@ -139,7 +139,7 @@ def export_adapter(
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     gathered: dict[str, Any] = get_model_state_dict(model, options=options)  # empty on other ranks
     weights = {name.removeprefix("lm."): value for name, value in gathered.items()}
-    with _written(folder, step) as temporary:
+    with _replace_folder(folder, step) as temporary:
         all_ranks().on_first(lambda: adapter.save(temporary, weights))
         all_ranks().on_first(lambda: bool(tokenizer.save_pretrained(temporary)))
 
@@ -184,7 +184,7 @@ def export_hf(
                 "deviations, although its weights are equal. Its config.json does not describe the trained model."
             )
 
-    with _written(folder, step) as temporary:
+    with _replace_folder(folder, step) as temporary:
         ranks = all_ranks()
         on_each: Callable[[Callable[[], None]], object] = ranks.on_all if mesh else ranks.on_first
         ranks.on_first(lambda: _write_settings(temporary, lm, tokenizer, dtype))

@@ -40,7 +40,7 @@ Place = tuple[int | None, str | None]
 
 
 @contextmanager
-def recorded(
+def record_failures(
     run: RunFolder,
     watchdog: Watchdog,
     lock: RunLock,
@@ -65,7 +65,7 @@ def recorded(
         if is_out_of_memory(error):
             raised = RunStoppedError(_out_of_memory(error, at, memory()))
         elif is_lost_peer(error):
-            raised = peers.cause() or RunStoppedError(
+            raised = peers.first_failure() or RunStoppedError(
                 f"{at}: another rank ended without a message (killed, out of memory, or its host is down), or did not "
                 f"answer within mesh.timeout_s: {one_line(error)}"
             )
@@ -77,7 +77,7 @@ def recorded(
         is_sentence = isinstance(raised, (ConfigError, DataError, RunStoppedError))
         reason = str(raised) if is_sentence else f"rank {rank}, {watchdog.doing}: {type(error).__name__}: {error}"
         if not isinstance(raised, PeerError):
-            peers.tell(raised, watchdog.doing)
+            peers.report(raised, watchdog.doing)
         if lock.is_held():
             with suppress(OSError), open(watchdog.log, "a") as log:
                 log.write(scrub(f"{time.strftime('%F %T')} {watchdog.doing}\n{traceback.format_exc()}\n"))

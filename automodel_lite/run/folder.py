@@ -219,11 +219,11 @@ def typed_command() -> str:
     """The command line of this run, of the sweep or the launcher where there is one, as it can be typed again here."""
     if SWEEP_COMMAND in os.environ:
         return os.environ[SWEEP_COMMAND]
-    words = sys.orig_argv
+    argv = sys.orig_argv
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher is the parent of its ranks
         with suppress(OSError):
-            words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1] or words
-    python, *rest = words
+            argv = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1] or argv
+    python, *rest = argv
     if rest and "/" in python and Path(rest[0]).absolute().parent == Path(python).absolute().parent:
         python, *rest = rest  # a script that was installed beside its interpreter
     return shlex.join([_typed(Path(python)), *rest])

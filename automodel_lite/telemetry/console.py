@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 from automodel_lite.launched import rank
-from automodel_lite.progress import duration, print_above_bars, wrapped
+from automodel_lite.progress import duration, print_above_bars, wrap_lines
 from automodel_lite.redact import scrub
 from automodel_lite.telemetry.metrics import StepMetrics
 
@@ -40,7 +40,7 @@ class Console:
     def say(self, topic: str, text: str) -> None:
         """A line of the start block: `packing    exact_fill: 61 packs ...`, wrapped at words on a terminal."""
         for number, line in enumerate(scrub(text).splitlines() or [""]):
-            self.print(wrapped(f"{topic if number == 0 else '':<10} {line}", indent=11))
+            self.print(wrap_lines(f"{topic if number == 0 else '':<10} {line}", indent=11))
 
     def show(self, lines: Sequence[tuple[str, str]]) -> None:
         """Lines of the start block: (topic, text), printed as soon as they are known and kept for run.json."""
@@ -54,7 +54,7 @@ class Console:
             self._print(f"{topic if number == 0 else '':<10} {scrub(command)}")
 
     def print(self, text: str) -> None:
-        self._print("\n".join(wrapped(line, indent=11) for line in text.splitlines()))
+        self._print("\n".join(wrap_lines(line, indent=11) for line in text.splitlines()))
 
     def _print(self, text: str) -> None:
         if not self.is_silent:

@@ -29,8 +29,8 @@ from automodel_lite.parallel.peers import Peers, flat
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.parallel.stragglers import Stragglers
 from automodel_lite.run.checkpoint import Checkpointer
-from automodel_lite.run.exits import leave
-from automodel_lite.run.failures import Place, recorded
+from automodel_lite.run.exits import exit_with
+from automodel_lite.run.failures import Place, record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.nonfinite import NonfiniteSteps, StepNumbers, are_finite
@@ -72,9 +72,10 @@ class Guards:
         """Records how the run ends; a rank that only noticed the end of another one reports that rank's error.
         `at_end` is called in any case, unless the folder is another job's by then.
         """
-        self.peers.leave = self._end_with_peer
+        self.peers.on_failure = self._end_with_peer
         try:
-            with recorded(self.folder, self.watchdog, self.lock, self.peers, lambda: self.memory_text, self.place):
+            watched = (self.folder, self.watchdog, self.lock, self.peers)
+            with record_failures(*watched, lambda: self.memory_text, self.place):
                 yield
         finally:
             self.watchdog.stop()
@@ -198,7 +199,7 @@ class Guards:
         """Ends this rank, wherever it is, with the error of another."""
         self._record_end("failed", str(error))
         self.lock.release()
-        leave(str(error), error.exit_code, is_shown=is_first_here())
+        exit_with(str(error), error.exit_code, is_shown=is_first_here())
 
     def _record_end(self, state: str, reason: str) -> None:
         """Called before a thread ends the process."""

@@ -18,8 +18,8 @@ from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_same_data
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import is_first_here
-from automodel_lite.parallel.peers import Peers, flat, open_peers, together, versions
-from automodel_lite.run.exits import leave
+from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
+from automodel_lite.run.exits import exit_with
 from automodel_lite.run.folder import RunFolder, plain
 from automodel_lite.run.model_files import model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
@@ -44,7 +44,7 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
     config = start.from_run(config)
     if config.dry_run:
         return start.dry_run(config)
-    with joined(config) as (config, peers, finished):
+    with join_ranks(config) as (config, peers, finished):
         if finished:
             Console().print(finished)
             return 0
@@ -53,15 +53,15 @@ def launch(recipe: Callable[..., Any], config: Config, *more: object) -> int:
 
 
 @contextmanager
-def joined(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
+def join_ranks(config: Config) -> Iterator[tuple[Config, Peers, str | None]]:
     """The other ranks, the configuration with what the run in its folder began with, and a message for a run that is
     finished. A mistake that any rank meets inside ends all of them.
 
     Raises RanksDifferError when the ranks were started differently, and ConfigError when the folder is another run's.
     """
     folder, peers = RunFolder(config.output_dir), open_peers()
-    peers.leave = lambda error: leave(str(error), error.exit_code, is_shown=is_first_here())
-    with together(peers):
+    peers.on_failure = lambda error: exit_with(str(error), error.exit_code, is_shown=is_first_here())
+    with end_together(peers):
         config = folder.with_saved_layout(config)
         message = folder.finished_message(config)
         state = {"output_dir (what it holds)": folder.read_status().get("state", "no run")}

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config
-from automodel_lite.cli.compose import Loader, beaten_options, composed
+from automodel_lite.cli.compose import Loader, beaten_options, compose
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 
 SGD = "_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n"
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def lines(folder: Path, preset: str, *overrides: str) -> list[str]:
     sources = Sources.of(str(folder))
-    return list(beaten_options(composed(Loader(sources), preset, overrides), sources, overrides))
+    return list(beaten_options(compose(Loader(sources), preset, overrides), sources, overrides))
 
 
 def test_the_preset_wins_and_the_line_names_both_values(folder: Path) -> None:

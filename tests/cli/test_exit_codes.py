@@ -94,14 +94,14 @@ SIGNALED = """
 import os, signal
 from automodel_lite.cli import exit_codes, hydra_app
 from automodel_lite.run import stopping
-install, leave = stopping.StopSignals.install, exit_codes.leave
+install, exit_with = stopping.StopSignals.install, exit_codes.exit_with
 def install_and_meet(signals):
     install(signals)
     os.kill(os.getpid(), signal.SIGTERM)
-def leave_and_meet(*given, **more):
+def exit_and_meet(*given, **more):
     os.kill(os.getpid(), signal.SIGTERM)
-    leave(*given, **more)
-stopping.StopSignals.install, exit_codes.leave = install_and_meet, leave_and_meet
+    exit_with(*given, **more)
+stopping.StopSignals.install, exit_codes.exit_with = install_and_meet, exit_and_meet
 hydra_app.run_recipe("recipes.train_ft:main", ["--config-name", "smoke", "output_dir=run"])
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import run_recipe
-from automodel_lite.cli.compose import Loader, composed
+from automodel_lite.cli.compose import Loader, compose
 from automodel_lite.cli.hydra_app import answer
 from automodel_lite.cli.sources import Sources
 from automodel_lite.errors import ConfigError
@@ -90,5 +90,5 @@ def test_settings_of_a_sweep_may_stand_in_a_file(tmp_path: Path, monkeypatch: py
     block = "launcher: {partition: gpu, nodes: 2, timeout_min: 60}\n  sweeper: {n_trials: 3, sampler: {seed: 1}}"
     defaults = "[smoke, override hydra/launcher: submitit_slurm, override hydra/sweeper: optuna, _self_]"
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nhydra:\n  {block}\n")
-    raw = composed(Loader(Sources.of(str(tmp_path))), "mine", [])
+    raw = compose(Loader(Sources.of(str(tmp_path))), "mine", [])
     assert raw.hydra.launcher.nodes == 2

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError, DataError, PeerError, RanksDifferError
 from automodel_lite.parallel.control import open_control
-from automodel_lite.parallel.peers import flat, open_peers, together, versions
+from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
 from automodel_lite.parallel.processes import this_process
 from tests.ranks import run_ranks
 from tests.runs import train_quick
@@ -98,9 +98,9 @@ def test_a_run_of_different_settings_does_not_start(tmp_path: Path, override: st
 def _meet_a_mistake(rank: int, world_size: int, waits_in: str) -> str:
     peers = open_peers()
     heard: list[str] = []
-    peers.leave = lambda error: heard.append(str(error))
+    peers.on_failure = lambda error: heard.append(str(error))
     try:
-        with together(peers):
+        with end_together(peers):
             if rank == 1:
                 raise DataError("a.jsonl:7: not JSON")
             if waits_in == "compare":
@@ -164,9 +164,9 @@ def test_under_torchrun_it_is_printed_by_that_rank_and_by_rank_0_and_ends_all(tm
 def _die(rank: int, world_size: int, ready: str) -> str:
     peers = open_peers()
     heard: list[str] = []
-    peers.leave = lambda error: heard.append(str(error))
+    peers.on_failure = lambda error: heard.append(str(error))
     try:
-        with together(peers):
+        with end_together(peers):
             peers.compare("settings", {})
             if rank == 1:
                 pid = os.fork()  # the rank's own process: a child that joins under its number, and is killed
@@ -259,7 +259,7 @@ def _fall_silent(rank: int, world_size: int) -> str:
         for name, value in {"_LOOK_EVERY_S": 0.05, "_BEAT_EVERY_LOOKS": 2, "_SILENT_S": 0.5, "_DEAD_S": 2.0}.items():
             patch.setattr(f"automodel_lite.parallel.peers.{name}", value)
         peers = open_peers()
-        peers.leave = lambda error: heard.append(str(error))
+        peers.on_failure = lambda error: heard.append(str(error))
         peers.join()
         if rank == 1:
             time.sleep(0.5)

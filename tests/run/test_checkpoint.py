@@ -21,7 +21,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.control import Control
 from automodel_lite.run import checkpoint_folder, durable, sharded_files
 from automodel_lite.run.checkpoint import Checkpointer
-from automodel_lite.run.checkpoint_folder import doomed
+from automodel_lite.run.checkpoint_folder import steps_to_delete
 from automodel_lite.run.folder import RunFolder
 from tests.ranks import run_ranks
 
@@ -477,7 +477,7 @@ def test_a_job_that_lost_its_folder_saves_nothing_and_stops(tmp_path: Path, mode
 )
 def test_retention(rules: CheckpointConfig, kept: list[int]) -> None:
     losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: float("nan"), 60: 2.5}
-    assert sorted(losses.keys() - set(doomed(losses, rules))) == kept
+    assert sorted(losses.keys() - set(steps_to_delete(losses, rules))) == kept
 
 
 def test_the_best_one_stays(tmp_path: Path) -> None:

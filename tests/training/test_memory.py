@@ -10,7 +10,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.models.flops import model_size
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.parallel.peers import Peers
-from automodel_lite.run.failures import recorded
+from automodel_lite.run.failures import record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
 from automodel_lite.run.watchdog import Watchdog
@@ -182,7 +182,7 @@ def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
     watchdog.enter("in step 3")
     with (
         pytest.raises(RunStoppedError) as stopped,
-        recorded(run, watchdog, RunLock(run.lock), Peers(None), lambda: text),
+        record_failures(run, watchdog, RunLock(run.lock), Peers(None), lambda: text),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     sentence = str(stopped.value)
