@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import is_timm_available
 from transformers.utils import logging as transformers_logging
@@ -524,18 +523,14 @@ def _loading_errors(source: str, config: PretrainedConfig, quantization: dict[st
 
 def check_finite(model: transformers.PreTrainedModel, source: str) -> None:
     """Raises ConfigError when a loaded weight is infinite or not a number: every loss would be."""
-    damaged = [name for name, value in model.named_parameters() if not _is_finite(value)]
+    damaged = []
+    for name, weight in model.named_parameters():
+        # The extremes are infinite or NaN when any value is, and need no mask as large as the weight.
+        here = local(weight.detach())
+        if here.is_floating_point() and here.numel() and not all(bool(value.isfinite()) for value in here.aminmax()):
+            damaged.append(name)
     if damaged:
         raise ConfigError(
             f"{source}: {len(damaged)} weights hold values that are not finite (inf or NaN), {damaged[0]} first: the "
             "file is damaged, or its training diverged; download it again."
         )
-
-
-def _is_finite(weight: Tensor) -> bool:
-    """Checks this rank's part of a weight. Looks at the extremes, which takes no more memory."""
-    # The extremes are infinite or NaN when any value is, and need no mask as large as the weight.
-    here = local(weight)
-    if not here.is_floating_point() or not here.numel():
-        return True
-    return all(bool(value.isfinite()) for value in here.detach().aminmax())

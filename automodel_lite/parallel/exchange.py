@@ -221,7 +221,11 @@ class OwnedDocumentMixers(Heads):
         return total
 
     def each(self, mix: Callable[[list[Tensor]], Tensor], streams: Sequence[Tensor]) -> Tensor:
-        return self._from_owner(self.owned.each(mix, [self._to_owner(x) for x in streams]))
+        mixed = self.owned.each(mix, [self._to_owner(x) for x in streams])
+        # and back, the same way
+        rows = SelectRows.apply(mixed, self.unarrange, self.arrange[None])
+        received = AllToAll.apply(rows, self.group, (self.counts_in, self.counts_out))
+        return SelectRows.apply(received, self.unsend, self.send[None])  # type: ignore[no-any-return]
 
     def _to_owner(self, x_TC: Tensor) -> Tensor:
         """[T / cp, ...] -> [T', ...]."""
@@ -230,11 +234,6 @@ class OwnedDocumentMixers(Heads):
         if not len(received):  # a rank without a document mixes one token of zeros, so that its weights have gradients
             return F.pad(received, (0,) * (2 * received.ndim - 1) + (1,))
         return SelectRows.apply(received, self.arrange, self.unarrange[None])  # type: ignore[no-any-return]
-
-    def _from_owner(self, x_TC: Tensor) -> Tensor:
-        rows = SelectRows.apply(x_TC, self.unarrange, self.arrange[None])
-        received = AllToAll.apply(rows, self.group, (self.counts_in, self.counts_out))
-        return SelectRows.apply(received, self.unsend, self.send[None])  # type: ignore[no-any-return]
 
 
 def heads_divide(cp_size: int, num_heads: int, num_kv_heads: int) -> bool:
