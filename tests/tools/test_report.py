@@ -145,7 +145,10 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     folder.write_status("preempted", 4, checkpoint="step_00000004")
     assert folder.next_commands("preempted")[0].endswith("   # continues from step_00000004")
     record.rows.append({"step": 5, "loss": "nan"})
-    assert warnings_of(record)[1] == "the loss was not finite at steps 5"
+    record.rows.append({"step": 50, "warning": "step 50: rank 1 on b takes 2 s for a layer"})
+    slow, nonfinite = warnings_of(record)[1:]
+    assert slow == "step 50: rank 1 on b takes 2 s for a layer"
+    assert nonfinite == "the loss was not finite at steps 5"
 
 
 def test_only_an_export_of_the_newest_checkpoint_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

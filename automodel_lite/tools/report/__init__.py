@@ -187,7 +187,7 @@ def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
 
 
 def warnings_of(record: RunRecord) -> list[str]:
-    """What the start block noted, and steps that were not finite."""
+    """What the start block noted, ranks that were slow, and steps that were not finite."""
     lines = (line for _, text in record.facts.get("lines", []) for line in text.splitlines())
     noted = [line for line in lines if line.startswith(("NOTE:", "WARNING:"))]
     bad = [str(row["step"]) for row in record.rows if not math.isfinite(float(row.get("loss", 0.0)))]
