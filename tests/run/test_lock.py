@@ -18,7 +18,7 @@ import pytest
 
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.parallel.peers import Peers
-from automodel_lite.run.failures import recorded
+from automodel_lite.run.failures import record_failures
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import Holder, RunLock
 from automodel_lite.run.watchdog import Watchdog
@@ -182,7 +182,7 @@ def test_a_job_that_was_stopped_for_long_finds_the_lock_lost(tmp_path: Path) -> 
     run = RunFolder(tmp_path)
     with (
         pytest.raises(RunStoppedError, match=r"no longer belongs to this job: run.lock names process .* on elsewhere"),
-        recorded(run, Watchdog(run.path, 0, after_s=0), old, Peers(None), str),
+        record_failures(run, Watchdog(run.path, 0, after_s=0), old, Peers(None), str),
     ):
         old.check_held()
     assert not run.logs.exists()  # the other job would take a record for one of its own ranks'
