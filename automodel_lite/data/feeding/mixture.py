@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from automodel_lite.config.rules import Seed
+from automodel_lite.config.rules import Range, Seed
 from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.streams import StreamingDataset
 from automodel_lite.data.reading.documents import Documents, DocumentSet, Question
@@ -20,6 +21,8 @@ from automodel_lite.errors import ConfigError, shown
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MANY_REPEATS = 4  # times that a document may be seen an epoch before the table warns
+MOST_REPEATS = 1000  # more is a typing mistake, and takes memory for each time
+_RULES = {"weight": Range(above=0), "repeat": Range(above=0, most=MOST_REPEATS), "max_documents": Range(least=1)}
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,6 @@ class Source:
     weight: float | Sequence[float] | None = None
     repeat: float = 1.0
     max_documents: int | None = None
-
-    def weight_in(self, epoch: int) -> float | None:
-        """The last weight of a list holds for all epochs after it."""
-        if self.weight is None or isinstance(self.weight, int | float):
-            return self.weight
-        return self.weight[min(epoch, len(self.weight) - 1)]
 
 
 class Mixture:
@@ -111,14 +108,11 @@ class Mixture:
         ]
         return f"mixture({'; '.join(texts)}; {self.stop}, seed={self.seed})"
 
-    @property
-    def differs_by_epoch(self) -> bool:
-        """Do other epochs draw other documents?"""
-        return any(source.weight is not None or source.repeat % 1 for source in self.sources.values())
-
     def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         rows = {name: data.train for name, data in datasets.items()}
         train = self.mix(rows)
+        differs_by_epoch = any(source.weight is not None or source.repeat % 1 for source in self.sources.values())
+        row_lengths = [of.row_lengths[: self.sources[name].max_documents] for name, of in rows.items()]
         notes = [f"{name}: {note}" for name, data in datasets.items() for note in data.notes]
         return TokenizedData(
             train=train,
@@ -126,15 +120,34 @@ class Mixture:
             counts={f"{name}/{key}": counts for name, data in datasets.items() for key, counts in data.counts.items()},
             notes=(*notes, *self.table(train)),
             fingerprint=short_hash(" ".join([self.identity, *(data.fingerprint for data in datasets.values())])),
-            drawn=partial(self.mix, rows) if self.differs_by_epoch else None,
-            longest=self.longest(rows),
+            drawn=partial(self.mix, rows) if differs_by_epoch else None,
+            longest=max(int(of_source.max(initial=0)) for of_source in row_lengths),
         )
 
     def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
-        """The rows of an epoch, drawn from the rows of each dataset and shuffled."""
+        """Returns the rows of an epoch, drawn from the rows of each dataset and shuffled.
+
+        Raises ConfigError for weights that take a dataset too often, or none.
+        """
         lengths = {name: source_rows.lengths[: self.sources[name].max_documents] for name, source_rows in rows.items()}
         tokens = {name: int(source_lengths.sum()) for name, source_lengths in lengths.items()}
-        wanted = self._wanted_tokens(tokens, epoch)
+        wanted = {name: num_tokens * self.sources[name].repeat for name, num_tokens in tokens.items()}
+        weights = {name: s.weight for name, s in self.sources.items() if s.weight is not None}
+        if weights:
+            # The last weight of a list holds for all epochs after it.
+            now = {name: w[min(epoch, len(w) - 1)] if isinstance(w, Sequence) else w for name, w in weights.items()}
+            sizes = [tokens[name] / weight for name, weight in now.items() if weight]
+            if not sizes:
+                raise ConfigError(f"dataset.sources: all weights of epoch {epoch} are 0: raise at least one.")
+            of_epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
+            wanted = {name: of_epoch * weight for name, weight in now.items()}
+        for name, num_tokens in wanted.items():
+            if num_tokens > MOST_REPEATS * tokens[name]:
+                times = num_tokens / max(1, tokens[name])
+                raise ConfigError(
+                    f"dataset.sources.{name}: an epoch would take it {times:,.0f} times: set "
+                    "dataset.stop=first_exhausted, or weights that are closer to one another."
+                )
         drawn_by = [self.seed, epoch] if epoch else [self.seed]
         chosen = [
             choose_documents(lengths[name], wanted[name], np.random.default_rng([*drawn_by, number]))
@@ -143,10 +156,6 @@ class Mixture:
         source_ids = np.repeat(np.arange(len(chosen)), [len(ids) for ids in chosen])
         order = np.random.default_rng([*drawn_by, len(chosen)]).permutation(len(source_ids))
         return MixedRows(tuple(rows.values()), tuple(rows), source_ids[order], np.concatenate(chosen)[order])
-
-    def longest(self, rows: Mapping[str, Rows]) -> int:
-        """Tokens of the longest document that any epoch may draw."""
-        return max(int(of.row_lengths[: self.sources[name].max_documents].max(initial=0)) for name, of in rows.items())
 
     def table(self, mixed: MixedRows) -> list[str]:
         """A line a dataset: what an epoch takes of it."""
@@ -162,44 +171,24 @@ class Mixture:
             lines.append(line + (f" (each document {times:.1f} times: add data?)" if times > MANY_REPEATS else ""))
         return lines
 
-    def _wanted_tokens(self, tokens: Mapping[str, int], epoch: int) -> dict[str, float]:
-        weights = {name: source.weight_in(epoch) for name, source in self.sources.items()}
-        if None in weights.values():
-            return {name: tokens[name] * self.sources[name].repeat for name in tokens}
-        sizes = [tokens[name] / weight for name, weight in weights.items() if weight]
-        if not sizes:
-            raise ConfigError(
-                f"dataset.sources: all weights of epoch {epoch} are 0: give at least one dataset a positive weight."
-            )
-        of_epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
-        return {name: of_epoch * (weight or 0.0) for name, weight in weights.items()}
-
 
 class MixedRows(Rows):
     """Rows of several sets in one order: row i is row `row_ids[i]` of set `source_ids[i]`."""
 
     def __init__(self, sources: Sequence[Rows], names: Sequence[str], source_ids: np.ndarray, row_ids: np.ndarray):
         self.sources, self.names, self.source_ids, self.row_ids = sources, names, source_ids, row_ids
-        self._lengths, self._row_lengths = np.zeros((2, len(row_ids)), np.int64)
+        self.lengths, self.row_lengths = np.zeros((2, len(row_ids)), np.int64)
         for number, rows in enumerate(sources):
             mine = source_ids == number
-            self._lengths[mine] = rows.lengths[row_ids[mine]]
-            self._row_lengths[mine] = rows.row_lengths[row_ids[mine]]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self._lengths
-
-    @property
-    def row_lengths(self) -> np.ndarray:
-        return self._row_lengths
+            self.lengths[mine] = rows.lengths[row_ids[mine]]
+            self.row_lengths[mine] = rows.row_lengths[row_ids[mine]]
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         return self.sources[self.source_ids[index]][int(self.row_ids[index])]
 
     def tokens_by_source(self) -> dict[str, int]:
         """Tokens that an epoch takes of each set."""
-        sums = np.bincount(self.source_ids, weights=self._lengths, minlength=len(self.names))
+        sums = np.bincount(self.source_ids, weights=self.lengths, minlength=len(self.names))
         return {name: int(tokens) for name, tokens in zip(self.names, sums)}
 
 
@@ -226,7 +215,7 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
     if unknown or "dataset" not in settings:
         what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"
         raise ConfigError(f"dataset.sources.{name}: {what}; a source has dataset, weight or repeat, max_documents.")
-    source = Source(**settings)
+    source = Source(**{key: value for key, value in settings.items() if value is not None or key == "dataset"})
     if isinstance(source.dataset, Mapping | str | None):
         raise ConfigError(
             f"dataset.sources.{name}.dataset={shown(source.dataset)} must be a block with a _target_, such as "
@@ -238,15 +227,15 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
         raise ConfigError(
             f"dataset.sources.{name} has weight={source.weight} and repeat={source.repeat}: give one of them."
         )
-    if isinstance(source.weight, Sequence):
-        weights = list(source.weight)
-        if not weights or not all(isinstance(value, int | float) and value >= 0 for value in weights):
-            rule = "must be a list of numbers, one per epoch, from 0 on"
-            raise ConfigError(f"dataset.sources.{name}.weight={weights} {rule}.")
-        source = replace(source, weight=weights)
-    for key, value in (("weight", source.weight), ("repeat", source.repeat), ("max_documents", source.max_documents)):
-        if isinstance(value, int | float) and not value > 0:
-            raise ConfigError(f"dataset.sources.{name}.{key}={value} must be over 0.")
+    for key in [key for key in _RULES if settings.get(key) is not None]:
+        value, rule, what = settings[key], _RULES[key], "a whole number" if key == "max_documents" else "a number"
+        numbers = [value]
+        if key == "weight" and isinstance(value, list):
+            numbers, rule, what = value or [None], Range(least=0), "a list of numbers, one per epoch, all"
+        for number in numbers:
+            is_number = isinstance(number, int if key == "max_documents" else int | float) and math.isfinite(number)
+            if not is_number or isinstance(number, bool) or rule.problem(number):
+                raise ConfigError(f"dataset.sources.{name}.{key}={shown(value)} must be {what} {rule}.")
     return source
 
 

@@ -46,19 +46,16 @@ class MemmapRows(Rows):
         self.tokens = _map_tokens(path, dtype)
         # Documents lie one behind the other inside the file. Blocks of them bound the memory of 10^8.
         is_flat = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
-        self._offsets, self._lengths = offsets, np.empty(max(0, len(offsets) - 1), np.int32)
+        self._offsets = offsets
+        self.lengths = self.row_lengths = np.empty(max(0, len(offsets) - 1), np.int32)
         is_rising = is_flat and offsets[0] >= 0 and offsets[-1] <= len(self.tokens)
-        for start in range(0, len(self._lengths) if is_rising else 0, BLOCK):
+        for start in range(0, len(self.lengths) if is_rising else 0, BLOCK):
             lengths = np.diff(offsets[start : start + BLOCK + 1].astype(np.int64, copy=False))
             is_rising = is_rising and not (lengths < 0).any()
-            self._lengths[start : start + BLOCK] = lengths
+            self.lengths[start : start + BLOCK] = lengths
         if not is_rising:
             held = f"{len(self.tokens):,} tokens"
             raise DataError(f"{path.name}: its index belongs to another file: documents are outside the {held}.")
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self._lengths
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         """A view of the file's tokens; labels are made here.
@@ -142,9 +139,9 @@ class MemmapCorpus:
 class JoinedRows(ConcatenatedRows, Rows):
     """Rows of several corpora end to end."""
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.concatenate([corpus.lengths for corpus in self.datasets])
+    def __init__(self, corpora: Sequence[Rows]):
+        super().__init__(corpora)
+        self.lengths = self.row_lengths = np.concatenate([corpus.lengths for corpus in corpora])
 
 
 def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "int32") -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -28,27 +28,25 @@ from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
+STORED = {name: column.stored for name, column in COLUMNS.items()}
+STORED |= {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
+STORED |= {"lengths": "int32", "offsets": "int64", "groups": "int64"}
+"""The arrays of a folder, a file `<name>.bin` each."""
 
 
 class Rows(ABC):
     """Tokenized documents. Pickling them copies no tokens."""
 
+    lengths: np.ndarray
+    """Tokens of each document, int32 or int64 [N]."""
+    row_lengths: np.ndarray
+    """The same; of the longest row where a document is a tree."""
     note: str = ""
     """What was decided when they were loaded, to be printed."""
 
     @property
-    @abstractmethod
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, int32 or int64 [N]."""
-
-    @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
-
-    @property
-    def row_lengths(self) -> np.ndarray:
-        """Tokens of each document, of the longest row where it is a tree."""
-        return self.lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -67,7 +65,7 @@ class Rows(ABC):
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Rows:
         """The same rows with more columns, [tokens of the flat rows, ...] each."""
-        return replace(self.flat, columns={**self.flat.columns, **columns}, folder=None)
+        return TokenRows({**self.flat.columns, **columns}, self.flat.offsets, files=self.flat.files)
 
     def has_labels(self, doc_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Returns which pieces of documents have a label, bool [P]."""
@@ -107,29 +105,35 @@ class Runs:
         return self.values[first:last].repeat(np.diff(edges))
 
 
-@dataclass(frozen=True)
 class TokenRows(Rows):
     """Documents end to end: document i is tokens offsets[i] to offsets[i + 1] of every column.
 
-    Rows that live in a folder are pickled as its path, so that workers map the same pages.
+    Args:
+        columns: arrays, or Runs.
+        folder: where they live; such rows are pickled as its path, so that workers map the same pages.
+        files: of what is mapped.
+        lengths: int32 [N], mapped too.
+
     Raises DataError for columns of unequal length or scattered in memory.
     """
 
-    columns: Mapping[str, Any]  # arrays, or Runs
-    offsets: np.ndarray
-    folder: Path | None = None
-    files: Sequence[WholeFile] = field(default=(), compare=False, repr=False)  # of what is mapped
-    mapped_lengths: np.ndarray | None = field(default=None, compare=False, repr=False)  # int32 [N], from the folder
-    groups: np.ndarray | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        sizes = {name: len(values) for name, values in self.columns.items()}
-        if len(set(sizes.values())) > 1 or int(self.offsets[-1]) > sizes["input_ids"]:
+    def __init__(
+        self,
+        columns: Mapping[str, Any],
+        offsets: np.ndarray,
+        folder: Path | None = None,
+        files: Sequence[WholeFile] = (),
+        lengths: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
+    ):
+        sizes = {name: len(values) for name, values in columns.items()}
+        if len(set(sizes.values())) > 1 or int(offsets[-1]) > sizes["input_ids"]:
             held = " and ".join(f"{size} {name}" for name, size in sizes.items())
-            raise DataError(f"the rows hold {held} for {int(self.offsets[-1])} tokens: all must be equal.")
-        if not all(values.flags.c_contiguous for values in self.columns.values() if isinstance(values, np.ndarray)):
-            names = " and ".join(self.columns)
-            raise DataError(f"{names} of flat rows must be contiguous: use np.ascontiguousarray.")
+            raise DataError(f"the rows hold {held} for {int(offsets[-1])} tokens: all must be equal.")
+        if not all(values.flags.c_contiguous for values in columns.values() if isinstance(values, np.ndarray)):
+            raise DataError(f"{' and '.join(columns)} of flat rows must be contiguous: use np.ascontiguousarray.")
+        self.columns, self.offsets, self.folder, self.files, self.groups = columns, offsets, folder, files, groups
+        self.lengths = self.row_lengths = np.diff(offsets) if lengths is None else lengths
 
     @property
     def flat(self) -> TokenRows:
@@ -142,17 +146,6 @@ class TokenRows(Rows):
     @property
     def labels(self) -> np.ndarray:
         return self.columns["labels"]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets) if self.mapped_lengths is None else self.mapped_lengths
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.offsets[-1])
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not -len(self) <= index < len(self):
@@ -174,9 +167,8 @@ class TokenRows(Rows):
 
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
-    dtypes = _dtypes()
-    paths = {name: folder / f"{name}.bin" for name in dtypes if (folder / f"{name}.bin").is_file()}
-    arrays: dict[str, Any] = {name: map_array(path, dtypes[name]) for name, path in paths.items()}
+    paths = {name: folder / f"{name}.bin" for name in STORED if (folder / f"{name}.bin").is_file()}
+    arrays: dict[str, Any] = {name: map_array(path, STORED[name]) for name, path in paths.items()}
     offsets, lengths, groups = arrays.pop("offsets"), arrays.pop("lengths"), arrays.pop("groups", None)
     for name in [name for name in arrays if name.endswith("_at")]:
         column = name.removesuffix("_at")
@@ -230,13 +222,6 @@ def next_token_labels(input_ids: np.ndarray, trained: np.ndarray, lengths: np.nd
     return labels
 
 
-def _dtypes() -> dict[str, str]:
-    """The arrays of a folder, a file `<name>.bin` each."""
-    runs = {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
-    columns = {name: column.stored for name, column in COLUMNS.items()}
-    return columns | runs | {"lengths": "int32", "offsets": "int64", "groups": "int64"}
-
-
 class RowsWriter:
     """Appends chunks of documents to the arrays of a folder; `close` makes them whole. Nothing is kept in memory."""
 
@@ -244,8 +229,7 @@ class RowsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._files: dict[str, BufferedWriter] = {}
-        self._dtypes = _dtypes()
-        self._hashes = {name: hashlib.sha256() for name in self._dtypes}
+        self._hashes = {name: hashlib.sha256() for name in STORED}
         self._num_tokens = 0
         self._last: dict[str, float] = {}  # of columns in runs: the last value, and how many there were
         self._num_values = dict.fromkeys(COLUMNS, 0)
@@ -273,8 +257,8 @@ class RowsWriter:
     def _write(self, name: str, values: np.ndarray) -> None:
         if name not in self._files:
             self._files[name] = (self._folder / f"{name}.bin").open("wb")
-        values = np.ascontiguousarray(values, self._dtypes[name])
-        if f"{name}_at" in self._dtypes:
+        values = np.ascontiguousarray(values, STORED[name])
+        if f"{name}_at" in STORED:
             # A run goes on from one call to the next where the value does.
             changes = np.flatnonzero(np.append(self._last.get(name, np.nan), values[:-1]) != values)
             if len(values):
@@ -290,9 +274,7 @@ class RowsWriter:
         for file in self._files.values():
             file.close()
         whole = self._hashes["offsets"]
-        for name in [
-            name for name in self._dtypes if name in self._files and name not in ("lengths", "offsets", "groups")
-        ]:
+        for name in [name for name in STORED if name in self._files and name not in ("lengths", "offsets", "groups")]:
             whole.update(self._hashes[name].digest())
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 

@@ -207,11 +207,11 @@ class TreeRows(Rows):
         self._tree = np.arange(len(lengths)).repeat(num_parts)
         firsts = num_parts.cumsum() - num_parts  # of each tree, its first part
         self._part = np.arange(len(self._tree)) - firsts[self._tree]
-        self._lengths, self._row_lengths = lengths[self._tree].astype(np.int64), _longest_rows(trees)[self._tree]
+        self.lengths, self.row_lengths = lengths[self._tree].astype(np.int64), _longest_rows(trees)[self._tree]
         for tree, cut in parts.items():
             first = int(firsts[tree])
-            self._lengths[first : first + len(cut)] = [len(part["input_ids"]) for part in cut]
-        many, repeated = num_parts[num_parts > 1], int(self._lengths.sum()) - trees.num_tokens
+            self.lengths[first : first + len(cut)] = [len(part["input_ids"]) for part in cut]
+        many, repeated = num_parts[num_parts > 1], self.num_tokens - trees.num_tokens
         if len(many):
             self.note = (
                 f"{len(many):,} trees over packed_sequence.packed_sequence_size={most_tokens} are cut into "
@@ -226,18 +226,10 @@ class TreeRows(Rows):
         flat = self.trees.with_columns(columns)
         return TreeRows(flat.flat, self.most_tokens)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return self._lengths
-
-    @property
-    def row_lengths(self) -> np.ndarray:
-        return self._row_lengths
-
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         tree, part = int(self._tree[index]), int(self._part[index])
         whole = self.trees[tree]
-        is_cut = self._lengths[index] != self.trees.lengths[tree]
+        is_cut = self.lengths[index] != self.trees.lengths[tree]
         return cut_tree(whole, self.most_tokens or 0)[part] if is_cut else whole
 
     def __reduce__(self) -> tuple:

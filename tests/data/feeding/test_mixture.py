@@ -160,14 +160,41 @@ def test_a_tokenizer_is_trained_on_all_sources(tmp_path: Path) -> None:
             {"weigth": 1},
             "dataset.sources.a: unknown key weigth; a source has dataset, weight or repeat, max_documents.",
         ),
-        ({"repeat": 0}, "dataset.sources.a.repeat=0 must be over 0."),
-        ({"weight": [1, -1]}, "dataset.sources.a.weight=[1, -1] must be a list of numbers, one per epoch, from 0 on."),
+        *(
+            ({"repeat": repeat}, f"dataset.sources.a.repeat={repeat} must be a number over 0 and at most 1,000.")
+            for repeat in (0, -1, float("nan"), float("inf"), 1e9, "two", [1, 2])
+        ),
+        *(
+            ({"weight": weight}, f"dataset.sources.a.weight={weight} must be a number over 0.")
+            for weight in (0, -0.5, float("nan"), float("inf"), "half")
+        ),
+        *(
+            (
+                {"weight": weights},
+                f"dataset.sources.a.weight={weights} must be a list of numbers, one per epoch, all at least 0.",
+            )
+            for weights in ([1, -1], [float("nan")], ["x"], [True])
+        ),
+        *(
+            ({"max_documents": num}, f"dataset.sources.a.max_documents={num} must be a whole number at least 1.")
+            for num in (0, -3, 2.5, float("inf"))
+        ),
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, source: dict, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Mixture({"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 2, 3), **source}})
     assert str(caught.value) == message
+
+
+def test_weights_that_take_a_set_too_often(tmp_path: Path) -> None:
+    sources = {
+        "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": 1e9},
+        "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": 1},
+    }
+    with pytest.raises(ConfigError, match=r"dataset.sources.small: an epoch would take it 10,000,000,000 times: set"):
+        mixed(tmp_path, sources, stop="all_exhausted")
+    assert mixed(tmp_path, sources)[1] == {"small": 100, "large": 0}
 
 
 @pytest.mark.parametrize("dataset", [{"path": "a.jsonl"}, "a.jsonl", None])
