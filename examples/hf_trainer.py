@@ -25,7 +25,7 @@ def main(use_trl: bool = False, num_steps: int = 10) -> list[float]:
     """The losses that the trainer logs, one per step."""
     tokenizer, rows = make_rows()
     packer = Packer(packed_sequence_size=256)
-    packs = packer.packs(rows, packer.plan(rows.lengths))
+    packs = packer.packs(rows)
     model = make_model(len(tokenizer))
     print("attention:", install_attention(model))
     settings: dict[str, Any] = {

@@ -35,7 +35,7 @@ def main(num_steps: int = 20) -> list[float]:
     """The loss of each step: mean over the step's label tokens."""
     tokenizer, rows = make_rows()
     packer = Packer(packed_sequence_size=256)
-    packs = packer.packs(rows, packer.plan(rows.lengths))
+    packs = packer.packs(rows)
     loader = DataLoader(packs, batch_size=2, shuffle=True, collate_fn=packed_sequence_thd_collater)
 
     model = make_model(len(tokenizer))

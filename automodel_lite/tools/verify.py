@@ -207,9 +207,8 @@ def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
     found: dict[str, list[np.ndarray]] = {name: [] for name in held + ["branches"] * ("branches" in packs.rows[0])}
     for number in order:
         pack = packs[number]
-        # (start, length) of each document of the pack; a row without packing is one
-        lengths = pack["seq_lens"] if "seq_lens" in pack else pack["attention_mask"].sum()[None]
-        slots = pack.get("seq_lens_padded", lengths)
+        # (start, length) of each document of the pack
+        lengths, slots = pack["seq_lens"], pack["seq_lens_padded"]
         starts = (slots.cumsum(0) - slots)[lengths > 0].tolist()
         for place, (start, length) in enumerate(zip(starts, lengths[lengths > 0].tolist()), int(plan.offsets[number])):
             row = packs.rows[int(plan.doc_ids[place])]

@@ -91,7 +91,7 @@ class Values:
         key = {
             "rows": (of_rows / CONTENT_HASH).read_text(),
             "model": self.model,
-            "packs": f"{packer.packed_sequence_size} {packer.strategy.name} {packer.overlong}",
+            "packs": f"{packer.packed_sequence_size} {packer.strategy} {packer.overlong}",
             "columns": json.dumps({column: list(shape) for column, shape in self.columns.items()}),
         }
         return entry_folder(cache_root(self.cache_dir), "values", f"{self.name}-{name}", key)

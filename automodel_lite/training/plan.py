@@ -70,10 +70,10 @@ def build_parts(config: Config) -> Parts:
         cure = "needs one: set teacher=pretrained teacher.pretrained=..." if loss.needs_teacher else "does not use it"
         raise ConfigError(f"teacher={'pretrained' if teacher else 'none'}: loss={name} {cure}.")
     packer = build_packer(config)
-    cuts = packer.overlong in ("truncate", "split") or packer.strategy.cuts_documents
-    if "answers" in loss.required and (cuts or packer.strategy.is_ragged):
+    cuts = packer.overlong in ("truncate", "split") or packer.cuts_documents
+    if "answers" in loss.required and (cuts or packer.is_ragged):
         raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy.name} overlong={packer.overlong}: pairs of answers stay whole, "
+            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: pairs of answers stay whole, "
             "in one pack: use exact_fill, best_fit or next_fit, and overlong=drop or error."
         )
     return Parts(
@@ -125,8 +125,7 @@ def check_parts(parts: Parts, strategy: str, device: torch.device) -> None:
         # fp8's products take multiples of 16 in every dim, tokens too
         missing_package("training.fp8", "torchao"): is_fp8 and not find_spec("torchao"),
         f"{fp8} cannot multiply peft=qlora's 4-bit weights: use peft=lora, or fp8=none.": is_fp8 and parts.is_quantized,
-        f"{fp8} needs multiples of 16 tokens, and padded rows are not: use packing.": is_fp8
-        and packer.strategy.is_ragged,
+        f"{fp8} needs multiples of 16 tokens, and padded rows are not: use packing.": is_fp8 and packer.is_ragged,
         f"{fp8} needs multiples of 16 tokens: packed_sequence.packed_sequence_size x training.micro_batch_size = "
         f"{tokens} must be a multiple of {multiple} (16 * mesh.cp).": is_fp8 and tokens % multiple,
         # weights in bf16 learn by stochastic rounding alone

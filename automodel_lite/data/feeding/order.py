@@ -58,11 +58,6 @@ def epoch_order(num_packs: int, seed: int, epoch: int, shuffle: bool) -> np.ndar
     return seeded_order(num_packs, derive_seed("packs", seed), epoch) if shuffle else np.arange(num_packs)
 
 
-def steps_per_epoch(num_packs: int, global_batch_size: int) -> int:
-    """The short last step counts."""
-    return -(-num_packs // global_batch_size)
-
-
 def assign_to_ranks(pack_ids: np.ndarray, shape: BatchShape) -> np.ndarray:
     """The packs of one step -> int64 [micro-steps, dp ranks, micro_batch_size], filled up with EMPTY_PACK."""
     width = shape.dp_size * shape.micro_batch_size

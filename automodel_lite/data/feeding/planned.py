@@ -20,7 +20,6 @@ from automodel_lite.data.feeding.order import (
     epoch_order,
     pack_costs,
     plan_imbalance,
-    steps_per_epoch,
 )
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
 from automodel_lite.data.packing.packs import PackedDataset, Packer
@@ -101,16 +100,32 @@ class PlannedPacks(PackSource):
             # few documents are few packs: steps are worth more than their size
             smallest = batches.micro_batch_size * batches.dp_size
             batches = replace(batches, global_batch_size=fitted_batch_size(smallest, size, len(packs_of(0)), epochs))
-        notes, dataloader = tokens.notes, config.dataloader
-        return cls(documents, job, packer, val_packs, notes, batches, dataloader, tokens, packs_of, config.seed)
+        longest = int(packs_of(0).plan.piece_lengths(tokens.train.row_lengths).max(initial=0))
+        return cls(
+            documents=documents,
+            job=job,
+            packer=packer,
+            val_packs=val_packs,
+            notes=tokens.notes,
+            shape=batches,
+            dataloader=config.dataloader,
+            has_trees=any(counts.num_trees for counts in tokens.counts.values()),
+            # of a mixture, a later epoch may draw another document
+            longest=min(tokens.longest, packer.packed_sequence_size) if tokens.drawn else longest,
+            tokens=tokens,
+            packs_of=packs_of,
+            seed=config.seed,
+        )
 
     def with_columns(self, columns_of: Callable[[str, Rows], Mapping[str, np.ndarray]]) -> PlannedPacks:
-        val_packs = {
-            name: packs.with_rows(packs.rows.with_columns(columns_of(name, packs.rows)))
-            for name, packs in self.val_packs.items()
-        }
-        train = self.tokens.train.with_columns(columns_of("train", self.tokens.train))
-        packs_of = lru_cache(maxsize=2)(lambda epoch: self.packs_of(epoch).with_rows(train))
+        def same_packs(packs: PackedDataset, rows: Rows) -> PackedDataset:
+            return PackedDataset(rows, packs.plan, packs.padding_idx)
+
+        sets = {"train": self.packs_of(0), **self.val_packs}
+        rows = {name: packs.rows.with_columns(columns_of(name, packs.rows)) for name, packs in sets.items()}
+        train = rows.pop("train")
+        packs_of = lru_cache(maxsize=2)(lambda epoch: same_packs(self.packs_of(epoch), train))
+        val_packs = {name: same_packs(sets[name], of_set) for name, of_set in rows.items()}
         return replace(self, tokens=replace(self.tokens, train=train), packs_of=packs_of, val_packs=val_packs)
 
     @property
@@ -126,24 +141,14 @@ class PlannedPacks(PackSource):
         counts = {f"data/{name}/{key}": n for name, c in self.tokens.counts.items() for key, n in asdict(c).items()}
         return counts | {f"packing/{key}": n for key, n in asdict(self.packs_of(0).plan.counts).items()}
 
-    @property
-    def has_trees(self) -> bool:
-        return any(counts.num_trees for counts in self.tokens.counts.values())
-
-    @property
-    def longest(self) -> int:
-        if self.tokens.drawn:  # a later epoch may draw it
-            return min(self.tokens.longest, self.packer.packed_sequence_size)
-        return int(self.packs_of(0).plan.piece_lengths(self.tokens.train.row_lengths).max(initial=0))
-
     def plan(self, config: TrainingConfig) -> TrainingPlan:
         """The first of max_steps and num_epochs that is reached; raises ConfigError when the epochs are too short."""
         size = self.shape.global_batch_size
-        first = steps_per_epoch(len(self.packs_of(0)), size)
+        first = -(-len(self.packs_of(0)) // size)  # the short last step counts
         num_epochs, why = epochs_of(config, len(self.tokens.train))
         if config.max_steps is not None and config.num_epochs is None:
             return TrainingPlan(config.max_steps, first, self.shape)
-        steps = sum(steps_per_epoch(len(self.packs_of(epoch)), size) for epoch in range(num_epochs))
+        steps = sum(-(-len(self.packs_of(epoch)) // size) for epoch in range(num_epochs))
         # a number of steps that somebody typed is meant; epochs of few documents end within the warm-up, "finished"
         if config.max_steps is None and steps < FEWEST_STEPS and not config.allow_few_steps:
             needed = -(-FEWEST_STEPS * num_epochs // max(1, steps))
@@ -159,30 +164,23 @@ class PlannedPacks(PackSource):
 
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
         while True:
-            yield from self._epoch(cursor, mesh.dp_rank, costs)
-            cursor = Cursor(cursor.epoch + 1, 0)
-
-    def _epoch(self, cursor: Cursor, dp_rank: int, costs: CostModel) -> Iterator[StepBatches]:
-        packs, order = self.packs_of(cursor.epoch), self.order_of(cursor.epoch, costs)
-        size = self.shape.global_batch_size
-        starts = range(cursor.packs, len(order), size)
-        steps = [assign_to_ranks(order[start : start + size], self.shape) for start in starts]
-        batches = iter(read_batches(packs, steps, dp_rank, self.dataloader))
-        for start, step in zip(starts, steps):
-            began = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(len(step))]
-            waited_s = time.perf_counter() - began
-            ids = order[start : start + size]
-            is_last = start + size >= len(order)  # the end of an epoch has one name: (next epoch, 0)
-            after = Cursor(cursor.epoch + 1, 0) if is_last else Cursor(cursor.epoch, start + size)
-            yield StepBatches(micro_batches, ids.tolist(), cursor.epoch, after, waited_s)
-
-    def order_of(self, epoch: int, costs: CostModel) -> np.ndarray:
-        """The packs of an epoch in the order in which they are consumed: shuffled, then distributed by their cost."""
-        packs = self.packs_of(epoch)
-        order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
-        costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs, packs.rows.row_lengths)[order]
-        return order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
+            epoch, size = cursor.epoch, self.shape.global_batch_size
+            packs = self.packs_of(epoch)
+            # Shuffled, then distributed over the ranks by their cost.
+            order = epoch_order(len(packs), self.seed, epoch, self.dataloader.shuffle)
+            costs_of_packs = pack_costs(packs.plan, packs.rows.lengths, costs, packs.rows.row_lengths)[order]
+            order = order[assign_packs(costs_of_packs, self.packer.balance, self.shape, self.seed)]
+            starts = range(cursor.packs, len(order), size)
+            steps = [assign_to_ranks(order[start : start + size], self.shape) for start in starts]
+            batches = iter(read_batches(packs, steps, mesh.dp_rank, self.dataloader))
+            for start, step in zip(starts, steps):
+                began = time.perf_counter()
+                micro_batches = [next(batches) for _ in range(len(step))]
+                waited_s = time.perf_counter() - began
+                # The end of an epoch has one name: (next epoch, 0).
+                is_last = start + size >= len(order)
+                cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, start + size)
+                yield StepBatches(micro_batches, order[start : start + size].tolist(), epoch, cursor, waited_s)
 
     def report(self, costs: CostModel | None = None) -> PackingReport:
         plan, lengths, balance = self.packs_of(0).plan, self.tokens.train.lengths, self.packer.balance

@@ -84,6 +84,8 @@ class PackSource(ABC):
     notes: tuple[str, ...]  # what tokenizing did, a line per set
     shape: BatchShape
     dataloader: DataloaderConfig
+    has_trees: bool  # may rows share their beginnings?
+    longest: int  # tokens of the longest document (or piece of one) that a pack may hold
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -93,16 +95,6 @@ class PackSource(ABC):
     @abstractmethod
     def held_out(self) -> Mapping[str, PackedDataset]:
         """The validation sets, or all documents where there is none; raises ConfigError for a stream without one."""
-
-    @property
-    @abstractmethod
-    def has_trees(self) -> bool:
-        """May rows share their beginnings?"""
-
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """Tokens of the longest document (or piece of one) that a pack may hold."""
 
     @abstractmethod
     def plan(self, config: TrainingConfig) -> TrainingPlan:

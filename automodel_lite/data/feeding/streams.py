@@ -33,7 +33,7 @@ from automodel_lite.data.cache import short_hash
 from automodel_lite.data.feeding.feed import worker_options
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches, TrainingPlan
-from automodel_lite.data.packing.packs import PackedDataset, Packer, lay_out, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.stream import STREAM_COUNTS, PackStream, Row
 from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detect
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
@@ -246,7 +246,8 @@ class StreamedPacks(PackSource):
         val, notes = tokenize_validation(documents, job, config.cache_dir)
         notes = (*_look_at_head(documents, job, packer), *notes)
         val_packs = {name: packer.packs(rows) for name, rows in val.items()}
-        return cls(documents, job, packer, val_packs, notes, batches, config.dataloader)
+        has_trees, longest = packer.tree != "off", packer.packed_sequence_size  # at most
+        return cls(documents, job, packer, val_packs, notes, batches, config.dataloader, has_trees, longest)
 
     def __post_init__(self) -> None:
         readers = self.shape.dp_size * max(1, self.dataloader.num_workers)
@@ -263,14 +264,6 @@ class StreamedPacks(PackSource):
         if not self.val_packs:
             raise ConfigError("a stream has no end to evaluate: set dataset.val_path, or dataset=files.")
         return self.val_packs
-
-    @property
-    def has_trees(self) -> bool:
-        return self.packer.tree != "off"
-
-    @property
-    def longest(self) -> int:
-        return self.packer.packed_sequence_size  # at most
 
     def plan(self, config: TrainingConfig) -> TrainingPlan:
         """Raises ConfigError when max_steps is not set."""
@@ -372,8 +365,7 @@ class StreamedPacks(PackSource):
             ahead = next(read, None)
 
     def _collate(self, packs: list[Pack | None]) -> dict[str, Any]:
-        none = np.zeros(0, np.int64)
-        empty = lay_out(flatten([]), none, none, *self.packer.layout)
+        empty = self.packer.pack_of(flatten([]))
         batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
         pins = torch.cuda.is_available()
         return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}

@@ -28,18 +28,19 @@ from automodel_lite.config.rules import Count, OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.plan import (
     OVERLONG,
-    HasLabels,
+    STRATEGIES,
+    STRATEGY_NAMES,
     PackPlan,
-    Strategy,
+    check_choice,
     padding_segments,
     plan_packs,
-    strategy_of,
 )
 from automodel_lite.data.tokens.token_rows import Rows, Runs, TokenRows
 from automodel_lite.data.tokens.trees import MODES
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.thd import COLUMNS, SEQ_LENS_PADDING
 
+StrategyName = Annotated[str, OneOf(STRATEGY_NAMES)]
 Overlong = Annotated[str, OneOf(OVERLONG)]
 Balance = Annotated[str, OneOf(("none", "step", "window"))]
 TreeMode = Annotated[str, OneOf(MODES)]
@@ -57,7 +58,7 @@ class Packer:
     def __init__(
         self,
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
-        strategy: str | Strategy = "exact_fill",
+        strategy: StrategyName = "exact_fill",
         max_packs: Positive | None = None,  # use a random sample of this many packs
         overlong: Overlong | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
         balance: Balance = "step",  # none | step | window: distribute packs over ranks by cost
@@ -69,43 +70,29 @@ class Packer:
         cp_size: int = 1,
     ):
         self.packed_sequence_size = packed_sequence_size
-        self.strategy = strategy_of(strategy)
+        check_choice("strategy", strategy, STRATEGY_NAMES)
+        self.strategy = strategy
         self.max_packs = max_packs
         self.overlong = overlong or "drop"
         self.is_overlong_given = overlong is not None
-        if tree == "all" and (self.strategy.cuts_documents or self.strategy.is_ragged):
+        _, self.cuts_documents, self.is_ragged = STRATEGIES[strategy]
+        if tree == "all" and (self.cuts_documents or self.is_ragged):
             raise ConfigError(
-                f"packed_sequence.tree=all: packed_sequence.strategy={self.strategy.name} "
-                f"{'cuts documents, and' if self.strategy.cuts_documents else 'does not pack, and only packs hold'} "
+                f"packed_sequence.tree=all: packed_sequence.strategy={strategy} "
+                f"{'cuts documents, and' if self.cuts_documents else 'does not pack, and only packs hold'} "
                 "trees: use strategy=exact_fill."
             )
-        self.tree = "off" if self.strategy.cuts_documents or self.strategy.is_ragged else tree
+        self.tree = "off" if self.cuts_documents or self.is_ragged else tree
         self.balance = balance
         self.slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size)
         self.seed = seed
         self.repack_each_epoch = repack_each_epoch
         self.padding_idx = padding_idx
 
-    def plan(
-        self, lengths: Sequence[int] | np.ndarray, epoch: int = 0, has_labels: HasLabels | None = None
-    ) -> PackPlan:
-        """Plans an epoch; all epochs share one plan unless `repack_each_epoch`. has_labels: see `plan_packs`."""
-        return plan_packs(
-            lengths,
-            self.packed_sequence_size,
-            strategy=self.strategy,
-            seed=self.seed,
-            epoch=epoch if self.repack_each_epoch else 0,
-            overlong=self.overlong,
-            max_packs=self.max_packs,
-            slot_multiple=self.slot_multiple,
-            has_labels=has_labels,
-        )
-
-    @property
-    def layout(self) -> tuple[int, int, int]:
-        """Size, slot multiple and padding of a pack, as `lay_out` takes them."""
-        return self.packed_sequence_size, self.slot_multiple, self.padding_idx or 0
+    def pack_of(self, rows: TokenRows) -> dict[str, torch.Tensor]:
+        """Returns one pack, as PackedDataset gives it, of rows that together fit it; of none, a pack of padding."""
+        shape = self.packed_sequence_size, self.slot_multiple, self.padding_idx or 0
+        return lay_out_packs(rows, rows.offsets[:-1], rows.lengths, np.array([len(rows)]), *shape)[0]
 
     def resized(self, packed_sequence_size: int, overlong: str) -> Packer:
         """The same packing in packs of another size; it must be a multiple of `slot_multiple`."""
@@ -135,8 +122,19 @@ class Packer:
         )
 
     def packs(self, rows: Rows, epoch: int = 0) -> PackedDataset:
-        """Plans an epoch of these rows; nothing of it is read."""
-        return PackedDataset(rows, self.plan(rows.lengths, epoch, rows.has_labels), self.padding_idx or 0)
+        """Plans an epoch of these rows, of which nothing is read; epochs share a plan unless `repack_each_epoch`."""
+        plan = plan_packs(
+            rows.lengths,
+            self.packed_sequence_size,
+            strategy=self.strategy,
+            seed=self.seed,
+            epoch=epoch if self.repack_each_epoch else 0,
+            overlong=self.overlong,
+            max_packs=self.max_packs,
+            slot_multiple=self.slot_multiple,
+            has_labels=rows.has_labels,
+        )
+        return PackedDataset(rows, plan, self.padding_idx or 0)
 
 
 def size_that_keeps(lengths: np.ndarray, frac: float = 0.99) -> int:
@@ -155,8 +153,8 @@ class PackedDataset(torch.utils.data.Dataset):
 
     [i] -> int64 tensors "input_ids", "labels", "position_ids" [S] and "seq_lens", "seq_lens_padded" [segments].
     `seq_lens_padded` are the slots (multiples of the plan's slot_multiple) and sum to S; `seq_lens` the real tokens in
-    them, 0 for padding at the tail. A plan of strategy none gives {"input_ids", "labels", "attention_mask"} of the
-    document's own slot instead, which the collater pads to the longest of its batch. [EMPTY_PACK] is a pack of padding.
+    them, 0 for padding at the tail. S is the size of the packs; of strategy none, the longest slot of those that are
+    asked for together. [EMPTY_PACK] is a pack of padding.
     """
 
     def __init__(self, rows: Rows, plan: PackPlan, padding_idx: int = 0):
@@ -169,46 +167,29 @@ class PackedDataset(torch.utils.data.Dataset):
         self.plan = plan
         self.padding_idx = padding_idx
 
-    def with_rows(self, rows: Rows) -> PackedDataset:
-        """The same packs of these rows, which have other columns."""
-        return PackedDataset(rows, self.plan, self.padding_idx)
-
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> StackedPacks | list[dict[str, torch.Tensor]]:
+    def __getitems__(self, indices: Sequence[int]) -> StackedPacks:
         """Many packs at once, which is how a DataLoader asks for a batch: twice as fast as one by one."""
-        rows, starts, lengths, num_documents = self._documents([int(index) for index in indices])
-        plan = self.plan
-        if not plan.ragged:
-            shape = (plan.packed_sequence_size, plan.slot_multiple, self.padding_idx)
-            return lay_out_packs(rows, starts, lengths, num_documents, *shape)
-        ends = np.cumsum(num_documents).tolist()
-        own = [slice(end - num, end) for end, num in zip(ends, num_documents.tolist())]
-        return [_alone(rows, starts[i], lengths[i], plan.slot_multiple, self.padding_idx) for i in own]
-
-    def _documents(self, indices: list[int]) -> tuple[TokenRows, np.ndarray, np.ndarray, np.ndarray]:
-        """Flat rows, where in them the documents of the packs start, their lengths, and how many each pack has."""
-        plan = self.plan
-        spans = [self._span(index) for index in indices]
+        plan, spans = self.plan, []
+        for index in map(int, indices):
+            if not EMPTY_PACK <= index < len(plan):
+                raise IndexError(f"pack {index} of {len(plan)}")
+            span = (0, 0) if index == EMPTY_PACK else (int(plan.offsets[index]), int(plan.offsets[index + 1]))
+            spans.append(span)  # where the documents of the pack stand in the plan's doc_ids
+        rows, starts, lengths = self.rows.located(_joined_spans(plan.doc_ids, spans))
+        if plan.starts is not None and plan.stops is not None:
+            cut = _joined_spans(plan.starts, spans)
+            starts, lengths = starts + cut, _joined_spans(plan.stops, spans) - cut
+        size, multiple = plan.packed_sequence_size, plan.slot_multiple
+        if plan.ragged:
+            size = -(-max(1, int(lengths.max(initial=0))) // multiple) * multiple
         num_documents = np.array([stop - start for start, stop in spans], np.int64)
-        doc_ids = _joined_spans(plan.doc_ids, spans)
-        rows, starts, lengths = self.rows.located(doc_ids)
-        if plan.starts is None or plan.stops is None:
-            return rows, starts, lengths, num_documents
-        cut, stops = _joined_spans(plan.starts, spans), _joined_spans(plan.stops, spans)
-        return rows, starts + cut, stops - cut, num_documents
-
-    def _span(self, index: int) -> tuple[int, int]:
-        """Where the documents of a pack stand in the plan's doc_ids."""
-        if index == EMPTY_PACK:
-            return 0, 0
-        if not 0 <= index < len(self.plan):
-            raise IndexError(f"pack {index} of {len(self.plan)}")
-        return int(self.plan.offsets[index]), int(self.plan.offsets[index + 1])
+        return lay_out_packs(rows, starts, lengths, num_documents, size, multiple, self.padding_idx)
 
 
 def _joined_spans(array: np.ndarray | Runs, spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -236,19 +217,9 @@ class StackedPacks:
     columns: dict[str, torch.Tensor]
     num_segments: list[int]
 
-    def __len__(self) -> int:
-        return len(self.num_segments)
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         num = self.num_segments[index]
         return {name: x[index, :num] if name.startswith("seq_lens") else x[index] for name, x in self.columns.items()}
-
-
-def lay_out(
-    rows: TokenRows, starts: np.ndarray, lengths: np.ndarray, size: int, slot_multiple: int = 1, padding_idx: int = 0
-) -> dict[str, torch.Tensor]:
-    """One pack, as PackedDataset returns it, of the documents rows[start : start + length] that together fit it."""
-    return lay_out_packs(rows, starts, lengths, np.array([len(starts)]), size, slot_multiple, padding_idx)[0]
 
 
 def lay_out_packs(
@@ -268,9 +239,15 @@ def lay_out_packs(
     tokens = {name: _joined_spans(rows.columns[name], spans).astype(COLUMNS[name].batched) for name in rows.columns}
     num_packs = len(num_documents)
     slots, num_segments = lengths, num_documents
-    # Segments: each document in its slot, and where a pack is not full, padding at its tail.
     if len(tokens["input_ids"]) != num_packs * size:
-        lengths, slots, num_segments = _padded(lengths, num_documents, size, slot_multiple)
+        # Segments: each document in its slot, and where a pack is not full, padding of length 0 at its tail.
+        slots, last = -(-lengths // slot_multiple) * slot_multiple, np.cumsum(num_documents)
+        used = np.diff(np.append(0, np.cumsum(slots))[last], prepend=0)
+        tails = [padding_segments(free, slot_multiple) for free in (size - used).tolist()]
+        num_tails = np.array(list(map(len, tails)))
+        behind, widths = last.repeat(num_tails), list(chain.from_iterable(tails))
+        lengths, slots = np.insert(lengths, behind, 0), np.insert(slots, behind, widths)
+        num_segments = num_documents + num_tails
     filled = fill_slots(tokens, lengths, slots, padding_idx)
     columns = {name: x.reshape(num_packs, size, *x.shape[1:]) for name, x in filled.items()}
     # One row of segments per pack, filled up to the longest.
@@ -304,37 +281,11 @@ def fill_slots(
     return {**{name: x for name, x in tokens.items() if name != "branches"}, "position_ids": position_ids}
 
 
-def _padded(
-    lengths: np.ndarray, num_documents: np.ndarray, size: int, slot_multiple: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lengths and slots of all segments, those of length 0 at the tails of packs included, and how many a pack has."""
-    slots = -(-lengths // slot_multiple) * slot_multiple
-    last = np.cumsum(num_documents)
-    used = np.diff(np.append(0, np.cumsum(slots))[last], prepend=0)
-    tails = [padding_segments(free, slot_multiple) for free in (size - used).tolist()]
-    num_tails = np.array(list(map(len, tails)))
-    behind = last.repeat(num_tails)
-    widths = list(chain.from_iterable(tails))
-    return np.insert(lengths, behind, 0), np.insert(slots, behind, widths), num_documents + num_tails
-
-
 def _spread(values: np.ndarray, places: np.ndarray, filler: float, dtype: Any) -> np.ndarray:
     """The values, in order, where `places` is True; an array of its shape, or [*shape, K] of values [n, K]."""
     out = np.full((*places.shape, *values.shape[1:]), filler, dtype)
     out[places] = values
     return out
-
-
-def _alone(
-    rows: TokenRows, starts: np.ndarray, lengths: np.ndarray, slot_multiple: int, padding_idx: int
-) -> dict[str, torch.Tensor]:
-    """One document in its own slot, without layout: the collater pads it to the longest of its batch."""
-    length = int(lengths.sum())
-    slot = max(1, -(-length // slot_multiple)) * slot_multiple
-    row = lay_out(rows, starts, lengths, slot, slot_multiple, padding_idx)
-    attention_mask = torch.zeros(slot, dtype=torch.int64)
-    attention_mask[:length] = 1
-    return {name: row[name] for name in rows.columns if name in row} | {"attention_mask": attention_mask}
 
 
 PAD_TOKEN_IDS_KEY = "___PAD_TOKEN_IDS___"
@@ -350,10 +301,10 @@ def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPac
     Rows without `seq_lens` become one document each, padded to the longest row of the batch. Raises ValueError for
     packs of unequal length. StackedPacks, which a DataLoader fetches from PackedDataset, hold the batch already.
     """
-    if not batch:
-        return {}
     if isinstance(batch, StackedPacks):
         return batch.columns | {"qkv_format": "thd"}
+    if not batch:
+        return {}
     packed = ["seq_lens" in row for row in batch]
     if any(packed) and not all(packed):
         raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")

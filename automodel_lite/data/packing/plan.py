@@ -14,25 +14,22 @@ wrapped      ceil(tokens / size), documents cut     the seeded epoch order
 none         one document per row                   the order of the dataset
 
 Strategies see slots: the lengths of documents rounded up to slot_multiple. Each is a pure function of
-(slots int32 or int64 [P] in 1..size, size, seed, epoch); its fields are its options.
+(slots int32 or int64 [P] in 1..size, size, seed, epoch).
 """
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import ClassVar
+from typing import NamedTuple
 
 import numpy as np
 
-from automodel_lite.config.rules import Size
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.histogram import (
-    LOOKAHEAD,
     ExactFiller,
     assign,
     best_fit,
@@ -57,98 +54,64 @@ class Packed:
     note: str = ""
 
 
-class Strategy(ABC):
-    """Which documents share a pack.
-
-    cuts_documents   where a pack ends, so that none is too long
-    is_ragged        a row has the length of its one document instead of the pack's
-    """
-
-    name: ClassVar[str]
-    cuts_documents: ClassVar[bool] = False
-    is_ragged: ClassVar[bool] = False
-
-    @abstractmethod
-    def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        """Packs of at most `size` slots."""
-
-
-@dataclass(frozen=True)
-class ExactFill(Strategy):
+def pack_exact_fill(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
     """Documents in the seeded order of the epoch, the tail of each pack filled by subset-sum over the next ones.
 
-    Gives way to `BestFit` where that makes over 0.2 % fewer packs, and, from 100,000 documents on, where exact fits are
+    Gives way to best-fit where that makes over 0.2 % fewer packs, and, from 100,000 documents on, where exact fits are
     rare (two or three documents of like lengths per pack) and the search would take 15 us per document.
-
-    lookahead   documents that the tail is searched in
     """
-
-    lookahead: Size = LOOKAHEAD
-    name = "exact_fill"
-
-    def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        limit = int(best_fit(histogram_of(slots, size), size).num_bins * WORSE_THAN_BEST_FIT)
-        order = seeded_order(len(slots), seed, epoch)
-        filled, num_filled = self._fill(slots, order, size, limit)
-        if filled is not None and num_filled <= limit:
-            return filled
-        packed = BestFit().pack(slots, size, seed, epoch)
-        num_packs = len(packed.offsets) - 1
-        why = "" if num_packs < num_filled else "exact fits are rare and take long to find: "
-        both = f"exact_fill would make about {num_filled:,} packs, best_fit makes {num_packs:,}"
-        return replace(packed, note=f"{why}{both}: best_fit taken.")
-
-    def _fill(self, slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[Packed | None, int]:
-        """The packs and their number; None and a projection where it stops early.
-
-        That is after 1024, 2048, 4096 ... packs, when the fill so far projects to more than `limit` packs, or, from
-        2048 on, when the search is long. The projection is too low at first, when no documents that fit nowhere have
-        gathered yet.
-        """
-        blocks = (slots[order[i : i + BLOCK]].tolist() for i in range(0, len(order), BLOCK))
-        filler = ExactFiller(chain.from_iterable(blocks), size, lookahead=self.lookahead, read_ahead=512)
-        total, check = int(slots.sum()), TRIAL_PACKS
-        # Arrivals in pack order, 4 bytes each where that is enough, as the lists of packs would take 60.
-        arrivals, ends = array("i" if len(slots) < 2**31 else "q"), array("q", [0])
-        for pack in filler:
-            arrivals.extend(pack)
-            ends.append(len(arrivals))
-            # Each doubling of the packs: are they as full as best-fit's would be, and found as fast?
-            if len(ends) > check:
-                filled = int(slots[order[np.array(arrivals)]].sum(dtype=np.int64))
-                projected = round(total / filled * (len(ends) - 1))
-                is_long = check > TRIAL_PACKS and filler.num_searched > LONG_SEARCH * ends[-1]
-                if projected > limit or (is_long and len(slots) >= MANY_DOCUMENTS):
-                    return None, projected
-                check *= 2
-        packed = np.frombuffer(arrivals, arrivals.typecode)
-        for i in range(0, len(packed), BLOCK):  # in place: arrivals become documents
-            packed[i : i + BLOCK] = order[packed[i : i + BLOCK]]
-        return Packed(packed, np.array(ends)), len(ends) - 1
+    limit = int(best_fit(histogram_of(slots, size), size).num_bins * WORSE_THAN_BEST_FIT)
+    order = seeded_order(len(slots), seed, epoch)
+    filled, num_filled = _fill(slots, order, size, limit)
+    if filled is not None and num_filled <= limit:
+        return filled
+    packed = pack_best_fit(slots, size, seed, epoch)
+    num_packs = len(packed.offsets) - 1
+    why = "" if num_packs < num_filled else "exact fits are rare and take long to find: "
+    both = f"exact_fill would make about {num_filled:,} packs, best_fit makes {num_packs:,}"
+    return replace(packed, note=f"{why}{both}: best_fit taken.")
 
 
-@dataclass(frozen=True)
-class BestFit(Strategy):
+def _fill(slots: np.ndarray, order: np.ndarray, size: int, limit: int) -> tuple[Packed | None, int]:
+    """Returns the packs of exact fill and their number; None and a projection where it stops early.
+
+    That is after 1024, 2048, 4096 ... packs, when the fill so far projects to more than `limit` packs, or, from 2048
+    on, when the search is long. The projection is too low at first, when no documents that fit nowhere have gathered
+    yet.
+    """
+    blocks = (slots[order[i : i + BLOCK]].tolist() for i in range(0, len(order), BLOCK))
+    filler = ExactFiller(chain.from_iterable(blocks), size, read_ahead=512)
+    total, check = int(slots.sum()), TRIAL_PACKS
+    # Arrivals in pack order, 4 bytes each where that is enough, as the lists of packs would take 60.
+    arrivals, ends = array("i" if len(slots) < 2**31 else "q"), array("q", [0])
+    for pack in filler:
+        arrivals.extend(pack)
+        ends.append(len(arrivals))
+        # Each doubling of the packs: are they as full as best-fit's would be, and found as fast?
+        if len(ends) > check:
+            filled = int(slots[order[np.array(arrivals)]].sum(dtype=np.int64))
+            projected = round(total / filled * (len(ends) - 1))
+            is_long = check > TRIAL_PACKS and filler.num_searched > LONG_SEARCH * ends[-1]
+            if projected > limit or (is_long and len(slots) >= MANY_DOCUMENTS):
+                return None, projected
+            check *= 2
+    packed = np.frombuffer(arrivals, arrivals.typecode)
+    for i in range(0, len(packed), BLOCK):  # in place: arrivals become documents
+        packed[i : i + BLOCK] = order[packed[i : i + BLOCK]]
+    return Packed(packed, np.array(ends)), len(ends) - 1
+
+
+def pack_best_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
     """The histogram of lengths, packed by best-fit decreasing or, where that makes fewer packs, by exact fill.
 
     The fastest for tens of millions of documents. Documents of like lengths share packs; packs are shuffled.
     """
-
-    name = "best_fit"
-
-    def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        placements = fewest_bins(histogram_of(slots, size), size, seed)
-        return Packed(*assign(placements, slots, size, seed, epoch))
+    return Packed(*assign(fewest_bins(histogram_of(slots, size), size, seed), slots, size, seed, epoch))
 
 
-@dataclass(frozen=True)
-class NextFit(Strategy):
+def pack_next_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
     """The order of the dataset, one open pack: a document that does not fit closes it."""
-
-    name = "next_fit"
-
-    def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        return Packed(np.arange(len(slots)), next_fit(slots, size))
+    return Packed(np.arange(len(slots)), next_fit(slots, size))
 
 
 def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -165,43 +128,47 @@ def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     return np.array(offsets, np.int64)
 
 
-@dataclass(frozen=True)
-class Wrapped(Strategy):
-    """Documents end to end in the seeded order of the epoch, cut where a pack ends: every pack but the last is full."""
+def pack_wrapped(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
+    """Documents end to end in the seeded order of the epoch, cut where a pack ends: every pack but the last is full.
 
-    name = "wrapped"
-    cuts_documents = True
-
-    def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        """Offsets in slots: the packs are the stream of slots cut every `size`."""
-        total = int(slots.sum())
-        return Packed(seeded_order(len(slots), seed, epoch), np.append(np.arange(0, total, size), total))
+    Offsets are in slots: the packs are the stream of slots cut every `size`.
+    """
+    total = int(slots.sum())
+    return Packed(seeded_order(len(slots), seed, epoch), np.append(np.arange(0, total, size), total))
 
 
-@dataclass(frozen=True)
-class OnePerRow(Strategy):
+def one_per_row(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
     """No packing: every document is a row, in the order of the dataset."""
-
-    name = "none"
-    is_ragged = True
-
-    def pack(self, slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-        return Packed(np.arange(len(slots)), np.arange(len(slots) + 1))
+    return Packed(np.arange(len(slots)), np.arange(len(slots) + 1))
 
 
-STRATEGIES = {known.name: known for known in (ExactFill, BestFit, NextFit, Wrapped, OnePerRow)}
+class Strategy(NamedTuple):
+    """Which documents share a pack.
+
+    pack             (slots, size, seed, epoch) -> packs of at most `size` slots
+    cuts_documents   where a pack ends, so that none is too long
+    is_ragged        a row has the length of its one document instead of the pack's
+    """
+
+    pack: Callable[[np.ndarray, int, int, int], Packed]
+    cuts_documents: bool = False
+    is_ragged: bool = False
 
 
-def strategy_of(strategy: str | Strategy) -> Strategy:
-    """A strategy by its name, with its default options. Raises ConfigError for an unknown name."""
-    if isinstance(strategy, Strategy):
-        return strategy
-    if strategy not in STRATEGIES:
-        former = " (global is called best_fit now)" if strategy == "global" else ""
-        raise ConfigError(
-            f"packed_sequence.strategy={strategy!r} is unknown: use one of {', '.join(STRATEGIES)}{former}."
-        )
-    return STRATEGIES[strategy]()
+STRATEGIES = {
+    "exact_fill": Strategy(pack_exact_fill),
+    "best_fit": Strategy(pack_best_fit),
+    "next_fit": Strategy(pack_next_fit),
+    "wrapped": Strategy(pack_wrapped, cuts_documents=True),
+    "none": Strategy(one_per_row, is_ragged=True),
+}
+STRATEGY_NAMES = ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Raises ConfigError for an option of `packed_sequence` that is not one of those that are known."""
+    if value not in known:
+        raise ConfigError(f"packed_sequence.{name}={value!r} is unknown: use one of {', '.join(known)}.")
 
 
 OVERLONG = ("drop", "truncate", "split", "error")
@@ -279,10 +246,6 @@ class PackPlan(Pieces):
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
-    def documents_per_pack(self) -> np.ndarray:
-        return np.diff(self.offsets)
-
     def slots(self, lengths: np.ndarray, part: Part = slice(None)) -> np.ndarray:
         """`piece_lengths`, rounded up to slot_multiple."""
         return -(-self.piece_lengths(lengths, part) // self.slot_multiple) * self.slot_multiple
@@ -301,7 +264,7 @@ def plan_packs(
     lengths: Sequence[int] | np.ndarray,
     packed_sequence_size: int,
     *,
-    strategy: str | Strategy = "exact_fill",
+    strategy: str = "exact_fill",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "drop",
@@ -320,34 +283,35 @@ def plan_packs(
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
-    _check_settings(packed_sequence_size, overlong, max_packs, slot_multiple)
+    lengths = _checked(lengths, packed_sequence_size, strategy, overlong, max_packs, slot_multiple)
     slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
-    strategy, lengths = strategy_of(strategy), _checked_lengths(lengths)
+    pack, cuts_documents, is_ragged = STRATEGIES[strategy]
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
-    pool, counts = _fit(lengths, packed_sequence_size, "" if strategy.cuts_documents else overlong, has_labels)
+    pool, counts = _fit(lengths, packed_sequence_size, "" if cuts_documents else overlong, has_labels)
     fitting = lengths if pool is None else pool.piece_lengths(lengths)
     slots = -(-fitting // slot_multiple) if slot_multiple > 1 else fitting
     size = packed_sequence_size // slot_multiple
-    packed = strategy.pack(slots, size, seed, epoch)
+    packed = pack(slots, size, seed, epoch)
     num_packs = len(packed.offsets) - 1
-    if strategy.cuts_documents:
-        pieces, offsets = _cut_at(packed, lengths, slots, slot_multiple)
-        counts = _count_unlabeled(lengths, pieces, has_labels)
+    if cuts_documents:
+        pieces, offsets, counts = _cut_at(packed, lengths, slots, slot_multiple, has_labels)
     else:
         pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
     if max_packs is not None and max_packs < num_packs:
         pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
-    tokens_per_pack = _tokens_per_pack(lengths, pieces, offsets)
+    tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
+    for packs, part, begins in pack_blocks(offsets):
+        tokens_per_pack[packs] = np.add.reduceat(pieces.piece_lengths(lengths, part), begins)
     return PackPlan(
-        doc_ids=pieces.doc_ids.astype(_id_dtype(lengths), copy=False),
+        doc_ids=pieces.doc_ids.astype(np.int32 if len(lengths) < 2**31 else np.int64, copy=False),
         offsets=offsets,
         tokens_per_pack=tokens_per_pack,
         starts=pieces.starts,
         stops=pieces.stops,
         packed_sequence_size=packed_sequence_size,
         slot_multiple=slot_multiple,
-        strategy=strategy.name,
-        ragged=strategy.is_ragged,
+        strategy=strategy,
+        ragged=is_ragged,
         seed=seed,
         epoch=epoch,
         num_packs_made=num_packs,
@@ -355,22 +319,6 @@ def plan_packs(
         counts=_count(lengths, pieces, int(tokens_per_pack.sum()), counts),
         note=packed.note,
     )
-
-
-def _count_unlabeled(lengths: np.ndarray, pieces: Pieces, has_labels: HasLabels | None) -> dict[str, int]:
-    """Counts the cut pieces that train nothing; they stay, as packs are cut from one stream of all documents."""
-    if has_labels is None or pieces.starts is None or pieces.stops is None:
-        return {}
-    cut = np.flatnonzero(pieces.stops - pieces.starts < lengths[pieces.doc_ids])
-    is_labeled = has_labels(pieces.doc_ids[cut], pieces.starts[cut], pieces.stops[cut])
-    return {"unlabeled_pieces": int((~is_labeled).sum())}
-
-
-def _tokens_per_pack(lengths: np.ndarray, pieces: Pieces, offsets: np.ndarray) -> np.ndarray:
-    tokens = np.empty(len(offsets) - 1, np.int64)
-    for packs, part, begins in pack_blocks(offsets):
-        tokens[packs] = np.add.reduceat(pieces.piece_lengths(lengths, part), begins)
-    return tokens
 
 
 def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
@@ -391,12 +339,12 @@ def pack_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]
         first = last
 
 
-def _id_dtype(lengths: np.ndarray) -> type[np.integer]:
-    return np.int32 if len(lengths) < 2**31 else np.int64
-
-
-def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int) -> tuple[Pieces, np.ndarray]:
-    """The pieces of documents that lie end to end in `packed.order`, cut at its offsets, which are in slots."""
+def _cut_at(
+    packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int, has_labels: HasLabels | None
+) -> tuple[Pieces, np.ndarray, dict[str, int]]:
+    """Returns the pieces of documents that lie end to end in `packed.order`, cut at its offsets, which are in slots;
+    the offsets in pieces; and how many pieces train nothing.
+    """
     order, pack_starts = packed.order, packed.offsets[:-1]
     ends = np.cumsum(slots[order])
     # A piece begins where a document or a pack begins; `nth` is the document that it belongs to.
@@ -407,8 +355,12 @@ def _cut_at(packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multipl
     piece_starts = (starts - (ends[nth] - slots[doc_ids])) * slot_multiple
     # The last slot of a document may not be full.
     piece_lengths = np.minimum((stops - starts) * slot_multiple, lengths[doc_ids] - piece_starts)
+    piece_stops = piece_starts + piece_lengths
     offsets = np.append(np.searchsorted(starts, pack_starts), len(starts)).astype(np.int64)
-    return Pieces(doc_ids, piece_starts, piece_starts + piece_lengths), offsets
+    # What trains nothing stays in its pack, as packs are cut from one stream of all documents.
+    cut = np.flatnonzero(piece_lengths < lengths[doc_ids]) if has_labels else ()
+    num_unlabeled = int((~has_labels(doc_ids[cut], piece_starts[cut], piece_stops[cut])).sum()) if has_labels else 0
+    return Pieces(doc_ids, piece_starts, piece_stops), offsets, {"unlabeled_pieces": num_unlabeled}
 
 
 def _fit(
@@ -420,7 +372,6 @@ def _fit(
     if not overlong or lengths.max() <= size:
         return None, {}
     long = lengths > size
-    everything = np.arange(len(lengths), dtype=_id_dtype(lengths))
     if overlong == "error" or (overlong == "drop" and long.all()):
         extreme = int(lengths.argmax() if overlong == "error" else lengths.argmin())
         raise DataError(
@@ -430,10 +381,10 @@ def _fit(
         )
     if overlong == "drop":
         counts = {"dropped_documents": int(long.sum()), "dropped_tokens": int(lengths[long].sum())}
-        return Pieces(everything[~long]), counts
+        return Pieces(np.flatnonzero(~long)), counts
     # A document gives its first piece, or all of them.
     num_pieces = -(-lengths // size) if overlong == "split" else np.ones(len(lengths), np.int64)
-    doc_ids = np.repeat(everything, num_pieces)
+    doc_ids = np.repeat(np.arange(len(lengths)), num_pieces)
     nth = np.arange(len(doc_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     pieces = Pieces(doc_ids, nth * size, np.minimum((nth + 1) * size, lengths[doc_ids]))
     counts = {}
@@ -494,17 +445,21 @@ def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[s
     )
 
 
-def _check_settings(size: int, overlong: str, max_packs: int | None, slot_multiple: int = 1) -> None:
-    """Raises ConfigError for arguments of plan_packs that cannot work, whatever the lengths."""
-    if overlong not in OVERLONG:
-        raise ConfigError(f"packed_sequence.overlong={overlong!r} is unknown: use one of {', '.join(OVERLONG)}.")
-    for name, value in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+def _checked(
+    lengths: Sequence[int] | np.ndarray,
+    size: int,
+    strategy: str,
+    overlong: str,
+    max_packs: int | None,
+    slot_multiple: int,
+) -> np.ndarray:
+    """Returns the lengths as an array; raises for arguments of `plan_packs` that cannot work."""
+    check_choice("overlong", overlong, OVERLONG)
+    check_choice("strategy", strategy, STRATEGY_NAMES)
+    for name, number in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1):
             cure = "use null for all packs" if name == "max_packs" else "use 1 or more"
-            raise ConfigError(f"packed_sequence.{name}={value!r} must be a whole number over 0: {cure}.")
-
-
-def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+            raise ConfigError(f"packed_sequence.{name}={number!r} must be a whole number over 0: {cure}.")
     array = np.asarray(lengths)
     if not len(array):
         raise DataError("there are no documents to pack: check the path, the split and the filters of the dataset.")

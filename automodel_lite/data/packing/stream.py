@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from automodel_lite.data.packing.histogram import LOOKAHEAD, ExactFiller
-from automodel_lite.data.packing.packs import Packer, lay_out
+from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.errors import DataError
 from automodel_lite.thd import COLUMNS, IGNORE_INDEX
@@ -52,8 +52,7 @@ class PackStream:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        rows = flatten(self._held.pop(number)[1] for number in next(self._packs))
-        return lay_out(rows, rows.offsets[:-1], np.diff(rows.offsets), *self.packer.layout)
+        return self.packer.pack_of(flatten(self._held.pop(number)[1] for number in next(self._packs)))
 
     def state_dict(self) -> dict[str, Any]:
         """{"cursor": documents read, "waiting": [document, row] of those in no pack yet, and STREAM_COUNTS}."""

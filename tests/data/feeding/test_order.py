@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks, epoch_order, steps_per_epoch
+from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks, epoch_order
 from automodel_lite.data.packing.packs import EMPTY_PACK
 
 
@@ -35,7 +35,3 @@ def test_each_epoch_has_its_own_order_and_each_seed_too() -> None:
     assert first != second != other != first
     assert sorted(second) == list(range(100))
     assert epoch_order(4, 0, 5, shuffle=False).tolist() == [0, 1, 2, 3]
-
-
-def test_the_short_step_counts() -> None:
-    assert [steps_per_epoch(n, 4) for n in (1, 4, 5)] == [1, 1, 2]

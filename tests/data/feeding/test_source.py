@@ -42,8 +42,10 @@ def source_of(tokens: TokenizedData, num_workers: int, shuffle: bool = True) -> 
         (),
         BatchShape(4, 2, 1),
         DataloaderConfig(num_workers=num_workers, shuffle=shuffle),
-        tokens,
-        lambda epoch: packs,
+        has_trees=False,
+        longest=SIZE,
+        tokens=tokens,
+        packs_of=lambda epoch: packs,
         seed=3,
     )
 

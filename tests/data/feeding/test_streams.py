@@ -43,7 +43,7 @@ def loader_of(path: str | None, global_batch_size: int = 4, num_workers: int = 0
     mesh = init_mesh(MeshConfig())
     dataset = StreamingDataset(**({"path": path, "num_shards": 4} | options))
     shape, dataloader = BatchShape(global_batch_size, 1, mesh.shape.dp), DataloaderConfig(num_workers=num_workers)
-    return StreamedPacks(dataset, Job(byte_tokenizer(MARKED)), Packer(40), {}, (), shape, dataloader)
+    return StreamedPacks(dataset, Job(byte_tokenizer(MARKED)), Packer(40), {}, (), shape, dataloader, False, 40)
 
 
 def documents_of(batches: StepBatches) -> list[list[str]]:
@@ -150,7 +150,8 @@ def test_long_documents_of_a_stream_are_split(tmp_path: Path) -> None:
     dataset = StreamingDataset(str(path), num_shards=1)
     packer = Packer(40).fitted_to(dataset.kind)
     shape = BatchShape(1, 1, 1)
-    loader = StreamedPacks(dataset, Job(byte_tokenizer(MARKED)), packer, {}, (), shape, DataloaderConfig())
+    job, dataloader = Job(byte_tokenizer(MARKED)), DataloaderConfig()
+    loader = StreamedPacks(dataset, job, packer, {}, (), shape, dataloader, False, 40)
     steps = list(takewhile(lambda batches: not batches.epoch, loader.steps(Cursor(), init_mesh(MeshConfig()), COSTS)))
     text = byte_tokenizer(MARKED).decode([t for s in steps for t in s.micro_batches[0]["input_ids"][0].tolist()])
     assert text.replace("<|end|>", "") == "abcdefghij" * 20  # the end token is the last label, of no piece a token
@@ -224,7 +225,7 @@ def test_chats_that_become_several_rows_resume_between_them(family: Family) -> N
     def loader() -> StreamedPacks:
         dataset = StreamingDataset(generator=f"{__name__}:two_turns", num_shards=1)
         job = Job(byte_tokenizer(family))
-        return StreamedPacks(dataset, job, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig())
+        return StreamedPacks(dataset, job, Packer(120), {}, (), BatchShape(1, 1, 1), DataloaderConfig(), True, 120)
 
     def packs_from(cursor: Cursor) -> list[tuple[list[int], Cursor]]:
         steps = takewhile(lambda batches: not batches.epoch, loader().steps(cursor, init_mesh(MeshConfig()), COSTS))

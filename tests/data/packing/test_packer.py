@@ -1,28 +1,34 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.tokens.token_rows import flatten
+from automodel_lite.data.tokens.token_rows import TokenRows, flatten
 from automodel_lite.errors import ConfigError
 from tests.runs import config_of
 
 
+def rows_of(lengths: Iterable[int]) -> TokenRows:
+    return flatten({"input_ids": [1] * n, "labels": [1] * n} for n in lengths)
+
+
 def test_plans_and_reads() -> None:
-    packer = Packer(packed_sequence_size=8, padding_idx=5)
-    packs = packer.packs(flatten([{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 4)]))
+    packs = Packer(packed_sequence_size=8, padding_idx=5).packs(rows_of([3, 4]))
     assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
 
 
 @pytest.mark.parametrize(("cp_size", "slot_multiple", "expected"), [(1, None, 1), (2, None, 4), (4, 16, 16), (1, 4, 4)])
 def test_slots(cp_size: int, slot_multiple: int | None, expected: int) -> None:
-    assert Packer(64, slot_multiple=slot_multiple, cp_size=cp_size).plan([3, 4]).slot_multiple == expected
+    packs = Packer(64, slot_multiple=slot_multiple, cp_size=cp_size).packs(rows_of([3, 4]))
+    assert packs.plan.slot_multiple == expected
 
 
 @pytest.mark.parametrize(("repack", "equal"), [(True, False), (False, True)])
 def test_epochs(repack: bool, equal: bool) -> None:
-    packer = Packer(64, repack_each_epoch=repack, seed=3)
-    plans = [packer.plan(list(range(1, 40)), epoch).fingerprint() for epoch in (0, 1)]
+    packer, rows = Packer(64, repack_each_epoch=repack, seed=3), rows_of(range(1, 40))
+    plans = [packer.packs(rows, epoch).plan.fingerprint() for epoch in (0, 1)]
     assert (plans[0] == plans[1]) == equal
 
 
@@ -58,7 +64,7 @@ def test_bad_settings_are_refused_when_built(arguments, sentence: str) -> None:
         ("overlong=keep", "overlong=keep must be one of drop, truncate, split, error"),
         ("tree=on", "tree=on must be one of auto, off, all"),
         ("max_packs=0", "max_packs=0 must be at least 1"),
-        ("strategy.lookahead=0", "strategy.lookahead=0 must be at least 1"),
+        ("strategy=best", "strategy=best must be one of exact_fill, best_fit, next_fit, wrapped, none"),
     ],
 )
 def test_settings_are_checked_with_the_configuration(setting: str, sentence: str, tmp_path) -> None:

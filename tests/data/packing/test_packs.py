@@ -58,8 +58,9 @@ def test_the_empty_pack() -> None:
 def test_strategy_none_gives_rows_of_their_own_length() -> None:
     packs = PackedDataset(flatten(TWO), plan_packs([3, 5], 16, strategy="none", slot_multiple=2))
     assert [plain(packs[i]) for i in (0, EMPTY_PACK)] == [
-        {"input_ids": [1, 2, 3, 0], "labels": [2, 3, -100, -100], "attention_mask": [1, 1, 1, 0]},
-        {"input_ids": [0, 0], "labels": [-100, -100], "attention_mask": [0, 0]},
+        {"input_ids": [1, 2, 3, 0], "labels": [2, 3, -100, -100], "position_ids": [0, 1, 2, 3]}
+        | {"seq_lens": [3], "seq_lens_padded": [4]},
+        {"input_ids": [0, 0], "labels": [-100, -100], "position_ids": [0, 1], "seq_lens": [0], "seq_lens_padded": [2]},
     ]
 
 
@@ -105,10 +106,7 @@ class Columns(Rows):
 
     def __init__(self, flat: TokenRows) -> None:
         self.rows_of_all = flat
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.rows_of_all.offsets)
+        self.lengths = self.row_lengths = np.diff(flat.offsets)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         piece = slice(self.rows_of_all.offsets[index], self.rows_of_all.offsets[index + 1])
@@ -161,7 +159,7 @@ def test_a_data_loader_fetches_batches() -> None:
         assert batches[1]["input_ids"].tolist() == [[4, 5, 6, 7, 8, 0], [1, 2, 3, 0, 0, 0]]
         assert batches[0]["seq_lens"].tolist() == [[3, 0], [0, -1000]]
         assert batches[0]["seq_lens_padded"].tolist() == [[3, 3], [6, -1000]]
-    assert len(packs.__getitems__([])) == 0
+    assert packs.__getitems__([]).num_segments == []
     with pytest.raises(IndexError, match="pack 2 of 2"):
         packs.__getitems__([0, 2])
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.packing.packs import Packer, lay_out, packed_sequence_thd_collater
+from automodel_lite.data.packing.packs import Packer, packed_sequence_thd_collater
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import RowsWriter, Runs, TokenizedData, flatten, load_rows
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
@@ -32,7 +32,7 @@ def rows_of(rows: list[tuple[list[int], list[int]]]) -> list[dict[str, np.ndarra
 
 def spelled(tree: dict[str, Any]) -> list[list[int]]:
     """The rows of a tree, by the paths of a pack that holds it."""
-    pack = lay_out(flatten([tree]), np.array([0]), np.array([len(tree["input_ids"])]), len(tree["input_ids"]))
+    pack = Packer(len(tree["input_ids"])).pack_of(flatten([tree]))
     nodes = find_nodes(torch.tensor([0, len(tree["input_ids"])]), pack["position_ids"])
     ids = torch.tensor(tree["input_ids"])
     if nodes is None:
@@ -182,7 +182,7 @@ def test_a_tree_over_a_pack_is_cut_said_and_counted(tmp_path: Path) -> None:
     assert cut.train.lengths.max() <= 280
     assert num_labels(cut.train) == num_labels(whole.train)
     assert "train: 1 trees over packed_sequence.packed_sequence_size=280 are cut into" in cut.notes[-1]
-    packs = Packer(280).packs(cut.train, Packer(280).plan(cut.train.lengths))
+    packs = Packer(280).packs(cut.train)
     assert sum(
         to_thd(packed_sequence_thd_collater([packs[i]])).num_label_tokens for i in range(len(packs))
     ) == num_labels(whole.train)
