@@ -116,8 +116,18 @@ class DeviceFeed:
 
     def stage(self) -> None:
         """Reads the next step and starts its copy; nothing when that was done already, or when no step is left."""
-        if self._staged is None and (batches := next(self._steps, None)) is not None:
-            self._staged = self._ready(batches)
+        if self._staged is not None or (batches := next(self._steps, None)) is None:
+            return
+        micro_batches = [to_thd(batch, self._with_mixers) for batch in batches.micro_batches]
+        inputs = [self._place(batch) for batch in micro_batches]
+        if self._copies is None:
+            inputs = [batch.to(self._device) for batch in inputs]
+        else:
+            if not torch.cuda.current_stream(self._device).query():  # still at work on the step before: nobody waited
+                batches = replace(batches, wait_s=0.0)
+            with torch.cuda.stream(self._copies):
+                inputs = [batch.pin_memory().to(self._device, non_blocking=True) for batch in inputs]
+        self._staged = ReadyStep(batches, micro_batches, inputs)
 
     def peek(self) -> ReadyStep:
         """The step that comes next; raises StopIteration when there is none."""
@@ -135,17 +145,6 @@ class DeviceFeed:
             for batch in ready.inputs:
                 batch.map_tensors(lambda tensor: _used_on(tensor, compute))
         return ready
-
-    def _ready(self, batches: StepBatches) -> ReadyStep:
-        micro_batches = [to_thd(batch, self._with_mixers) for batch in batches.micro_batches]
-        inputs = [self._place(batch) for batch in micro_batches]
-        if self._copies is None:
-            return ReadyStep(batches, micro_batches, [batch.to(self._device) for batch in inputs])
-        if not torch.cuda.current_stream(self._device).query():  # still at work on the step before: nobody waited
-            batches = replace(batches, wait_s=0.0)
-        with torch.cuda.stream(self._copies):
-            inputs = [batch.pin_memory().to(self._device, non_blocking=True) for batch in inputs]
-        return ReadyStep(batches, micro_batches, inputs)
 
 
 def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:

@@ -12,10 +12,9 @@ to be prepared first.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
@@ -26,7 +25,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from automodel_lite.config.components import CodePath
+from automodel_lite.config.components import CodePath, locate
 from automodel_lite.config.rules import PathStr, Range, looks_local
 from automodel_lite.config.schema import Config, TrainingConfig
 from automodel_lite.data.cache import short_hash
@@ -58,7 +57,7 @@ from automodel_lite.data.tokens.tokenize import (
     Job,
     job_of,
     notes_on,
-    tokenize_validation,
+    tokenize_sets,
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.data.tokens.trees import trees_of
@@ -114,7 +113,7 @@ def read_hub(path: str, name: str | None, split: str, shard: int, num_shards: in
 def read_generator(function: str, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
     """Reads what a function of the user yields: once for every shard, and the same rows each time."""
     first = shard + start * num_shards
-    for number, row in enumerate(islice(_locate(function)(), first, None, num_shards)):
+    for number, row in enumerate(islice(locate(function.replace(":", "."))(), first, None, num_shards)):
         place = f"{function}[{first + number * num_shards}]"
         yield place, row if isinstance(row, dict) else DataError(f"{place}: a row must be a dict, not {row!r:.40}.")
 
@@ -198,7 +197,6 @@ class StreamingDataset:
         if (self.path is None) == (self.generator is None):
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
-            _locate(self.generator)
             return RawStream(self.generator, partial(read_generator, self.generator), self.generator, self.generator)
         assert self.path is not None
         if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
@@ -210,19 +208,6 @@ class StreamingDataset:
         contents = ", ".join(f"{one.path.name} {one.size} {one.content}" for one in source.files)
         read = partial(read_files, source.rows)
         return RawStream(source.description, read, source.identity, f"{contents}, split {self.split}")
-
-
-def _locate(function: str) -> Callable[[], Iterable[Any]]:
-    module, _, name = function.partition(":")
-    try:
-        found = vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"dataset.generator={function} cannot be found ({error}): write package.module:function."
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"dataset.generator={function} is not a function.")
-    return found
 
 
 Pack = dict[str, Any]
@@ -243,7 +228,8 @@ class StreamedPacks(PackSource):
     def prepared(cls, config: Config, documents: Any, packer: Packer, batches: BatchShape) -> StreamedPacks:
         job = job_of(config, documents, packer.tree, packer.packed_sequence_size)
         packer = packer.fitted_to(documents.kind, padding_id(job.tokenizer))
-        val, notes = tokenize_validation(documents, job, config.cache_dir)
+        identity = f"{documents.identity} val"
+        val, _, notes = tokenize_sets(documents.val, identity, documents.kind, job, config.cache_dir)
         notes = (*_look_at_head(documents, job, packer), *notes)
         val_packs = {name: packer.packs(rows) for name, rows in val.items()}
         has_trees, longest = packer.tree != "off", packer.packed_sequence_size  # at most
@@ -294,25 +280,22 @@ class StreamedPacks(PackSource):
                 raise DataError(f"{self.documents.stream.name}: the stream ends without a document that fits a pack.")
             cursor = Cursor(cursor.epoch + 1)
 
-    def _own_counts(self, states: Mapping[str, ShardState], dp_rank: int) -> torch.Tensor:
-        """Returns STREAM_COUNTS, summed over the shards that this rank reads."""
-        own = [state for shard, state in states.items() if int(shard) % self.shape.dp_size == dp_rank]
-        return torch.tensor([sum(state.get(name, 0) for state in own) for name in STREAM_COUNTS])
-
     def _epoch(self, cursor: Cursor, mesh: Mesh) -> Iterator[StepBatches]:
         per_step, size = self.shape.global_batch_size // self.shape.dp_size, self.shape.micro_batch_size
-        turns = self._turns(cursor, mesh.dp_rank)
+        turns, empty = self._turns(cursor, mesh.dp_rank), self.packer.pack_of(flatten([]))
         states = dict(cursor.shards or {})
         is_judged = False
         for step in itertools.count():
             began = time.perf_counter()
             taken = [next(turns, None) for _ in range(per_step)]
-            packs = [turn[1] if turn is not None else None for turn in taken]
-            batches = [self._collate(packs[i : i + size]) for i in range(0, per_step, size)]
+            packs = [turn[1] for turn in taken if turn is not None and turn[1] is not None]
+            filled = [empty if turn is None or turn[1] is None else turn[1] for turn in taken]
+            batches = [packed_sequence_thd_collater(filled[i : i + size]) for i in range(0, per_step, size)]
             states |= {str(turn[0]): turn[2] for turn in taken if turn is not None and turn[2] is not None}
             # One message for the packs of this step and for what the shards have read until then.
-            num_packs = torch.tensor([sum(pack is not None for pack in packs)])
-            summed = mesh.sum(torch.cat([num_packs, self._own_counts(states, mesh.dp_rank)])) // mesh.shape.cp
+            own = [state for shard, state in states.items() if int(shard) % self.shape.dp_size == mesh.dp_rank]
+            counted = [sum(state.get(name, 0) for state in own) for name in STREAM_COUNTS]
+            summed = mesh.sum(torch.tensor([len(packs), *counted])) // mesh.shape.cp
             wait_s = time.perf_counter() - began
             is_whole = not int(summed[0])  # the same on all ranks, so all end the epoch at this step
             counts = dict(zip(STREAM_COUNTS, summed[1:].tolist()))
@@ -363,12 +346,6 @@ class StreamedPacks(PackSource):
                 continue
             yield ahead
             ahead = next(read, None)
-
-    def _collate(self, packs: list[Pack | None]) -> dict[str, Any]:
-        empty = self.packer.pack_of(flatten([]))
-        batch = packed_sequence_thd_collater([empty if pack is None else pack for pack in packs])
-        pins = torch.cuda.is_available()
-        return {k: v.pin_memory() if pins and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def _look_at_head(documents: StreamingDataset, job: Job, packer: Packer) -> tuple[str, ...]:

@@ -58,9 +58,17 @@ class ExactFiller:
         return self
 
     def __next__(self) -> list[int]:
-        if self._head == len(self._ids) and not self._pull():
+        lengths, head = self._lengths, self._head
+        if head == len(lengths) and not self._pull():
             raise StopIteration
-        pack, room = self._take_in_order()
+        # The oldest document, then the next ones while more than half of the pack stays free.
+        room, half, at = self.size - lengths[head], self.size // 2, head + 1
+        while room > half and (at < len(lengths) or self._pull()):
+            left = room - lengths[at]
+            if left < half:  # let the subset-sum decide on the rest
+                break
+            room, at = left, at + 1
+        self._head, pack = at, self._ids[head:at]
         if room:
             self._fill(pack, room)
         if self._head >= 4096:
@@ -74,23 +82,6 @@ class ExactFiller:
         self._lengths += new
         self._num_read += len(new)
         return bool(new)
-
-    def _take_in_order(self) -> tuple[list[int], int]:
-        """The oldest document, then the next ones while more than half of the pack stays free."""
-        lengths, head = self._lengths, self._head
-        half = self.size // 2
-        room = self.size - lengths[head]
-        at = head + 1
-        while room > half:
-            if at == len(lengths) and not self._pull():
-                break
-            left = room - lengths[at]
-            if left < half:  # let the subset-sum decide on the rest
-                break
-            room = left
-            at += 1
-        self._head = at
-        return self._ids[head:at], room
 
     def _fill(self, pack: list[int], room: int) -> None:
         """Adds to the pack the documents of the look-ahead that fill `room` best, and leaves the others waiting."""
@@ -132,17 +123,17 @@ SEARCHED_DOCUMENTS = 40_000  # by subset-sum: 0.05 s, 0.9 s where exact fits are
 
 
 class Placements(NamedTuple):
-    """Arrays of equal length [P], int64; `slot` is the place of the first copy inside its bin.
+    """Documents in `num_bins` bins: arrays of equal length [P], int64; `slot` is the place of the first copy in its bin.
 
     Order: placements of the same length take the documents of that length one after the other.
     """
 
+    num_bins: int
     length: np.ndarray
     first: np.ndarray
     bins: np.ndarray
     copies: np.ndarray
     slot: np.ndarray
-    num_bins: int
 
     def per_bin(self, amount: np.ndarray) -> np.ndarray:
         """Sum over the placements of each bin, int64 [num_bins]; `amount` is per placement and bin."""
@@ -206,7 +197,7 @@ def best_fit(histogram: np.ndarray, size: int) -> Placements:
                 left, whole = 0, whole + 1
             if whole < bins:  # bins that were not touched stay as they are
                 file(space, (first + whole, bins - whole, slot))
-    return placements_of(out, num_bins)
+    return Placements(num_bins, *np.array(out, np.int64).reshape(-1, 5).T)
 
 
 def fewest_bins(histogram: np.ndarray, size: int, seed: int) -> Placements:
@@ -233,11 +224,11 @@ def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Pla
         for first, pack in enumerate(ExactFiller(documents, size, read_ahead=512))
         for slot, i in enumerate(pack)
     ]
-    repeated = placements_of(rows, rows[-1][1] + k if rows else 0)
+    repeated = Placements(rows[-1][1] + k if rows else 0, *np.array(rows, np.int64).reshape(-1, 5).T)
     rest = best_fit(histogram - part * k, size)
     behind = rest._replace(first=rest.first + repeated.num_bins)
-    length, first, bins, copies, slot = (np.concatenate(pair) for pair in zip(repeated[:5], behind[:5]))
-    return Placements(length, first, bins, copies, slot, repeated.num_bins + rest.num_bins)
+    length, first, bins, copies, slot = (np.concatenate(pair) for pair in zip(repeated[1:], behind[1:]))
+    return Placements(repeated.num_bins + rest.num_bins, length, first, bins, copies, slot)
 
 
 def assign(
@@ -248,7 +239,7 @@ def assign(
     Documents of equal length and the packs themselves stand in a seeded order.
     """
     source = longest_first(lengths, size, seed, epoch)
-    length, first, bins, copies, slot = placements[:5]
+    length, first, bins, copies, slot = placements[1:]
     by_length = np.argsort(-length, kind="stable")
     first, bins, copies, slot = first[by_length], bins[by_length], copies[by_length], slot[by_length]
     ends = np.cumsum(bins * copies)  # of each placement, in `source`
@@ -265,8 +256,3 @@ def assign(
         bin_of, copy = np.divmod(nth - (ends - bins * copies)[placement], copies[placement])
         doc_ids[begin[first[placement] + bin_of] + slot[placement] + copy] = source[nth]
     return doc_ids, offsets
-
-
-def placements_of(rows: list[tuple[int, int, int, int, int]], num_bins: int) -> Placements:
-    length, first, bins, copies, slot = np.array(rows, np.int64).reshape(-1, 5).T
-    return Placements(length, first, bins, copies, slot, num_bins)

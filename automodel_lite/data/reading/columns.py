@@ -280,23 +280,19 @@ def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str])
     return description + (f", ignored: {', '.join(ignored)}" if ignored else "")
 
 
-@dataclass(frozen=True)
 class NormalizedRows:
     """Raw rows as documents: those of `indices`, in their order, or all."""
 
-    raw: RawRows
-    detected: Detected
-    indices: np.ndarray | None = None
+    def __init__(self, raw: RawRows, detected: Detected, indices: np.ndarray | None = None):
+        self.raw, self.detected = raw, detected
+        self.indices = range(len(raw)) if indices is None else indices
 
     def __len__(self) -> int:
-        return len(self.raw) if self.indices is None else len(self.indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Document:
-        row = self._row(index)
+        row = int(self.indices[index])
         return self.detected.document(self.raw[row], self.raw.where(row))
 
     def where(self, index: int) -> str:
-        return self.raw.where(self._row(index))
-
-    def _row(self, index: int) -> int:
-        return index if self.indices is None else int(self.indices[index])
+        return self.raw.where(int(self.indices[index]))

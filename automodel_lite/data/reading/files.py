@@ -40,11 +40,10 @@ from automodel_lite.data.reading.readers import (
     TEXT_UNITS,
     UTF_8,
     ConcatenatedRows,
-    JsonLines,
     Placed,
     RawRow,
     RawRows,
-    TextSpans,
+    SpanRows,
     find_delimiter,
     open_csv,
     open_json,
@@ -260,7 +259,7 @@ def open_rows(
     shown = found.files[0].name if len(rows) == 1 else f"{len(rows)} files from {found.files[0].name}"
     identity = f"{', '.join(map(str, files))}, split {split}"
     notes = [found.note] if found.note else []
-    sizes = [one.sizes for one in rows if isinstance(one, TextSpans) and len(one)]
+    sizes = [one.sizes for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
     if sizes:
         median = int(np.median(np.concatenate(sizes)))
         notes.insert(0, f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)")
@@ -283,7 +282,7 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
     plain = _in_cache(path, path.name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
     if kind in (".jsonl", ".ndjson"):
-        return open_spans(JsonLines, plain, path.name, options.encoding)
+        return open_spans(plain, path.name, options.encoding)
     if kind == ".json":
         return open_json(plain, path.name, options.encoding)
     if kind in (".csv", ".tsv"):
@@ -292,7 +291,7 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
         delimiter = DELIMITERS[given] if given else find_delimiter(plain, usual, options.encoding)
         return open_csv(plain, path.name, delimiter, options.encoding)
     if kind == ".txt":
-        return open_spans(TextSpans, plain, path.name, options.encoding, options.text_unit)
+        return open_spans(plain, path.name, options.encoding, options.text_unit)
     return TableRows(_in_cache(plain, path.name, parquet_to_arrow) if kind == ".parquet" else plain, path.name)
 
 

@@ -188,7 +188,10 @@ OWN_KINDS = ("messages", "prompt_completion", "text")
 
 
 def _turns(row: RawRow, column: str) -> list[Message]:
-    return [read_turn(turn, f"{column}[{place}]") for place, turn in enumerate(_list(row, column))]
+    turns = maybe_json(row.get(column), f"column {column}")
+    if not isinstance(turns, list):
+        raise DataError(f"column {column} must be a list of messages, not {_shown(turns)}.")
+    return [read_turn(turn, f"{column}[{place}]") for place, turn in enumerate(turns)]
 
 
 def _chat(turns: list[Message], row: RawRow) -> Document:
@@ -233,13 +236,6 @@ def _prompt_completion(row: RawRow, prompt: str, completion_column: str) -> Docu
 def _system(row: RawRow) -> str:
     column = "system" if row.get("system") else "system_prompt"
     return _text(row, column) if row.get(column) else ""
-
-
-def _list(row: RawRow, column: str) -> list[Any]:
-    value = maybe_json(row.get(column), f"column {column}")
-    if not isinstance(value, list):
-        raise DataError(f"column {column} must be a list of messages, not {_shown(value)}.")
-    return value
 
 
 def _text(row: RawRow, column: str) -> str:

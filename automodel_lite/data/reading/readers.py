@@ -11,15 +11,14 @@ from __future__ import annotations
 import csv
 import json
 import os
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import ConcatDataset
@@ -56,8 +55,8 @@ def placed(rows: RawRows, indices: Iterable[int] | None = None) -> Iterator[Plac
 
 
 @dataclass(frozen=True)
-class SpanRows(ABC):
-    """Rows that are stretches of a text file. Picklable: a worker indexes nothing again.
+class SpanRows:
+    """Rows that are stretches of a text file: JSON objects or plain text. Picklable: a worker indexes nothing again.
 
     They are read, not mapped: a mapped file that somebody cuts short ends the process by a signal.
     """
@@ -67,20 +66,28 @@ class SpanRows(ABC):
     starts: np.ndarray  # byte offset of each row, int64
     line_numbers: np.ndarray  # of the line where it starts, from 1
     num_bytes: int  # of the file
-    encoding: str = UTF_8
+    encoding: str
+    is_json: bool
 
     @cached_property
     def _file(self) -> FileIO:
         return FileIO(self.path)
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.path, self.name, self.starts, self.line_numbers, self.num_bytes, self.encoding)
+        return SpanRows, tuple(getattr(self, own.name) for own in fields(self))
 
     def __len__(self) -> int:
         return len(self.line_numbers)
 
-    @abstractmethod
-    def __getitem__(self, index: int) -> RawRow: ...
+    def __getitem__(self, index: int) -> RawRow:
+        span = self.span(index)
+        if self.is_json:
+            return parse_json_object(span, self.where(index), self.encoding)
+        try:
+            return {"text": span.decode(self.encoding).strip("\r\n")}
+        except UnicodeDecodeError as error:
+            line = self.line_numbers[index] + span.count(b"\n", 0, error.start)
+            raise DataError(f"{self.name}:{line}: {undecodable(span[error.start], self.encoding)}") from error
 
     @property
     def sizes(self) -> np.ndarray:
@@ -108,34 +115,13 @@ class SpanRows(ABC):
         return f"{self.name}:{self.line_numbers[index]}"
 
 
-class JsonLines(SpanRows):
-    """One JSON object per line; blank lines are not rows."""
-
-    def __getitem__(self, index: int) -> RawRow:
-        return parse_json_object(self.span(index), self.where(index), self.encoding)
-
-
-class TextSpans(SpanRows):
-    """Plain text, a row per line, per paragraph or per file."""
-
-    def __getitem__(self, index: int) -> RawRow:
-        span = self.span(index)
-        try:
-            text = span.decode(self.encoding)
-        except UnicodeDecodeError as error:
-            line = self.line_numbers[index] + span.count(b"\n", 0, error.start)
-            raise DataError(f"{self.name}:{line}: {undecodable(span[error.start], self.encoding)}") from error
-        return {"text": text.strip("\r\n")}
-
-
 TEXT_UNITS = ("file", "paragraph", "line")
 
 
-Span = TypeVar("Span", bound=SpanRows)
-
-
-def open_spans(kind: type[Span], path: Path, name: str, encoding: str, unit: str = "line") -> Span:
-    """Indexes the rows of a text file: its lines, its paragraphs (blank lines between), or the file as one row."""
+def open_spans(path: Path, name: str, encoding: str, unit: str | None = None) -> SpanRows:
+    """Indexes the rows of a file: JSON objects, one per line that is not blank, or a `unit` of text: its lines, its
+    paragraphs (blank lines between), or the file as one row.
+    """
     breaks, num_bytes = [], 0
     with path.open("rb") as file:
         while block := file.read(INDEX_BLOCK_BYTES):
@@ -152,7 +138,7 @@ def open_spans(kind: type[Span], path: Path, name: str, encoding: str, unit: str
         is_row = is_row & ~np.append(False, is_row[:-1])
     if unit == "file":
         starts, is_row = starts[:1], np.array([is_row.any()])
-    return kind(path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding)
+    return SpanRows(path, name, starts[is_row], np.flatnonzero(is_row) + 1, num_bytes, encoding, unit is None)
 
 
 def undecodable(byte: int, encoding: str) -> str:
@@ -236,18 +222,13 @@ class RowList:
 
 def open_json(path: Path, name: str, encoding: str) -> RawRows:
     """Opens a `.json` file: an array of objects, an object with one array of them in it, or one object per line."""
-    lines = open_spans(JsonLines, path, name, encoding)
-    return lines if _has_row_a_line(lines) else RowList(_json_array(path, name, encoding), name)
-
-
-def _has_row_a_line(lines: JsonLines) -> bool:
-    """Whether the first line is a row (a broken one too), and not the opening of something that goes on."""
-    if not len(lines):
-        return True
-    first = lines.span(0).strip().removeprefix(b"\xef\xbb\xbf")
-    if not (first.startswith(b"{") and first.endswith(b"}")):
-        return False
-    return len(lines) > 1 or not _rows_in(parse_json_object(first, lines.where(0), lines.encoding))
+    lines = open_spans(path, name, encoding)
+    # The first line is a row (a broken one too), or the opening of something that goes on.
+    first = lines.span(0).strip().removeprefix(b"\xef\xbb\xbf") if len(lines) else b"{}"
+    is_row = first.startswith(b"{") and first.endswith(b"}")
+    if is_row and (len(lines) != 1 or not _rows_in(parse_json_object(first, lines.where(0), encoding))):
+        return lines
+    return RowList(_json_array(path, name, encoding), name)
 
 
 def _rows_in(whole: RawRow) -> list[list[Any]]:

@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -122,9 +123,9 @@ class DocumentTokenizer:
         given: list[Document] = []
         errors, specials, num_split = [], [], 0
         unused: dict[str, str] = {}
-        with StallReport() as stall:
+        with stall_report() as places:
             for number, (place, document) in enumerate(documents, start=first):
-                stall.place = place
+                places[-1] = place
                 num_rows.append(0)
                 try:
                     if isinstance(document, DataError):
@@ -166,31 +167,30 @@ class DocumentTokenizer:
 STALL_S = 20.0  # a chat takes a template some 0.0002 s
 
 
-class StallReport:
-    """Names the row that a chat template stays with: templates may hold loops that never end."""
+@contextmanager
+def stall_report() -> Iterator[list[str]]:
+    """Names the row that a chat template stays with, the last that the caller adds to the list: templates may hold
+    loops that never end.
+    """
+    places, is_over = [""], threading.Event()
 
-    def __init__(self) -> None:
-        self.place = ""
-        self._stop = threading.Event()
-
-    def __enter__(self) -> StallReport:
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         seen = ""
-        while not self._stop.wait(STALL_S):
-            if self.place == seen:
+        while not is_over.wait(STALL_S):
+            if places[-1] == seen:
                 print(
-                    f"WARNING: {self.place} has been with the chat template for {STALL_S:.0f} s: does the template "
+                    f"WARNING: {seen} has been with the chat template for {STALL_S:.0f} s: does the template "
                     "(tokenizer.chat_template) contain nested loops?",
                     file=sys.stderr,
                     flush=True,
                 )
-            seen = self.place
+            seen = places[-1]
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield places
+    finally:
+        is_over.set()
 
 
 def _given_tokens(document: Document, train_on: str, vocab_size: int) -> Document:
@@ -249,22 +249,15 @@ def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | N
         datasets = {name: tokenize_documents(dataset, job, cache_dir) for name, dataset in documents.datasets.items()}
         return documents.tokenized(datasets, len(job.tokenizer))
     sets = {"train": documents.train} | {f"val/{name}": rows for name, rows in documents.val.items()}
-    rows, counts, notes, folders = _tokenize_sets(sets, documents.identity, documents.kind, job, cache_dir)
+    rows, counts, notes = tokenize_sets(sets, documents.identity, documents.kind, job, cache_dir)
+    train = rows.pop("train")
     return TokenizedData(
-        train=rows["train"],
-        val={name.removeprefix("val/"): of_set for name, of_set in rows.items() if name != "train"},
+        train=train,
+        val={name.removeprefix("val/"): of_set for name, of_set in rows.items()},
         counts=counts,
-        notes=(*notes, *(f"{name}: {of_set.note}" for name, of_set in rows.items() if of_set.note)),
-        fingerprint=(folders["train"] / CONTENT_HASH).read_text()[:16],
+        notes=notes,
+        fingerprint=(Path(str(train.flat.folder)) / CONTENT_HASH).read_text()[:16],
     )
-
-
-def tokenize_validation(
-    stream: Documents, job: Job, cache_dir: str | Path | None = None
-) -> tuple[dict[str, Rows], Sequence[str]]:
-    """Tokenizes the validation sets of a stream beforehand, as any others; returns them, and notes to print."""
-    rows, _, notes, _ = _tokenize_sets(stream.val, f"{stream.identity} val", stream.kind, job, cache_dir)
-    return rows, notes
 
 
 def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
@@ -274,12 +267,12 @@ def tokenize_in_memory(rows: DocumentSet, job: Job) -> TokenRows:
     return TokenRows(chunk.columns, np.append(0, np.cumsum(chunk.lengths)))
 
 
-def _tokenize_sets(
+def tokenize_sets(
     sets: Mapping[str, DocumentSet], identity: str, kind: str, job: Job, cache_dir: str | Path | None
-) -> tuple[dict[str, Rows], dict[str, RowCounts], tuple[str, ...], dict[str, Path]]:
-    """Returns the rows of each set, their counts, notes to print, and the folders of the cache that hold them."""
+) -> tuple[dict[str, Rows], dict[str, RowCounts], tuple[str, ...]]:
+    """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
     rows: dict[str, Rows] = {}
-    counts, notes, special, folders = {}, [], [], {}
+    counts, notes, special = {}, [], []
     for name, documents in sets.items():
         key = _key(identity, job) | {"set": name}
         write = partial(_write_rows, name=name, kind=kind, documents=documents, job=job)
@@ -288,8 +281,8 @@ def _tokenize_sets(
         rows[name], counts[name] = load_trees(entry.folder, job.most_tokens), found.counts
         notes.append(f"{name}: {found.counts} · cache: {entry.note}")
         special += notes_on(name, found)
-        folders[name] = entry.folder
-    return rows, counts, (*notes, *special), folders
+    of_trees = [f"{name}: {of_set.note}" for name, of_set in rows.items() if of_set.note]
+    return rows, counts, (*notes, *special, *of_trees)
 
 
 def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job: Job) -> None:

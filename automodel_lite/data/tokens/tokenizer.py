@@ -48,8 +48,15 @@ def load_tokenizer(
     except Exception as error:  # whatever a damaged file makes of its reader
         raise ConfigError(f"tokenizer.path={path} cannot be loaded as a tokenizer: {one_line(error)}") from error
     if chat_template is not None:
-        is_file = "{" not in chat_template
-        tokenizer.chat_template = _read_template(chat_template) if is_file else chat_template
+        if "{" not in chat_template:
+            try:
+                chat_template = Path(chat_template).expanduser().read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+                raise ConfigError(
+                    f"tokenizer.chat_template={chat_template[:200]} cannot be read ({reason})."
+                ) from error
+        tokenizer.chat_template = chat_template
         if name := secret_in(tokenizer.chat_template):
             raise ConfigError(
                 f"tokenizer.chat_template holds the value of {name}, which would be trained on and exported: remove it."
@@ -146,11 +153,3 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"tokenizer.chat_template={path[:200]} cannot be read ({reason}).") from error
