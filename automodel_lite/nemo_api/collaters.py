@@ -17,19 +17,44 @@ from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from automodel_lite.data.packing import packs
-from automodel_lite.thd import IGNORE_INDEX
+from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 PAD_TOKEN_IDS = {"labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "input_ids": 0}
 FLASH_IMPLEMENTATIONS = frozenset({"flash_attention_2", "flash_attention_3", "flash_attention_4"})
 PAD_MULTIPLE = 8  # of the padded rows of SFTSingleTurnPreprocessor
+PAD_TOKEN_IDS_KEY = "___PAD_TOKEN_IDS___"
+"""Key of a row under which a dataset may name a pad value for each of its fields."""
 Columns = dict[str, list]
 
 
 def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Packs (or loose rows) -> `input_ids, labels, position_ids` [B, S], `seq_lens, seq_lens_padded` filled up with
     -1000, `qkv_format`. The recipe's own collater (`data.packing.packs`).
+
+    Rows without `seq_lens` become one document each, padded to the longest row of the batch; ValueError for both kinds.
     """
-    return packs.packed_sequence_thd_collater(batch)
+    is_packed = ["seq_lens" in row for row in batch]
+    if any(is_packed) and not all(is_packed):
+        raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")
+    return packs.packed_sequence_thd_collater(batch if all(is_packed) else _rows_as_documents(batch))
+
+
+def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of any lengths -> packs of one document each, as long as the longest."""
+    longest = max(len(row["input_ids"]) for row in batch)
+    packs = []
+    for row in batch:
+        pack: dict[str, Any] = {}
+        padding = {name: column.padding for name, column in COLUMNS.items()}
+        padding["input_ids"] = row.get(PAD_TOKEN_IDS_KEY, {}).get("input_ids", 0)
+        for name in [name for name in COLUMNS if name in row]:
+            values = torch.as_tensor(row[name])
+            behind = values.new_full((longest - len(values), *values.shape[1:]), padding[name])
+            pack[name] = torch.cat([values, behind])
+        length = len(row["input_ids"])
+        num_real = int(torch.as_tensor(row.get("attention_mask", 0)).sum()) or length
+        packs.append(pack | {"position_ids": range(longest), "seq_lens": [num_real], "seq_lens_padded": [longest]})
+    return packs
 
 
 def pack_features_for_thd(
@@ -67,10 +92,10 @@ def default_collater(batch: Sequence[Mapping[str, Any]], pad_seq_len_divisible: 
     Lists are padded to the longest (rounded up to `pad_seq_len_divisible`), tensors get a batch dim and are
     concatenated. The mask comes from `attention_mask` where the rows have one, else from the pad id.
     """
-    pad_ids = batch[0].get(packs.PAD_TOKEN_IDS_KEY)
+    pad_ids = batch[0].get(PAD_TOKEN_IDS_KEY)
     collated: dict[str, Tensor] = {}
     for key in batch[0]:
-        if key == packs.PAD_TOKEN_IDS_KEY:
+        if key == PAD_TOKEN_IDS_KEY:
             continue
         values = extract_key_from_dicts(batch, key)
         if isinstance(values[0], Tensor):

@@ -194,7 +194,8 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
     order = epoch_order(len(packs), config.seed, 0, config.dataloader.shuffle)[:num_packs].tolist()
     order += [EMPTY_PACK] * (-len(order) % shape.dp)
     documents = _documents(packs, [number for number in order if number != EMPTY_PACK])
-    return Sample([packs[i] for i in order], documents, data.tokenizer, packer, training_size)
+    stacked = packs.__getitems__(order)  # of one length, also without packing
+    return Sample([stacked[i] for i in range(len(order))], documents, data.tokenizer, packer, training_size)
 
 
 def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:

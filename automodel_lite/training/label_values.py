@@ -113,7 +113,6 @@ class Values:
         """
         folder, packer = self.folder(name, rows), copy(self.packer)
         if not all(mesh.gather(folder.is_dir())):
-            packer.max_packs = None  # all packs, whatever sample of them an epoch takes
             placed = rows.with_columns({"row_place": np.arange(len(rows.flat.input_ids))})
             _compute(self, packer.packs(placed), built, mesh, folder)
         return self.stored(name, rows)

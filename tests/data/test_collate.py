@@ -48,13 +48,13 @@ def test_thd_collater_refuses_packs_of_unequal_length(collater: Collater) -> Non
         collater([pack([3], [4]), pack([6], [6])])
 
 
-def test_thd_collater_makes_each_loose_row_a_document(collater: Collater) -> None:
+def test_the_face_makes_each_loose_row_a_document() -> None:
     rows = [
         {"input_ids": [1, 2, 3], "labels": [2, 3, -100], "___PAD_TOKEN_IDS___": {"input_ids": 9}},
         {"input_ids": [4, 5, 0, 0, 0], "labels": [5, -100, -100, -100, -100], "attention_mask": [1, 1, 0, 0, 0]},
     ]
     before = copy.deepcopy(rows)
-    batch = collater(rows)
+    batch = collaters.packed_sequence_thd_collater(rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [4, 5, 0, 0, 0]]
     assert batch["labels"].tolist() == [[2, 3, -100, -100, -100], [5, -100, -100, -100, -100]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2

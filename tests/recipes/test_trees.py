@@ -98,7 +98,6 @@ SOURCES = {
         "dataset=files",
         "dataset.path={a}",
         "packed_sequence.repack_each_epoch=true",
-        "packed_sequence.max_packs=3",
     ],
     "mixture": [
         "dataset=mixture",

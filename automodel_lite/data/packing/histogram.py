@@ -123,7 +123,7 @@ SEARCHED_DOCUMENTS = 40_000  # by subset-sum: 0.05 s, 0.9 s where exact fits are
 
 
 class Placements(NamedTuple):
-    """Documents in `num_bins` bins: arrays of equal length [P], int64; `slot` is the place of the first copy in its bin.
+    """Documents in `num_bins` bins: arrays of equal length [P], int64; `slot` is the place of the first copy inside.
 
     Order: placements of the same length take the documents of that length one after the other.
     """

@@ -59,7 +59,6 @@ class Packer:
         self,
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
         strategy: StrategyName = "exact_fill",
-        max_packs: Positive | None = None,  # use a random sample of this many packs
         overlong: Overlong | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
         balance: Balance = "step",  # none | step | window: distribute packs over ranks by cost
         slot_multiple: Positive | None = None,  # pad documents to a multiple of it; null = 2 * mesh.cp, or 1 without
@@ -72,7 +71,6 @@ class Packer:
         self.packed_sequence_size = packed_sequence_size
         check_choice("strategy", strategy, STRATEGY_NAMES)
         self.strategy = strategy
-        self.max_packs = max_packs
         self.overlong = overlong or "drop"
         self.is_overlong_given = overlong is not None
         _, self.cuts_documents, self.is_ragged = STRATEGIES[strategy]
@@ -130,7 +128,6 @@ class Packer:
             seed=self.seed,
             epoch=epoch if self.repack_each_epoch else 0,
             overlong=self.overlong,
-            max_packs=self.max_packs,
             slot_multiple=self.slot_multiple,
             has_labels=rows.has_labels,
         )
@@ -288,55 +285,29 @@ def _spread(values: np.ndarray, places: np.ndarray, filler: float, dtype: Any) -
     return out
 
 
-PAD_TOKEN_IDS_KEY = "___PAD_TOKEN_IDS___"
-"""Key of a row under which a dataset may name a pad value for each of its fields."""
-
-
 def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPacks) -> dict[str, Any]:
-    """Packs (or loose rows) -> the batch that `thd.to_thd` and `thd.process_input_for_thd` take.
+    """Packs -> the batch that `thd.to_thd` and `thd.process_input_for_thd` take.
 
     input_ids, labels, position_ids  int64 [B, S]
     seq_lens, seq_lens_padded        int64 [B, longest list], filled up with SEQ_LENS_PADDING
     qkv_format                       "thd"
-    Rows without `seq_lens` become one document each, padded to the longest row of the batch. Raises ValueError for
-    packs of unequal length. StackedPacks, which a DataLoader fetches from PackedDataset, hold the batch already.
+    Raises ValueError for packs of unequal length. StackedPacks, which a DataLoader fetches from PackedDataset, hold the
+    batch already.
     """
     if isinstance(batch, StackedPacks):
         return batch.columns | {"qkv_format": "thd"}
     if not batch:
         return {}
-    packed = ["seq_lens" in row for row in batch]
-    if any(packed) and not all(packed):
-        raise ValueError("a batch holds either packs (with seq_lens) or loose rows (without), not both.")
-    rows: Sequence[Mapping[str, Any]] = batch if all(packed) else _rows_as_documents(batch)
-    dtypes = {name: getattr(torch, c.batched) for name, c in COLUMNS.items() if any(name in row for row in rows)}
+    dtypes = {name: getattr(torch, c.batched) for name, c in COLUMNS.items() if any(name in row for row in batch)}
     dtypes["position_ids"] = torch.long
-    collated: dict[str, Any] = {name: _stack_rows(name, rows, dtype) for name, dtype in dtypes.items()}
+    collated: dict[str, Any] = {name: _stack_rows(name, batch, dtype) for name, dtype in dtypes.items()}
     for key in ("seq_lens", "seq_lens_padded"):
         collated[key] = torch.nn.utils.rnn.pad_sequence(
-            [torch.as_tensor(row[key], dtype=torch.long) for row in rows],
+            [torch.as_tensor(row[key], dtype=torch.long) for row in batch],
             batch_first=True,
             padding_value=SEQ_LENS_PADDING,
         )
     return collated | {"qkv_format": "thd"}
-
-
-def _rows_as_documents(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of any lengths -> packs of one document each, as long as the longest."""
-    longest = max(len(row["input_ids"]) for row in batch)
-    packs = []
-    for row in batch:
-        pack: dict[str, Any] = {}
-        padding = {name: column.padding for name, column in COLUMNS.items()}
-        padding["input_ids"] = row.get(PAD_TOKEN_IDS_KEY, {}).get("input_ids", 0)
-        for name in [name for name in COLUMNS if name in row]:
-            values = torch.as_tensor(row[name])
-            behind = values.new_full((longest - len(values), *values.shape[1:]), padding[name])
-            pack[name] = torch.cat([values, behind])
-        length = len(row["input_ids"])
-        num_real = int(torch.as_tensor(row.get("attention_mask", 0)).sum()) or length
-        packs.append(pack | {"position_ids": range(longest), "seq_lens": [num_real], "seq_lens_padded": [longest]})
-    return packs
 
 
 def _stack_rows(name: str, rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> Tensor:

@@ -5,17 +5,14 @@ From what a user calls their data (a file, a folder, a glob, a hub name) to raw 
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
 import lzma
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pyarrow
@@ -244,21 +241,21 @@ def open_rows(
     """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of validation."""
     paths = [path] if isinstance(path, str) else list(path)
     paths = [_fetch(one, key) if "://" in one else one for one in paths]
-    found = find_files(paths, key, held_out)
-    if not found.files:
+    found, note = find_files(paths, key, held_out)
+    if not found:
         if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
             raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
         return _open_hub(paths[0], name, split, key)
     rows, files = [], []
-    for file in found.files:
+    for file in found:
         try:
             files += stamps(file)
             rows.append(_open_file(file, split, options))
         except OSError as error:
             raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
-    shown = found.files[0].name if len(rows) == 1 else f"{len(rows)} files from {found.files[0].name}"
+    shown = found[0].name if len(rows) == 1 else f"{len(rows)} files from {found[0].name}"
     identity = f"{', '.join(map(str, files))}, split {split}"
-    notes = [found.note] if found.note else []
+    notes = [note] if note else []
     sizes = [one.sizes for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
     if sizes:
         median = int(np.median(np.concatenate(sizes)))
@@ -302,21 +299,19 @@ def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -
     return build_once(cache_root(), "decompressed", name, key, build).folder / "data"
 
 
+_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # file ending -> pyarrow's name; the others are lzma's
+
+
 def _decompress(path: Path, name: str, target: Path) -> None:
+    codec = _CODECS.get(path.suffix.lower())
     try:
-        with _READERS[path.suffix.lower()](path) as packed, target.open("wb") as plain:
+        with (
+            pyarrow.CompressedInputStream(str(path), codec) if codec else lzma.open(path) as packed,
+            target.open("wb") as plain,
+        ):
             shutil.copyfileobj(packed, plain, 2**20)
-    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise DataError(f"{name}: cannot be decompressed: {error}.") from error
-
-
-_READERS: dict[str, Callable[[Path], Any]] = {  # file ending -> a readable file of what is in it
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".lzma": lzma.open,
-    ".zst": lambda path: pyarrow.CompressedInputStream(str(path), "zstd"),
-}
 
 
 def _open_hub(path: str, name: str | None, split: str, key: str) -> OpenedRows:

@@ -93,27 +93,18 @@ def check_not_cut(files: Sequence[WholeFile]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class FoundFiles:
-    """files      what is read, in order; the folder of a saved dataset counts as one
-    left_out   reason -> names of what is not
-    """
-
-    files: Sequence[Path]
-    left_out: Mapping[str, Sequence[str]]
-
-    @property
-    def note(self) -> str:
-        """`left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or nothing."""
-        parts = []
-        for reason, names in self.left_out.items():
-            shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-            parts += [f"{len(names):,} {reason} ({shown})"] if names else []
-        return f"left out: {', '.join(parts)}" if parts else ""
+def _note_of(left_out: Mapping[str, Sequence[str]]) -> str:
+    """Returns `left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or nothing."""
+    parts = []
+    for reason, names in left_out.items():
+        shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+        parts += [f"{len(names):,} {reason} ({shown})"] if names else []
+    return f"left out: {', '.join(parts)}" if parts else ""
 
 
-def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = ()) -> FoundFiles:
-    """Finds the files that paths name; none of them when there is nothing of that name here.
+def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = ()) -> tuple[list[Path], str]:
+    """Finds the files that paths name, none when there is nothing of that name here; returns them in order (the folder
+    of a saved dataset counts as one), and a note on what was left out.
 
     A file that is named twice, by links or in a folder and by itself, is taken once. For training, `held_out` files of
     validation are left out of folders and patterns.
@@ -148,7 +139,7 @@ def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = (
         raise ConfigError(f"{key}: {', '.join(missing)} does not exist (looked in {Path.cwd()}).")
     if left_out["held out for validation"] and not taken:
         raise ConfigError(f"{key}={', '.join(paths)} holds nothing but what is validated on: name files to train on.")
-    return FoundFiles([*taken.values()], {reason: names for reason, names in left_out.items() if names})
+    return [*taken.values()], _note_of(left_out)
 
 
 def kind_of(path: Path) -> str:
@@ -173,8 +164,7 @@ def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequenc
                 return [expanded], True
             files = _selected(_walk(expanded, path, key, left_out), expanded, key, left_out)
             if not files:
-                note = FoundFiles([], left_out).note
-                why = f"; {note}" if note else ""
+                why = f"; {note}" if (note := _note_of(left_out)) else ""
                 raise ConfigError(f"{key}={path} is a folder without data: it has no {', '.join(KINDS)} in it{why}.")
             return files, False
         if expanded.is_file():

@@ -86,16 +86,16 @@ def test_what_a_folder_holds_is_taken_or_named(tmp_path: Path) -> None:
     (data / "linked").symlink_to(tmp_path / "elsewhere")
     (data / "gone.jsonl").symlink_to(tmp_path / "nothing")
     (data / "again.jsonl").symlink_to(data / "b.jsonl")
-    found = find_files([str(data)], "dataset.path")
-    assert sorted(file.name for file in found.files) == ["again.jsonl", "c.JSONL.GZ", "d.txt"]
-    assert {reason: sorted(names) for reason, names in found.left_out.items()} == {
-        "linked folders": ["linked"],
-        "links to nothing": ["gone.jsonl"],
-        "hidden": [".git", ".hidden.jsonl"],
-        "of other kinds": ["notes.md", "x.lz4", "y.jsonl.zip"],
-        "compressed twins of others": ["b.jsonl.gz"],
-        "about the data": ["LICENSE.txt", "README.txt"],
-        "named twice": [str(data / "b.jsonl")],
+    files, note = find_files([str(data)], "dataset.path")
+    assert sorted(file.name for file in files) == ["again.jsonl", "c.JSONL.GZ", "d.txt"]
+    assert set(note.removeprefix("left out: ").removesuffix(")").split("), ")) == {
+        "1 linked folders (linked",
+        "1 links to nothing (gone.jsonl",
+        "2 hidden (.git, .hidden.jsonl",
+        "3 of other kinds (notes.md, x.lz4, y.jsonl.zip",
+        "1 compressed twins of others (b.jsonl.gz",
+        "2 about the data (LICENSE.txt, README.txt",
+        f"1 named twice ({data / 'b.jsonl'}",
     }
     assert "; left out: " in FilesDataset(str(data)).description
     assert "2 about the data (LICENSE.txt, README.txt)" in FilesDataset(str(data)).description

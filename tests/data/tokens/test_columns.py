@@ -11,7 +11,7 @@ import torch
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.stream import PackStream
-from automodel_lite.data.tokens.token_rows import RowsWriter, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import STORED, RowsWriter, flatten, load_rows
 from automodel_lite.thd import COLUMNS, Column
 
 TWO = [
@@ -23,6 +23,7 @@ TWO = [
 @pytest.fixture(autouse=True)
 def _weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COLUMNS, "weights", Column("float32", "float32", -1.0, is_optional=False))
+    monkeypatch.setitem(STORED, "weights", "float32")
 
 
 def test_a_new_column_is_written_packed_and_collated(tmp_path: Path) -> None:
@@ -49,6 +50,6 @@ def test_rows_without_the_column_get_its_padding(packed: bool) -> None:
     plain = [{name: row[name] for name in ("input_ids", "labels")} for row in TWO]
     strategy = "next_fit" if packed else "none"
     packs = PackedDataset(flatten(plain), plan_packs([3, 2], 6, strategy=strategy))
-    weights = packed_sequence_thd_collater([packs[i] for i in range(len(packs))])["weights"]
+    weights = packed_sequence_thd_collater(packs.__getitems__(range(len(packs))))["weights"]
     assert weights.dtype == torch.float32
     assert set(weights.flatten().tolist()) == {-1.0}
