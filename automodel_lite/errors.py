@@ -13,9 +13,15 @@ MISTAKE_EXIT = 2  # exit code of a mistake that the user can mend
 class ConfigError(ValueError):
     """A setting that cannot work: `packed_sequence.packed_sequence_size=63 must be a multiple of 4: use 64.`"""
 
+    def __str__(self) -> str:
+        return printable(super().__str__(), kept="\n")  # names of files and columns are in it
+
 
 class DataError(ValueError):
     """Data that cannot be trained on: names the file, the line and the column."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), kept="\n")
 
 
 class RanksDifferError(ConfigError):
@@ -51,6 +57,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether memory ran out: on a GPU that has a type of its own, on CPU torch raises RuntimeError."""
     has_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return has_type or bool(CPU_MEMORY.search(str(error)))
+
+
+def printable(text: str, kept: str = "") -> str:
+    """The text with everything that no line shows as it is escaped: control characters, halves of surrogate pairs."""
+    return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)
 
 
 def one_line(error: object, limit: int = 300) -> str:

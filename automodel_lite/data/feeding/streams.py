@@ -61,7 +61,7 @@ from automodel_lite.data.tokens.tokenize import (
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.data.tokens.trees import trees_of
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, one_line, printable
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 
@@ -205,7 +205,7 @@ class StreamingDataset:
             return RawStream(shown, partial(read_hub, self.path, self.name, self.split), identity, identity)
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.notes = source.notes
-        contents = ", ".join(f"{one.path.name} {one.size} {one.content}" for one in source.files)
+        contents = ", ".join(f"{printable(one.path.name)} {one.size} {one.content}" for one in source.files)
         read = partial(read_files, source.rows)
         return RawStream(source.description, read, source.identity, f"{contents}, split {self.split}")
 

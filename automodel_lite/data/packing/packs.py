@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_lite.config.rules import Count, OneOf, Positive, Range, Seed
+from automodel_lite.config.rules import OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
 from automodel_lite.data.packing.plan import (
     OVERLONG,
@@ -64,7 +64,6 @@ class Packer:
         slot_multiple: Positive | None = None,  # pad documents to a multiple of it; null = 2 * mesh.cp, or 1 without
         seed: Seed = 0,
         repack_each_epoch: bool = False,  # new packs in every epoch, from (seed, epoch)
-        padding_idx: Count | None = None,  # token id of padding; null = the tokenizer's padding or end token
         tree: TreeMode = "auto",  # auto | off | all: rows of one document (all: any) share their beginning
         cp_size: int = 1,
     ):
@@ -85,11 +84,11 @@ class Packer:
         self.slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size)
         self.seed = seed
         self.repack_each_epoch = repack_each_epoch
-        self.padding_idx = padding_idx
+        self.padding_idx = 0
 
     def pack_of(self, rows: TokenRows) -> dict[str, torch.Tensor]:
         """Returns one pack, as PackedDataset gives it, of rows that together fit it; of none, a pack of padding."""
-        shape = self.packed_sequence_size, self.slot_multiple, self.padding_idx or 0
+        shape = self.packed_sequence_size, self.slot_multiple, self.padding_idx
         return lay_out_packs(rows, rows.offsets[:-1], rows.lengths, np.array([len(rows)]), *shape)[0]
 
     def resized(self, packed_sequence_size: int, overlong: str) -> Packer:
@@ -104,7 +103,7 @@ class Packer:
         """
         is_split = kind == "text" and not self.is_overlong_given
         fitted = self.resized(self.packed_sequence_size, "split" if is_split else self.overlong)
-        fitted.padding_idx = padding_id if self.padding_idx is None else self.padding_idx
+        fitted.padding_idx = padding_id
         return fitted
 
     def check_dropped(self, dropped_tokens: int, tokens: int, name: str, lengths: np.ndarray | None = None) -> None:
@@ -131,7 +130,7 @@ class Packer:
             slot_multiple=self.slot_multiple,
             has_labels=rows.has_labels,
         )
-        return PackedDataset(rows, plan, self.padding_idx or 0)
+        return PackedDataset(rows, plan, self.padding_idx)
 
 
 def size_that_keeps(lengths: np.ndarray, frac: float = 0.99) -> int:

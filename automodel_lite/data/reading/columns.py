@@ -21,7 +21,7 @@ from automodel_lite.data.reading.documents import MEDIA, UNUSED, Document
 from automodel_lite.data.reading.formats import FORMATS, GROUP, Format, own_format
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRow, RawRows
-from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line
+from automodel_lite.errors import ConfigError, DataError, did_you_mean, one_line, printable
 
 OwnFormat = Callable[[RawRow], Any]
 
@@ -102,7 +102,7 @@ class Detected:
             message = str(error)
             for canonical, column in renames.items():
                 message = message.replace(f"column {canonical} ", f"column {column} ")
-            raise DataError(f"{where}: {message}") from error
+            raise DataError(f"{where}: {printable(message)}") from error
         except ConfigError:
             raise
         except KeyError as error:
@@ -175,9 +175,8 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
         return _by_function(format_name, renames)
     for canonical, column in renames.items():
         if column not in columns:
-            raise ConfigError(
-                f"dataset.columns.{canonical}={column} is not a column of the data, which has {', '.join(columns)}."
-            )
+            names = printable(", ".join(columns))
+            raise ConfigError(f"dataset.columns.{canonical}={column} is not a column of the data, which has {names}.")
     if format_name is None:
         _check_preferences(columns, renames)
     candidates = [known for known in FORMATS if format_name in (None, known.name)]
@@ -226,10 +225,11 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
     if not rejected or (not ANSWERS.isdisjoint(renames) and not named & set(rejected)):
         return
     wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][0 if chosen else -2]
+    wanted, pairs = printable(wanted), printable(", ".join([*chosen, *rejected]))
     taken = [name for name in rejected if name in named]
     what = f"{taken[0]} would be trained on" if taken else "this program trains on one answer"
     raise ConfigError(
-        f"the columns {', '.join([*chosen, *rejected])} are preference pairs, and {what}: select the chosen answers "
+        f"the columns {pairs} are preference pairs, and {what}: select the chosen answers "
         f"with dataset.columns.completion={wanted} (texts after a prompt), dataset.columns.messages={wanted} (chats) "
         f"or dataset.columns.text={wanted} (whole texts), or set dataset.format=... to train on the columns you "
         "named. To learn from both answers, train with --config-name dpo."
@@ -247,6 +247,7 @@ def _find(
             if named.issuperset({*candidate.columns} - others.keys()):
                 optional = _other_names(candidate.optional, named - {*others.values()})
                 return candidate, {**optional, **others, **renames}
+    columns = list(map(printable, columns))
     if len(candidates) == 1:
         wanted = " + ".join(candidates[0].columns)
         raise ConfigError(
@@ -277,7 +278,7 @@ def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str])
     description += f" ({mapped})" if mapped else ""
     used = {*renames.values(), *found.columns, *found.optional, GROUP}
     ignored = [name for name in columns if name not in used]
-    return description + (f", ignored: {', '.join(ignored)}" if ignored else "")
+    return printable(description + (f", ignored: {', '.join(ignored)}" if ignored else ""))
 
 
 class NormalizedRows:

@@ -48,7 +48,7 @@ from automodel_lite.data.reading.readers import (
     placed,
 )
 from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, one_line, printable
 
 NUM_SNIFFED_ROWS = 20
 Delimiter = Annotated[str, OneOf(("comma", "semicolon", "tab", "pipe", ",", ";", "|", "\\t"))]
@@ -253,7 +253,7 @@ def open_rows(
             rows.append(_open_file(file, split, options))
         except OSError as error:
             raise DataError(f"{file} cannot be read ({error.strerror or error}).") from error
-    shown = found[0].name if len(rows) == 1 else f"{len(rows)} files from {found[0].name}"
+    shown = printable(found[0].name) if len(rows) == 1 else f"{len(rows)} files from {printable(found[0].name)}"
     identity = f"{', '.join(map(str, files))}, split {split}"
     notes = [note] if note else []
     sizes = [one.sizes for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
@@ -270,26 +270,27 @@ def _fetch(address: str, key: str) -> str:
 
 
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
+    name = printable(path.name)
     if path.is_dir():
-        return open_saved(path, path.name, split)
+        return open_saved(path, name, split)
     if split != "train":
-        raise ConfigError(f"dataset.split={split}: {path} has no splits: name its files in path or val_path.")
+        raise ConfigError(f"dataset.split={split}: {name} has no splits: name its files in path or val_path.")
     kind = kind_of(path)
     if kind not in KINDS:
-        raise ConfigError(f"{path}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
-    plain = _in_cache(path, path.name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
+        raise ConfigError(f"{name}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
+    plain = _in_cache(path, name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
     if kind in (".jsonl", ".ndjson"):
-        return open_spans(plain, path.name, options.encoding)
+        return open_spans(plain, name, options.encoding)
     if kind == ".json":
-        return open_json(plain, path.name, options.encoding)
+        return open_json(plain, name, options.encoding)
     if kind in (".csv", ".tsv"):
         usual = "\t" if kind == ".tsv" else ","
         given = options.delimiter
         delimiter = DELIMITERS[given] if given else find_delimiter(plain, usual, options.encoding)
-        return open_csv(plain, path.name, delimiter, options.encoding)
+        return open_csv(plain, name, delimiter, options.encoding)
     if kind == ".txt":
-        return open_spans(plain, path.name, options.encoding, options.text_unit)
-    return TableRows(_in_cache(plain, path.name, parquet_to_arrow) if kind == ".parquet" else plain, path.name)
+        return open_spans(plain, name, options.encoding, options.text_unit)
+    return TableRows(_in_cache(plain, name, parquet_to_arrow) if kind == ".parquet" else plain, name)
 
 
 def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -> Path:

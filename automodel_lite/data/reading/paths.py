@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 
 from automodel_lite.data.cache import cache_root
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, printable
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
@@ -49,7 +49,7 @@ class FileStamp:
     content: str  # hash of its head, its tail and some blocks between
 
     def __str__(self) -> str:
-        return f"{self.path} {self.size} B at {self.mtime_ns}, inode {self.inode}, {self.content}"
+        return f"{printable(str(self.path))} {self.size} B at {self.mtime_ns}, inode {self.inode}, {self.content}"
 
     def is_same(self, other: FileStamp) -> bool:
         """Returns whether both hold the same rows: one file under two names, or a copy of it."""
@@ -97,7 +97,7 @@ def _note_of(left_out: Mapping[str, Sequence[str]]) -> str:
     """Returns `left out: 2 held-out splits (test.jsonl, valid.jsonl), 1 linked folder (old)`, or nothing."""
     parts = []
     for reason, names in left_out.items():
-        shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+        shown = ", ".join(map(printable, names[:SHOWN_NAMES])) + (", ..." if len(names) > SHOWN_NAMES else "")
         parts += [f"{len(names):,} {reason} ({shown})"] if names else []
     return f"left out: {', '.join(parts)}" if parts else ""
 

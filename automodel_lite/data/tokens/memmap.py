@@ -22,7 +22,7 @@ from automodel_lite.data.reading.documents import DocumentList, Documents, Docum
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut, stamp
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.token_rows import ID_DTYPE, RowCounts, Rows, TokenizedData, map_array
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.seed import BLOCK
 from automodel_lite.thd import IGNORE_INDEX
 
@@ -98,7 +98,7 @@ class MemmapCorpus:
         self.rows = corpora[0] if len(corpora) == 1 else JoinedRows(corpora)
         named = dict(self.val_path) if isinstance(self.val_path, Mapping) else {"val": self.val_path}
         self.val_rows = {name: self._open(path, "dataset.val_path") for name, path in named.items() if path is not None}
-        self.description = f"{', '.join(Path(path).name for path in paths)}: {len(self.rows):,} documents, "
+        self.description = f"{', '.join(printable(Path(path).name) for path in paths)}: {len(self.rows):,} documents, "
         self.description += f"{self.rows.num_tokens:,} tokens, mapped as they are"
         stamps = "; ".join(str(stamp(_bin_path(path))) for path in paths)
         self.identity = f"memmap({stamps}; separator_id={self.separator_id})"
@@ -133,6 +133,8 @@ class MemmapCorpus:
                 f"{file.name} has no {index.name}: set dataset.dtype={' or '.join(DTYPES)} and dataset.separator_id, "
                 "the token that ends its documents."
             )
+        if self.separator_id > np.iinfo(self.dtype).max:
+            raise ConfigError(f"dataset.separator_id={self.separator_id} is not a token of {self.dtype}.")
         return MemmapRows(file, self.dtype, _offsets_by_separator(_map_tokens(file, self.dtype), self.separator_id))
 
 

@@ -45,7 +45,7 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import ALONE, load_trees, write_trees
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS
 
@@ -310,7 +310,7 @@ def notes_on(name: str, found: Findings) -> list[str]:
     if found.num_blank:
         notes.append(f"NOTE: {name}: {found.num_blank:,} rows train only the end of an answer, which is empty")
     if found.unused:
-        places = [f"{what} ({place})" for what, place in found.unused.items()]
+        places = [f"{printable(what)} ({place})" for what, place in found.unused.items()]
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""
         notes.append(f"NOTE: {name}: ignored, as nothing uses them: {', '.join(places[:5])}{more}")
     return notes

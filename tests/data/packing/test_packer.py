@@ -15,7 +15,7 @@ def rows_of(lengths: Iterable[int]) -> TokenRows:
 
 
 def test_plans_and_reads() -> None:
-    packs = Packer(packed_sequence_size=8, padding_idx=5).packs(rows_of([3, 4]))
+    packs = Packer(packed_sequence_size=8).fitted_to("other", padding_id=5).packs(rows_of([3, 4]))
     assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
 
 

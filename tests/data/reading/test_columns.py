@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.feeding.streams import StreamingDataset
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.reading.readers import placed
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
+from tests.data.templates import MARKED, byte_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 PAIR = {"prompt": "q", "completion": "a"}
@@ -110,3 +116,51 @@ def test_a_format_of_ones_own(tmp_path: Path) -> None:
         DataError, match=r"^a.jsonl:1: dataset.format=.*len.* must return a list of messages, .* not int '1'"
     ):
         texts.train[0]
+
+
+SOUND = b'{"prompt": "a", "completion": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "shown"),
+    [
+        (b"a.jsonl", b'{"prompt": "a", "completion": "b", "x\\ud800": 1}', r"ignored: x\\ud800$"),
+        (b"a.jsonl", b'{"prompt": "a", "completion": "b", "\\u001b[31m\\n": 1}', r"ignored: \\x1b\[31m\\n$"),
+        (b"a.csv", b'prompt,completion,"\x1b[2J\ny"\na,b,c\n', r"ignored: \\x1b\[2J\\ny$"),
+        (b"a\xff.jsonl", SOUND, r"^a\\udcff.jsonl: 1 documents"),
+        (b"a\x1b[31m\nb.jsonl", SOUND, r"^a\\x1b\[31m\\nb.jsonl: 1 documents"),
+        (b"a.jsonl", b'{"p\\ud800\\n": "a", "c": "b"}', r"the columns p\\ud800\\n, c match no known format"),
+        (
+            b"a.jsonl",
+            b'{"prompt": "a", "chosen": "b", "rejected\\u001b[1m": "c"}',
+            r"chosen, rejected\\x1b\[1m are pref",
+        ),
+        (
+            b"a.jsonl",
+            SOUND * 20 + b'{"prompt": "a", "completion": "b", "reject\\ud800": 1}',
+            r"column reject\\ud800 is the",
+        ),
+        (
+            b"a.jsonl",
+            b'{"messages": [{"role": "x\\ud800\\u001b", "content": "x"}]}',
+            r"role='x\\ud800\\x1b' is written",
+        ),
+        (b"a.jsonl", b'{"messages": [{"role": "user", "loss_\\ud800": 1}]}', r"\[0\].loss_\\ud800=1 is another"),
+        (b"a\xff\n.jsonl", SOUND + b"{", r"^a\\udcff\\n.jsonl:2:2: not JSON"),
+        (b"a\xff.bad", SOUND, r"^a\\udcff.bad: unknown kind of file"),
+    ],
+)
+def test_names_of_columns_and_files_are_printed_escaped(
+    tmp_path: Path, name: bytes, content: bytes, shown: str
+) -> None:
+    path, found = os.fsdecode(os.fsencode(tmp_path) + b"/" + name), list[str]()
+    Path(path).write_bytes(content)
+    settings = TokenizeConfig(on_bad_row="skip", max_bad_frac=0.99)
+    try:
+        dataset = FilesDataset(path)
+        found += [dataset.description, *(str(row) for _, row in placed(dataset.train) if isinstance(row, DataError))]
+        found += tokenize_documents(dataset, Job(byte_tokenizer(MARKED), settings), tmp_path).notes
+    except (ConfigError, DataError) as error:
+        found.append(str(error))
+    assert any(re.search(shown, text) for text in found), found
+    assert all(text.isprintable() for text in found)

@@ -95,6 +95,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
             ConfigError, match=r"a.bin has no a.idx: set dataset.dtype=uint16 or uint32 and dataset.sep"
         ):
             MemmapCorpus(str(tmp_path / "a.bin"), **described)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dataset.separator_id=70000 is not a token of uint16"):
+        MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint16", separator_id=70000)
     with pytest.raises(DataError, match="6 bytes are not a whole number of uint32 tokens"):
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint32", separator_id=0)
 
