@@ -26,7 +26,8 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.redact import scrub
 
 KEY_FILE = "key.json"
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+_CANNOT_WRITE |= {errno.ENAMETOOLONG, errno.ELOOP}
 Key = dict[str, str]
 """What made an entry: part name -> its value or the hash of its value."""
 
@@ -72,14 +73,12 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
     name, key = scrub(name), {part: scrub(value) for part, value in key.items()}
     if folder.is_dir() and find_damage(folder) is None:
         return CacheEntry(folder, "hit")
-    has_folder = False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        has_folder = True
         with FileLock(f"{folder}.lock"):
             return _build_alone(folder, name, key, build)
     except OSError as error:
-        if has_folder and error.errno not in _CANNOT_WRITE:
+        if error.errno not in _CANNOT_WRITE:
             raise
         raise ConfigError(
             f"cache_dir={cache_dir} cannot be written ({error.strerror}): make room there, or set cache_dir (or "
@@ -175,8 +174,6 @@ def _what_changed(parent: Path, name: str, key: Key) -> str:
             continue  # of a damaged one, nothing
     if not others:
         return "first time"
-    changed: list[list[str]] = [
-        [part for part in sorted({*key, *other}) if key.get(part) != other.get(part)] for other in others
-    ]
-    fewest = min(map(len, changed))
-    return f"changed: {', '.join(next(parts for parts in changed if len(parts) == fewest))}"
+    changed = [[part for part in sorted({*key, *other}) if key.get(part) != other.get(part)] for other in others]
+    fewest = min(changed, key=len)
+    return f"changed: {', '.join(fewest)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +45,6 @@ class Findings:
         sums = {name: a + b for name, (a, b) in pairs.items() if isinstance(a, (int, RowCounts))}
         sums["unused"] = other.unused | self.unused
         return Findings(**{name: a or b for name, (a, b) in pairs.items()} | sums)
-
-    def save(self, folder: Path) -> None:
-        (folder / FINDINGS).write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def load(folder: Path) -> Findings:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -31,7 +31,7 @@ from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
 from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.tokens.findings import Chunk, Findings, check_rows, check_set
+from automodel_lite.data.tokens.findings import FINDINGS, Chunk, Findings, check_rows, check_set
 from automodel_lite.data.tokens.token_rows import (
     CONTENT_HASH,
     RowCounts,
@@ -296,7 +296,7 @@ def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job:
     writer.close()
     check_set(name, kind, found, job.settings, job.tokenizer)
     found += Findings(write_trees(folder, job.tree))
-    found.save(folder)
+    (folder / FINDINGS).write_text(json.dumps(asdict(found)))
 
 
 def notes_on(name: str, found: Findings) -> list[str]:

@@ -172,17 +172,16 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
 
 def _groups(rows: TokenRows, mode: str) -> list[list[int]]:
     """The rows that may share a tree, in the order of their first ones."""
-    if PAIRED in rows.columns:
-        mode = "auto"
-    if mode == "off" or (mode == "auto" and rows.groups is None):
-        return [[i] for i in range(len(rows))]
+    if mode == "all" and PAIRED not in rows.columns:
+        spans = zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist())
+        keys: list[Any] = [rows.input_ids[start:stop][:LEAST_SHARED].tobytes() for start, stop in spans]
+    elif rows.groups is not None and (mode == "auto" or PAIRED in rows.columns):
+        keys = [("alone", i) if group == ALONE else group for i, group in enumerate(rows.groups.tolist())]
+    else:
+        keys = list(range(len(rows)))
     found: dict[Any, list[int]] = {}
-    for number in range(len(rows)):
-        key: Any = int(rows.groups[number]) if mode == "auto" and rows.groups is not None else None
-        if mode == "all":
-            start, stop = rows.offsets[number : number + 2]
-            key = rows.input_ids[start : min(stop, start + LEAST_SHARED)].tobytes()
-        found.setdefault(("alone", number) if key == ALONE else key, []).append(number)
+    for number, key in enumerate(keys):
+        found.setdefault(key, []).append(number)
     return list(found.values())
 
 
