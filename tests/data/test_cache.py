@@ -169,9 +169,7 @@ def test_a_damaged_entry_is_made_again_and_it_is_said(
     assert len(list((tmp_path / "things").glob(".*"))) == 0
 
 
-def test_a_damaged_entry_that_cannot_be_replaced_names_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_entry_that_cannot_be_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = make_entry(tmp_path, [])
     (entry.folder / "small").unlink()
 

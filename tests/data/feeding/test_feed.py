@@ -94,7 +94,7 @@ class Stream:
         self.events.append(f"{self.name} waits for {other.name}")
 
 
-def test_a_gpu_gets_its_batches_from_page_locked_memory_beside_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_its_batches_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy out of other memory waits for the device; one in the stream of the computation waits for its end."""
     events: list[str] = []
     to_dtype = torch.Tensor.to

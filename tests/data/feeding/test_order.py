@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from automodel_lite.data.feeding.order import BatchShape, assign_to_ranks, epoch_order
+from automodel_lite.data.feeding.order import (
+    BatchShape,
+    assign_packs,
+    assign_to_ranks,
+    epoch_order,
+    imbalance,
+    pack_costs,
+)
 from automodel_lite.data.packing.packs import EMPTY_PACK
+from automodel_lite.data.packing.plan import PackPlan, plan_packs
+from automodel_lite.models.flops import CostModel
 
 
 def test_a_step_is_dealt_to_ranks_and_micro_batches() -> None:
@@ -35,3 +48,107 @@ def test_each_epoch_has_its_own_order_and_each_seed_too() -> None:
     assert first != second != other != first
     assert sorted(second) == list(range(100))
     assert epoch_order(4, 0, 5, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
+# 6 FLOPs per weight and token, 12 per pair and attention channel; weights without the input embedding
+LLAMA_3_8B = CostModel(per_token=6 * 7.504e9, per_pair=12.0 * 32 * 4096)
+
+
+HYBRID = replace(LLAMA_3_8B, per_pair=LLAMA_3_8B.per_pair / 4)  # one layer in four attends
+
+
+QWEN3_600M = CostModel(per_token=6 * 0.596e9, per_pair=12.0 * 28 * 2048)
+
+
+@pytest.fixture(scope="module")
+def long_tailed() -> tuple[np.ndarray, PackPlan]:
+    """90 % of about 600 tokens, 10 % of 8k to 32k, in packs of 32k."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.0, 0.9, 180_000).astype(np.int64), 16, 8192)
+    long = rng.random(len(lengths)) < 0.1
+    lengths[long] = rng.integers(8192, 32769, int(long.sum()))
+    return lengths, plan_packs(lengths, 32768)
+
+
+def test_pairs_of_documents() -> None:
+    assert CostModel(1, 1).pairs(np.array([1, 2, 3, 10])).tolist() == [1, 3, 6, 55]
+    # a window of 2: the first query sees 1 key, each other one 2
+    assert CostModel(1, 1, window=2, window_frac=1.0).pairs(np.array([1, 2, 3, 10])).tolist() == [1, 3, 5, 19]
+    assert CostModel(1, 1, window=2, window_frac=0.5).pairs(np.array([10])).tolist() == [37]
+
+
+def test_the_cost_of_packs() -> None:
+    plan = plan_packs([6, 3, 4, 4], 8, strategy="next_fit", slot_multiple=2)
+    # slots [6], [4, 4], [4]; tails of 2, 0, 4
+    costs = pack_costs(plan, np.array([6, 3, 4, 4]), CostModel(per_token=100, per_pair=1))
+    assert costs.tolist() == [800 + 21 + 3, 800 + 10 + 10, 800 + 10 + 10]
+    alone = plan_packs([6, 3], 8, strategy="none")
+    assert pack_costs(alone, np.array([6, 3]), CostModel(100, 1)).tolist() == [621, 306]
+
+
+def test_one_step_dealt() -> None:
+    costs = np.array([9.0, 1, 8, 2])
+    shape = BatchShape(4, 1, dp_size=2)
+    order = assign_packs(costs, "step", shape)
+    assert costs[order].tolist() == [1, 2, 9, 8]
+    assert imbalance(costs, shape) == 17 / 10
+    assert imbalance(costs[order], shape) == 11 / 10
+
+
+def test_micro_batches_are_dealt_there_and_back() -> None:
+    costs = np.array([4.0, 1, 3, 2])
+    order = assign_packs(costs, "step", BatchShape(4, 2, dp_size=2))
+    assert costs[order].tolist() == [1, 4, 2, 3]  # rank 0: 1 + 4, rank 1: 2 + 3
+
+
+@settings(deadline=None)
+@given(
+    costs=st.lists(st.floats(1, 100), max_size=200),
+    ranks=st.integers(1, 4),
+    micro_steps=st.integers(1, 4),
+    micro_batch_size=st.integers(1, 3),
+    balance=st.sampled_from(["none", "step", "window"]),
+)
+def test_steps_and_windows_keep_their_packs(costs, ranks, micro_steps, micro_batch_size, balance) -> None:
+    step = ranks * micro_steps * micro_batch_size
+    shape = BatchShape(step, micro_batch_size, ranks)
+    costs = np.array(costs)
+    order = assign_packs(costs, balance, shape, seed=3)
+    assert sorted(order.tolist()) == list(range(len(costs)))
+    kept = {"none": 1, "step": step, "window": 32 * step}[balance]
+    for start in range(0, len(costs) // kept * kept, kept):
+        assert sorted(order[start : start + kept].tolist()) == list(range(start, start + kept))
+    whole = len(costs) // step * step
+    assert order[whole:].tolist() == list(range(whole, len(costs)))
+    if balance == "step" and micro_batch_size == 1:
+        assert imbalance(costs[order], shape) <= imbalance(costs, shape) + 1e-9
+
+
+def test_64_ranks_on_a_32k_mix() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(600) - 0.4, 0.9, 600_000).astype(int), 16, 8192)
+    long = rng.random(len(lengths)) < 0.1
+    lengths[long] = rng.integers(8192, 32769, long.sum())
+    plan = plan_packs(lengths, 32768, strategy="best_fit")
+    costs = pack_costs(plan, lengths, LLAMA_3_8B)
+    shape = BatchShape(512, 1, dp_size=64)
+    assert imbalance(costs, shape) > 1.15
+    assert imbalance(costs[assign_packs(costs, "step", shape)], shape) < 1.04
+    assert imbalance(costs[assign_packs(costs, "window", shape)], shape) < 1.005
+
+
+def test_a_thousand_ranks_wait_for_none(long_tailed: tuple[np.ndarray, PackPlan]) -> None:
+    """One pack a rank and step, the hardest case: nothing can be dealt inside of a step."""
+    lengths, plan = long_tailed
+    shape = BatchShape(1024, 1, dp_size=1024)
+    for model, limit in ((LLAMA_3_8B, 1.02), (HYBRID, 1.01), (QWEN3_600M, 1.05)):  # 13 of a window's 32 steps
+        costs = pack_costs(plan, lengths, model)
+        assert imbalance(costs, shape) > 1.04
+        assert imbalance(costs[assign_packs(costs, "window", shape)], shape) < limit
+
+
+def test_a_tree_costs_its_paths_not_its_square() -> None:
+    """Two documents of 6 tokens, one of them a tree whose longest row has 4: 10 pairs and 2 x 4 at most, not 21."""
+    plan, lengths = plan_packs([6, 6], 6, strategy="next_fit"), np.array([6, 6])
+    assert pack_costs(plan, lengths, CostModel(0.0, 1.0), np.array([6, 4])).tolist() == [21.0, 18.0]
+    assert pack_costs(plan, lengths, CostModel(0.0, 1.0)).tolist() == [21.0, 21.0]

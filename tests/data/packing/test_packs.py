@@ -1,16 +1,29 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_lite.data.packing.packs import EMPTY_PACK, PackedDataset, packed_sequence_thd_collater
+from automodel_lite.data.packing import packs as collate
+from automodel_lite.data.packing.packs import (
+    EMPTY_PACK,
+    PackedDataset,
+    Packer,
+    packed_sequence_thd_collater,
+    size_that_keeps,
+)
 from automodel_lite.data.packing.plan import padding_segments, plan_packs
 from automodel_lite.data.tokens.token_rows import Rows, TokenRows, flatten, load_rows
-from automodel_lite.errors import DataError
+from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.nemo_api import collaters
 from automodel_lite.thd import IGNORE_INDEX
+from tests.runs import config_of
 
 TWO = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5, 6, 7, 8], "labels": [5, 6, 7, 8, -100]}]
 documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=20)
@@ -201,3 +214,130 @@ def test_a_plan_of_other_rows() -> None:
     both = np.arange(16).reshape(8, 2)
     with pytest.raises(DataError, match="must be contiguous"):
         TokenRows({"input_ids": both[:, 0], "labels": both[:, 1]}, np.array([0, 3, 8]))
+
+
+def test_dropping_much_must_be_meant() -> None:
+    lengths = np.array([100] * 98 + [900, 1300])
+    assert (size_that_keeps(lengths), size_that_keeps(lengths, 0.85)) == (1408, 1024)
+    packer = Packer(512)
+    with pytest.raises(
+        DataError, match=r"train: .*=512 would be dropped, with 22% .*_size=1408 \(keeps 99 %\), .*=split"
+    ):
+        packer.check_dropped(2200, 12000, "train", lengths) or packer.check_dropped(2600, 12000, "train", lengths)
+    packer.check_dropped(2000, 12000, "train", lengths)
+    Packer(512, overlong="drop").check_dropped(12000, 12000, "train", lengths)
+    assert (packer.fitted_to("text").overlong, packer.fitted_to("messages").overlong) == ("split", "drop")
+    assert Packer(512, overlong="drop").fitted_to("text").overlong == "drop"
+
+
+Collater = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
+@pytest.fixture(params=[collate, collaters], ids=["recipe", "nemo_api"])
+def collater(request: pytest.FixtureRequest) -> Collater:
+    return request.param.packed_sequence_thd_collater
+
+
+def pack(seq_lens: list[int], seq_lens_padded: list[int]) -> dict[str, Any]:
+    total = sum(seq_lens_padded)
+    return {
+        "input_ids": list(range(total)),
+        "labels": list(range(total)),
+        "position_ids": list(range(total)),
+        "seq_lens": seq_lens,
+        "seq_lens_padded": seq_lens_padded,
+    }
+
+
+def test_thd_collater_stacks_packs_and_fills_lengths(collater: Collater) -> None:
+    batch = collater([pack([3, 2], [4, 2]) | {"other": 1}, pack([6], [6])])
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (2, 6)
+    assert batch["seq_lens"].tolist() == [[3, 2], [6, -1000]]
+    assert batch["seq_lens_padded"].tolist() == [[4, 2], [6, -1000]]
+    assert batch["qkv_format"] == "thd"
+    assert set(batch) == {"input_ids", "labels", "position_ids", "seq_lens", "seq_lens_padded", "qkv_format"}
+
+
+def test_thd_collater_of_nothing_is_empty(collater: Collater) -> None:
+    assert collater([]) == {}
+
+
+def test_thd_collater_refuses_packs_of_unequal_length(collater: Collater) -> None:
+    with pytest.raises(ValueError, match="must have one length"):
+        collater([pack([3], [4]), pack([6], [6])])
+
+
+def test_the_face_makes_each_loose_row_a_document() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3], "labels": [2, 3, -100], "___PAD_TOKEN_IDS___": {"input_ids": 9}},
+        {"input_ids": [4, 5, 0, 0, 0], "labels": [5, -100, -100, -100, -100], "attention_mask": [1, 1, 0, 0, 0]},
+    ]
+    before = copy.deepcopy(rows)
+    batch = collaters.packed_sequence_thd_collater(rows)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [4, 5, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[2, 3, -100, -100, -100], [5, -100, -100, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert batch["seq_lens"].tolist() == [[3], [2]]
+    assert batch["seq_lens_padded"].tolist() == [[5], [5]]
+    assert rows == before
+
+
+def rows_of(lengths: Iterable[int]) -> TokenRows:
+    return flatten({"input_ids": [1] * n, "labels": [1] * n} for n in lengths)
+
+
+def test_plans_and_reads() -> None:
+    packs = Packer(packed_sequence_size=8).fitted_to("other", padding_id=5).packs(rows_of([3, 4]))
+    assert sorted(packs[0]["input_ids"].tolist()) == [1] * 7 + [5]
+
+
+@pytest.mark.parametrize(("cp_size", "slot_multiple", "expected"), [(1, None, 1), (2, None, 4), (4, 16, 16), (1, 4, 4)])
+def test_slots(cp_size: int, slot_multiple: int | None, expected: int) -> None:
+    packs = Packer(64, slot_multiple=slot_multiple, cp_size=cp_size).packs(rows_of([3, 4]))
+    assert packs.plan.slot_multiple == expected
+
+
+@pytest.mark.parametrize(("repack", "equal"), [(True, False), (False, True)])
+def test_epochs(repack: bool, equal: bool) -> None:
+    packer, rows = Packer(64, repack_each_epoch=repack, seed=3), rows_of(range(1, 40))
+    plans = [packer.packs(rows, epoch).plan.fingerprint() for epoch in (0, 1)]
+    assert (plans[0] == plans[1]) == equal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"packed_sequence_size": 63, "cp_size": 2},
+            r"packed_sequence.packed_sequence_size=63 must be a multiple of 4 \(2 \* mesh.cp\): use 64.",
+        ),
+        (
+            {"packed_sequence_size": 63, "slot_multiple": 8},
+            r"packed_sequence_size=63 must be a multiple of 8 \(packed_sequence.slot_multiple\): use 64",
+        ),
+        (
+            {"slot_multiple": 6, "cp_size": 2},
+            r"slot_multiple=6 must be a multiple of 4 \(2 \* mesh.cp\): use 8, or null.",
+        ),
+        ({"slot_multiple": 0}, "slot_multiple=0 must be a multiple of 1"),
+        ({"strategy": "best"}, "packed_sequence.strategy='best' is unknown: use one of exact_fill"),
+    ],
+)
+def test_bad_settings_are_refused_when_built(arguments, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Packer(**{"packed_sequence_size": 64, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("packed_sequence_size=0", "packed_sequence_size=0 must be at least 1"),
+        ("balance=steps", "balance=steps must be one of none, step, window; did you mean step?"),
+        ("overlong=keep", "overlong=keep must be one of drop, truncate, split, error"),
+        ("tree=on", "tree=on must be one of auto, off, all"),
+        ("strategy=best", "strategy=best must be one of exact_fill, best_fit, next_fit, wrapped, none"),
+    ],
+)
+def test_settings_are_checked_with_the_configuration(setting: str, sentence: str, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=f"packed_sequence.{sentence}"):
+        config_of("smoke", tmp_path, f"packed_sequence.{setting}")

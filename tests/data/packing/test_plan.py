@@ -190,7 +190,7 @@ def test_realistic_mixes_are_within_two_packs_of_the_lower_bound(strategy: str, 
     assert len(plan) <= plan.lower_bound + 2
 
 
-def test_exact_fill_keeps_documents_near_their_place_in_the_epoch() -> None:
+def test_exact_fill_keeps_documents_near_their_place() -> None:
     lengths = np.random.default_rng(0).integers(8, 700, 20_000)
     plan = plan_packs(lengths, 2048, seed=4)
     from automodel_lite.seed import seeded_order

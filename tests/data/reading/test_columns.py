@@ -12,7 +12,9 @@ import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.feeding.streams import StreamingDataset
+from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.reading.formats import FORMATS
 from automodel_lite.data.reading.readers import placed
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
@@ -164,3 +166,91 @@ def test_names_of_columns_and_files_are_printed_escaped(
         found.append(str(error))
     assert any(re.search(shown, text) for text in found), found
     assert all(text.isprintable() for text in found)
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+WHAT_THEY_ARE = {
+    "preference texts": (["prompt", "chosen", "rejected"], None, r"the columns chosen, rejected are preference pairs, and this program trains on one answer: select the chosen answers with dataset.columns.completion=chosen \(texts"),
+    "the rejected ones": (["prompt", "chosen", "rejected"], {"completion": "rejected"}, r"preference pairs, and rejected would be trained on"),
+    "beside messages": (["messages", "chosen", "rejected"], None, r"are preference pairs"),
+    "other names": (["question", "response_j_better", "response_k_worse"], None, r"dataset.columns.completion=response_j_better"),
+    "one bad answer": (["prompt", "answer", "rejected_answer"], None, r"dataset.columns.completion=answer"),
+    "kto": (["prompt", "completion", "label"], None, r"column label says which answers are good and which are bad \(KTO\).* dataset.format=prompt_completion to train on all"),
+    "kto chats": (["messages", "kto_tag"], None, r"column kto_tag says .* dataset.format=messages"),
+}  # fmt: skip
+
+
+def test_the_printed_line_says_what_was_found(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "input": "", "output": "b"}])
+    assert FilesDataset(path).description == "a.jsonl: 1 documents, columns instruction,input,output → alpaca"
+    path = jsonl(tmp_path / "b.jsonl", [{"Frage": "a", "Antwort": "b"}])
+    mapped = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"})
+    assert mapped.description == (
+        "b.jsonl: 1 documents, columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)"
+    )
+    assert mapped.train[0] == {"prompt": "a", "completion": "b"}
+
+
+def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect(["a", "b"], None, None)
+    message = str(caught.value)
+    assert message.startswith(
+        "the columns a, b match no known format: name them, for instance dataset.columns.prompt=a dataset.columns.completion=b."
+    )
+    assert all(" + ".join(known.columns) in message for known in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("alpaka", None), "dataset.format=alpaka is not one of packed, tokens, messages"),
+        (("alpaca", None), "dataset.format=alpaca needs the columns instruction + output, the data have question,"),
+        ((None, {"answer": "x"}), "dataset.columns.answer=x is not a column of the data, which has question, answer"),
+    ],
+    ids=["unknown format", "format without its columns", "unknown column"],
+)
+def test_wrong_settings(arguments: tuple, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect(["question", "answer"], *arguments)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("case", WHAT_THEY_ARE)
+def test_columns_that_change_the_meaning_are_named(case: str) -> None:
+    columns, renames, message = WHAT_THEY_ARE[case]
+    with pytest.raises(ConfigError, match=message):
+        detect(columns, None, renames)
+
+
+def test_a_given_format_says_that_it_is_meant(tmp_path: Path) -> None:
+    assert detect(["prompt", "chosen", "rejected"], None, {"completion": "chosen"}).format.name == "prompt_completion"
+    meant = detect(["prompt", "chosen", "rejected"], "prompt_completion", {"completion": "rejected"})
+    assert meant.renames == {"completion": "rejected"}
+    assert detect(["prompt", "completion", "label"], "prompt_completion", None).description.endswith("ignored: label")
+    assert detect(["text", "label"], None, None).format.name == "text"
+    rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "images": ["a"]}]), format="messages").train
+    assert rows[0] == {"messages": CHAT}
+
+
+def test_hints_drop_no_column() -> None:
+    for columns, hint in (
+        (["Text"], "dataset.columns.text=Text."),
+        (["Frage", "Antwort"], "dataset.columns.prompt=Frage dataset.columns.completion=Antwort."),
+        (["Anweisung", "Eingabe", "Ausgabe"], "dataset.columns.instruction=Anweisung dataset.columns.input=Eingabe dataset.columns.output=Ausgabe."),
+        (["a", "b", "c", "d"], "dataset.columns.prompt=a dataset.columns.completion=d (which leaves out b, c)."),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            detect(columns, None, None)
+        assert f"for instance {hint}" in str(caught.value)
+
+
+def test_a_renamed_column_is_called_by_its_own_name(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"Frage": "a", "Antwort": "b"}, {"Frage": "a", "Antwort": 7}])
+    rows = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"}).train
+    with pytest.raises(DataError, match=r"^a.jsonl:2: column Antwort must be a text, not int '7'.$"):
+        rows[1]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import lzma
-import os
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow
 import pytest
 
-from automodel_lite.data.reading import paths
 from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.formats import FORMATS
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import DataError
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -131,59 +124,6 @@ def test_normalized(tmp_path: Path, row: dict, document: dict) -> None:
     assert FilesDataset(jsonl(tmp_path / "a.jsonl", [row])).train[0] == document
 
 
-def test_tools_and_calls_become_objects(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": {"default": None}}}}
-    row = {
-        "messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}],
-        "tools": json.dumps([tool]),
-    }
-    document = FilesDataset(jsonl(tmp_path / "a.jsonl", [row])).train[0]
-    assert document["tools"] == [tool]
-    assert document["messages"][1] == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-        "reasoning_content": "hm",
-    }
-
-
-def test_the_printed_line_says_what_was_found(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "input": "", "output": "b"}])
-    assert FilesDataset(path).description == "a.jsonl: 1 documents, columns instruction,input,output → alpaca"
-    path = jsonl(tmp_path / "b.jsonl", [{"Frage": "a", "Antwort": "b"}])
-    mapped = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"})
-    assert mapped.description == (
-        "b.jsonl: 1 documents, columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)"
-    )
-    assert mapped.train[0] == {"prompt": "a", "completion": "b"}
-
-
-def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
-    with pytest.raises(ConfigError) as caught:
-        detect(["a", "b"], None, None)
-    message = str(caught.value)
-    assert message.startswith(
-        "the columns a, b match no known format: name them, for instance dataset.columns.prompt=a dataset.columns.completion=b."
-    )
-    assert all(" + ".join(known.columns) in message for known in FORMATS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("alpaka", None), "dataset.format=alpaka is not one of packed, tokens, messages"),
-        (("alpaca", None), "dataset.format=alpaca needs the columns instruction + output, the data have question,"),
-        ((None, {"answer": "x"}), "dataset.columns.answer=x is not a column of the data, which has question, answer"),
-    ],
-    ids=["unknown format", "format without its columns", "unknown column"],
-)
-def test_wrong_settings(arguments: tuple, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        detect(["question", "answer"], *arguments)
-    assert str(caught.value).startswith(message)
-
-
 PART = "must hold its text once, under text: it is"
 BAD_ROWS = {
     "a part without text": (
@@ -284,282 +224,6 @@ def test_every_renderer_refuses_what_it_does_not_know(name: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-WHAT_THEY_ARE = {
-    "preference texts": (["prompt", "chosen", "rejected"], None, r"the columns chosen, rejected are preference pairs, and this program trains on one answer: select the chosen answers with dataset.columns.completion=chosen \(texts"),
-    "the rejected ones": (["prompt", "chosen", "rejected"], {"completion": "rejected"}, r"preference pairs, and rejected would be trained on"),
-    "beside messages": (["messages", "chosen", "rejected"], None, r"are preference pairs"),
-    "other names": (["question", "response_j_better", "response_k_worse"], None, r"dataset.columns.completion=response_j_better"),
-    "one bad answer": (["prompt", "answer", "rejected_answer"], None, r"dataset.columns.completion=answer"),
-    "kto": (["prompt", "completion", "label"], None, r"column label says which answers are good and which are bad \(KTO\).* dataset.format=prompt_completion to train on all"),
-    "kto chats": (["messages", "kto_tag"], None, r"column kto_tag says .* dataset.format=messages"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WHAT_THEY_ARE)
-def test_columns_that_change_the_meaning_are_named(case: str) -> None:
-    columns, renames, message = WHAT_THEY_ARE[case]
-    with pytest.raises(ConfigError, match=message):
-        detect(columns, None, renames)
-
-
-def test_a_given_format_says_that_it_is_meant(tmp_path: Path) -> None:
-    assert detect(["prompt", "chosen", "rejected"], None, {"completion": "chosen"}).format.name == "prompt_completion"
-    meant = detect(["prompt", "chosen", "rejected"], "prompt_completion", {"completion": "rejected"})
-    assert meant.renames == {"completion": "rejected"}
-    assert detect(["prompt", "completion", "label"], "prompt_completion", None).description.endswith("ignored: label")
-    assert detect(["text", "label"], None, None).format.name == "text"
-    rows = FilesDataset(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "images": ["a"]}]), format="messages").train
-    assert rows[0] == {"messages": CHAT}
-
-
-def test_hints_drop_no_column() -> None:
-    for columns, hint in (
-        (["Text"], "dataset.columns.text=Text."),
-        (["Frage", "Antwort"], "dataset.columns.prompt=Frage dataset.columns.completion=Antwort."),
-        (["Anweisung", "Eingabe", "Ausgabe"], "dataset.columns.instruction=Anweisung dataset.columns.input=Eingabe dataset.columns.output=Ausgabe."),
-        (["a", "b", "c", "d"], "dataset.columns.prompt=a dataset.columns.completion=d (which leaves out b, c)."),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError) as caught:
-            detect(columns, None, None)
-        assert f"for instance {hint}" in str(caught.value)
-
-
-def test_a_renamed_column_is_called_by_its_own_name(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"Frage": "a", "Antwort": "b"}, {"Frage": "a", "Antwort": 7}])
-    rows = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"}).train
-    with pytest.raises(DataError, match=r"^a.jsonl:2: column Antwort must be a text, not int '7'.$"):
-        rows[1]
-
-
-# ---------------------------------------------------------------------------------------------------------- files
-ROWS = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(5)]
-DOCUMENTS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(5)]
-
-
-def documents(path: str, **options: Any) -> list[dict]:
-    rows = FilesDataset(path, **options).train
-    return [rows[i] for i in range(len(rows))]
-
-
-def write_csv(path: Path, delimiter: str) -> None:
-    lines = [delimiter.join(["question", "answer"]), *(delimiter.join(row.values()) for row in ROWS)]
-    path.write_text("\n".join(lines) + "\n")
-
-
-LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-WRITERS = {
-    "a.jsonl": lambda path: path.write_bytes(LINES),
-    "no_last_break.jsonl": lambda path: path.write_bytes(LINES.rstrip()),
-    "blank_lines.jsonl": lambda path: path.write_bytes(b"\n" + LINES.replace(b"\n", b"\n \r\n\n")),
-    "bom.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES),
-    "a.json": lambda path: path.write_text(json.dumps(ROWS)),
-    "pretty.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
-    "inside.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS})),
-    "lines.json": lambda path: path.write_bytes(LINES),
-    "a.csv": lambda path: write_csv(path, ","),
-    "a.tsv": lambda path: write_csv(path, "\t"),
-    "a.parquet": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(path),
-    "folder_of_arrow": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path),
-    "dict_of_arrow": lambda path: datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(path),
-    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
-    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(LINES)),
-    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(LINES)),
-    "a.jsonl.zst": lambda path: path.write_bytes(pyarrow.compress(LINES, "zstd", asbytes=True)),
-}
-
-
-@pytest.fixture(autouse=True)
-def _cache_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_files_of_every_kind_give_the_same_documents(tmp_path: Path, name: str) -> None:
-    WRITERS[name](tmp_path / name)
-    assert documents(str(tmp_path / name)) == DOCUMENTS
-
-
-def test_globs_folders_and_lists_keep_their_order(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    jsonl(folder / "b.jsonl", ROWS[3:])
-    (folder / "a.json").write_text(json.dumps(ROWS[:3]))
-    (folder / "README.md").write_text("not data")
-    assert documents(str(folder)) == DOCUMENTS
-    assert documents(str(folder / "*.json*")) == DOCUMENTS
-    assert documents([str(folder / "a.json"), str(folder / "b.jsonl")]) == DOCUMENTS
-    rows = FilesDataset(str(folder)).train
-    assert [rows.where(i) for i in (0, 2, 3, 4)] == ["a.json[1]", "a.json[3]", "b.jsonl:1", "b.jsonl:2"]
-
-
-@pytest.mark.parametrize(
-    ("unit", "texts", "places"),
-    [
-        ("file", ["one\ntwo\n\n\nthree"], ["a.txt:1"]),
-        ("paragraph", ["one\ntwo", "three"], ["a.txt:1", "a.txt:5"]),
-        ("line", ["one", "two", "three"], ["a.txt:1", "a.txt:2", "a.txt:5"]),
-    ],
-)
-def test_text_files_are_plain_text(tmp_path: Path, unit: str, texts: list[str], places: list[str]) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\n\n\nthree\n")
-    found = FilesDataset(str(tmp_path / "a.txt"), text_unit=unit)
-    assert [found.train[i] for i in range(len(found.train))] == [{"text": text} for text in texts]
-    assert [found.train.where(i) for i in range(len(found.train))] == places
-    assert f"a document is a {unit} of text, median " in found.description
-
-
-def test_an_encoding_can_be_given(tmp_path: Path) -> None:
-    """Excel writes cp1252; the error names the cure."""
-    (tmp_path / "a.csv").write_bytes("question,answer\nGrüße?,Öl\n".encode("cp1252"))
-    with pytest.raises(DataError, match=r"a.csv:2: byte 0xfc is not UTF-8; in cp1252 .* it is 'ü'.*encoding=cp1252"):
-        documents(str(tmp_path / "a.csv"))
-    assert documents(str(tmp_path / "a.csv"), encoding="cp1252") == [{"prompt": "Grüße?", "completion": "Öl"}]
-    (tmp_path / "a.txt").write_bytes("Grüße".encode("latin-1"))
-    assert documents(str(tmp_path / "a.txt"), encoding="latin-1") == [{"text": "Grüße"}]
-    with pytest.raises(ConfigError, match=r"dataset.encoding=utf-16 cannot be read line by line: convert"):
-        documents(str(tmp_path / "a.txt"), encoding="utf-16")
-    with pytest.raises(ConfigError, match=r"dataset.encoding=utf-9 is unknown"):
-        documents(str(tmp_path / "a.txt"), encoding="utf-9")
-
-
-SEPARATED = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
-
-
-@pytest.mark.parametrize("kind", ["a.csv", "a.tsv"])
-@pytest.mark.parametrize("delimiter", SEPARATED)
-def test_the_delimiter_of_a_table_is_found(tmp_path: Path, kind: str, delimiter: str) -> None:
-    mark = SEPARATED[delimiter]
-    lines = ["question", "answer"], ["a, b" if mark != "," else "b", "x"], [f'"c{mark} d\nline"', "1.5"]
-    (tmp_path / kind).write_text("".join(mark.join(line) + "\r\n" for line in lines))
-    found = documents(str(tmp_path / kind))
-    assert [document["completion"] for document in found] == ["x", "1.5"]
-    assert found[1]["prompt"] == f"c{mark} d\nline"
-
-
-def test_a_delimiter_is_not_found_where_there_is_none(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text\none; two\nthree; four\nfive\n")
-    assert documents(str(tmp_path / "a.csv"))[0] == {"text": "one; two"}
-    (tmp_path / "b.csv").write_text("question,answer\na;b,c\nd,e,f\n")  # a bad row stays one
-    with pytest.raises(DataError, match=r"b.csv:3: 3 values for 2 columns"):
-        documents(str(tmp_path / "b.csv"))
-
-
-def test_a_delimiter_can_be_given(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("question;answer,x\na;b,y\n")
-    assert documents(str(tmp_path / "a.csv"), delimiter="semicolon", columns={"answer": "answer,x"}) == [
-        {"prompt": "a", "completion": "b,y"}
-    ]
-
-
-def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("question,answer,answer\na,b,c\n")
-    with pytest.raises(DataError, match=r"a.csv:1: two columns are called 'answer'"):
-        documents(str(tmp_path / "a.csv"))
-    (tmp_path / "b.csv").write_bytes(b"question,antw\xf6rt\na,b\n")
-    with pytest.raises(DataError, match=r"b.csv:1: byte 0xf6 is not UTF-8"):
-        documents(str(tmp_path / "b.csv"))
-
-
-def test_what_is_not_a_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe that nobody writes to would be waited for, for ever; a disk would be searched for an hour."""
-    os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(ConfigError, match=r"dataset.path=.*a.jsonl is neither a file nor a folder"):
-        documents(str(tmp_path / "a.jsonl"))
-    with pytest.raises(ConfigError, match=r"is a folder without data: it has no .jsonl"):
-        documents(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"dataset.path= is empty"):
-        documents("")
-    monkeypatch.setattr(paths, "MAX_ENTRIES", 3)
-    for number in range(5):
-        (tmp_path / f"{number}.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"holds over 3 files and folders: name the one with the data"):
-        documents(str(tmp_path))
-
-
-def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
-    """A mapped file would end the process by SIGBUS."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(LINES * 1000)
-    rows = FilesDataset(str(path)).train
-    assert rows[4999] == DOCUMENTS[4]
-    os.truncate(path, len(LINES))
-    assert rows[4] == DOCUMENTS[4]
-    with pytest.raises(
-        DataError, match=r"a.jsonl:6: the file was truncated while it was being read: it had 175,000 bytes"
-    ):
-        rows[5]
-    with pytest.raises(DataError, match=r"a.jsonl:5000: the file was truncated"):
-        rows[4999]
-
-
-def test_csv_values_stay_text(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('question,answer\n007,NA\n"two\nlines","a, ""b"""\n')
-    assert documents(str(tmp_path / "a.csv")) == [
-        {"prompt": "007", "completion": "NA"},
-        {"prompt": "two\nlines", "completion": 'a, "b"'},
-    ]
-
-
-def test_nulls_that_arrow_fills_in_are_taken_out(tmp_path: Path) -> None:
-    tools = [{"name": "f", "x": 1}, {"name": "g", "y": 2}]
-    rows = [{"messages": CHAT, "tools": [tool]} for tool in tools]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    assert [document["tools"] for document in documents(str(tmp_path / "a.parquet"))] == [[tool] for tool in tools]
-
-
-def test_validation_documents(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", ROWS)
-    other = jsonl(tmp_path / "b.jsonl", ROWS[:2])
-    third = jsonl(tmp_path / "c.jsonl", ROWS[::-1])
-    by_name = FilesDataset(path, val_path={"one": other, "two": third})
-    assert {name: len(rows) for name, rows in by_name.val.items()} == {"one": 2, "two": 5}
-    split = FilesDataset(path, val_frac=0.4, seed=3)
-    again = FilesDataset(path, val_frac=0.4, seed=3)
-    val = [split.val["val"][i]["prompt"] for i in range(2)]
-    assert sorted(val + [split.train[i]["prompt"] for i in range(3)]) == ["q0", "q1", "q2", "q3", "q4"]
-    assert val == [again.val["val"][i]["prompt"] for i in range(2)]
-    with pytest.raises(ConfigError, match="set only one of them"):
-        FilesDataset(path, val_frac=0.4, val_path=other)
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.path=.*/none.jsonl does not exist \(looked in "):
-        FilesDataset(str(tmp_path / "none.jsonl"))
-    (tmp_path / "a.doc").write_text("x")
-    with pytest.raises(ConfigError, match=r"unknown kind of file"):
-        FilesDataset(str(tmp_path / "a.doc"))
-
-
-def test_files_have_no_splits(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"dataset.split=test: .*a.jsonl has no splits"):
-        FilesDataset(path, val_split="test")
-    datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")}).save_to_disk(
-        tmp_path / "saved"
-    )
-    saved = FilesDataset(str(tmp_path / "saved"), val_split="test")
-    assert (len(saved.train), len(saved.val["val"])) == (5, 5)
-    with pytest.raises(ConfigError, match=r"dataset.split=dev is not in .*saved, which has train, test"):
-        FilesDataset(str(tmp_path / "saved"), split="dev")
-
-
-def test_hub_names_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", no_network)
-    with pytest.raises(ConfigError, match=r"dataset.path=org/set is not a local file .* Couldn't reach the hub"):
-        FilesDataset("org/set")
-
-
-def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: datasets.Dataset.from_list(ROWS))
-    loaded = FilesDataset("org/set", name="main")
-    assert loaded.description == "org/set/main: 5 documents, columns question,answer → question_answer"
-    assert loaded.train.where(2) == "org/set/main[3]"
-    assert loaded.train[2] == DOCUMENTS[2]
-
-
 def chat(*turns: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
 
@@ -610,3 +274,10 @@ WRONG_PAIRS = {
 def test_a_wrong_pair_names_its_row(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"pairs.jsonl:7: .*{message}"):
         detect(list(row), "preference", None).document(row, "pairs.jsonl:7")
+
+
+def test_functions_of_the_older_form_are_tools(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns, "functions": [{"name": "weather"}]}) + "\n")
+    document = FilesDataset(str(tmp_path / "a.jsonl")).train[0]
+    assert document["tools"] == [{"type": "function", "function": {"name": "weather"}}]

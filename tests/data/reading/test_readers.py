@@ -6,18 +6,17 @@ import gzip
 import json
 import random
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow
 import pyarrow.parquet
 import pytest
 
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
-from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 
@@ -123,12 +122,6 @@ def test_files_without_a_good_row(tmp_path: Path, name: str, content: bytes, mes
     assert str(caught.value).startswith(message)
 
 
-def test_a_tokenizer_is_trained_on_the_good_rows(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(LINE + b"broken\n" + LINE)
-    assert len(train_bpe_tokenizer(FilesDataset(str(path)), 262)) == 262
-
-
 def test_empty_parts_hold_no_row(tmp_path: Path) -> None:
     schema = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
     pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "part-0.parquet")
@@ -175,16 +168,6 @@ def test_files_at_an_address_are_read_and_read_again_when_they_change(
     assert texts(FilesDataset("memory://bucket/b.jsonl").train) == ["other"]
 
 
-
-def test_a_tokenizer_is_trained_on_a_word_of_a_million_letters(tmp_path: Path) -> None:
-    """The trainer's time grows with the square of a word: this one took half an hour."""
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 1_000_000}) + "\n")
-    documents = FilesDataset(str(tmp_path / "a.jsonl"))
-    start = time.monotonic()
-    assert "xx" in train_bpe_tokenizer(documents, 270).get_vocab()
-    assert time.monotonic() - start < 20
-
-
 def test_a_huge_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINE + changed(messages=[ROW["messages"][0], {"role": "assistant", "content": "x" * 1_000_000}]))
@@ -226,3 +209,54 @@ def test_bytes_of_other_kinds_are_recognized(tmp_path: Path, data: bytes, cause:
     (tmp_path / "a.jsonl").write_bytes(data)
     with pytest.raises(DataError, match=rf"a.jsonl:1.*{cause}"):
         FilesDataset(str(tmp_path / "a.jsonl")).train[0]
+
+
+def documents(path: str, **options: Any) -> list[dict]:
+    rows = FilesDataset(path, **options).train
+    return [rows[i] for i in range(len(rows))]
+
+
+SEPARATED = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
+
+
+@pytest.mark.parametrize("kind", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("delimiter", SEPARATED)
+def test_the_delimiter_of_a_table_is_found(tmp_path: Path, kind: str, delimiter: str) -> None:
+    mark = SEPARATED[delimiter]
+    lines = ["question", "answer"], ["a, b" if mark != "," else "b", "x"], [f'"c{mark} d\nline"', "1.5"]
+    (tmp_path / kind).write_text("".join(mark.join(line) + "\r\n" for line in lines))
+    found = documents(str(tmp_path / kind))
+    assert [document["completion"] for document in found] == ["x", "1.5"]
+    assert found[1]["prompt"] == f"c{mark} d\nline"
+
+
+def test_a_delimiter_is_not_found_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\none; two\nthree; four\nfive\n")
+    assert documents(str(tmp_path / "a.csv"))[0] == {"text": "one; two"}
+    (tmp_path / "b.csv").write_text("question,answer\na;b,c\nd,e,f\n")  # a bad row stays one
+    with pytest.raises(DataError, match=r"b.csv:3: 3 values for 2 columns"):
+        documents(str(tmp_path / "b.csv"))
+
+
+def test_a_delimiter_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question;answer,x\na;b,y\n")
+    assert documents(str(tmp_path / "a.csv"), delimiter="semicolon", columns={"answer": "answer,x"}) == [
+        {"prompt": "a", "completion": "b,y"}
+    ]
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer,answer\na,b,c\n")
+    with pytest.raises(DataError, match=r"a.csv:1: two columns are called 'answer'"):
+        documents(str(tmp_path / "a.csv"))
+    (tmp_path / "b.csv").write_bytes(b"question,antw\xf6rt\na,b\n")
+    with pytest.raises(DataError, match=r"b.csv:1: byte 0xf6 is not UTF-8"):
+        documents(str(tmp_path / "b.csv"))
+
+
+def test_csv_values_stay_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('question,answer\n007,NA\n"two\nlines","a, ""b"""\n')
+    assert documents(str(tmp_path / "a.csv")) == [
+        {"prompt": "007", "completion": "NA"},
+        {"prompt": "two\nlines", "completion": 'a, "b"'},
+    ]

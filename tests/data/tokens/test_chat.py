@@ -176,7 +176,7 @@ def test_special_tokens_in_a_text_are_found(document: dict, token: str) -> None:
     assert Renderer(byte_tokenizer(MARKED), "assistant", {}).special_in(document) == token
 
 
-def test_reasoning_of_earlier_turns_is_trained_where_the_model_would_write_it() -> None:
+def test_reasoning_of_earlier_turns_is_trained_in_its_place() -> None:
     thought = {**HELLO, "reasoning_content": "A greeting."}
     assert rendered("qwen3", [HI, thought, SUM, FOUR]) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦<think>\nA greeting.\n</think>\n\nHello!<|im_end|>⟧\n",

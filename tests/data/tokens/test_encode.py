@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automodel_lite.data.reading.documents import ToyChat
+from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.encode import ChatRenderer, Encoder, Rendering
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
+from automodel_lite.errors import DataError
 from automodel_lite.thd import IGNORE_INDEX
-from tests.data.templates import FAMILIES, MISTRAL, byte_tokenizer
+from tests.data.templates import FAMILIES, MARKED, MISTRAL, byte_tokenizer
 
 WORDS = ["Hi", " ", "\n", "é", "🙂", "a b", "<|end|>", "<|user|>", "<|", "end", "", "[INST]", "</s>"]
 
@@ -70,3 +76,11 @@ def test_truncation_that_a_tokenizer_brings_along_is_taken_off() -> None:
     tokenizer.backend_tokenizer.enable_padding()
     _, lengths = Encoder(tokenizer).encode([Rendering("abcdef", ((0, 6),)), Rendering("a", ((0, 1),))])
     assert lengths.tolist() == [6, 1]
+
+
+@pytest.mark.parametrize("key", ["rationale", "thoughts", "inner_thought", "cot", "reasoning_text"])
+def test_thoughts_under_any_name_are_not_dropped(tmp_path: Path, key: str) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x", key: "because"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(DataError, match=f"a.jsonl:1: message 1 has {key} that the chat template does not write"):
+        tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), Job(byte_tokenizer(MARKED)), tmp_path)

@@ -149,7 +149,7 @@ def test_a_system_prompt_that_is_not_written_is_refused(name: str) -> None:
         renderer(name).renderings([SYSTEM, HI, HELLO])
 
 
-def test_cohere_turns_end_with_the_turn_and_not_with_the_response() -> None:
+def test_cohere_turns_end_with_the_turn_not_the_response() -> None:
     (turn,) = turns(renderer("cohere2").renderings([HI, HELLO]))
     assert turn.endswith("Hello friend!<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_lite.config.schema import Config, TokenizeConfig
+from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList, ToyChat
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.findings import mark_trained
-from automodel_lite.data.tokens.token_rows import TokenizedData, TokenRows, next_token_labels
-from automodel_lite.data.tokens.tokenize import Job, _process_context, job_of, tokenize_documents
-from automodel_lite.data.tokens.tokenizer import check_vocabulary, padding_id, train_bpe_tokenizer
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.data.tokens.token_rows import TokenizedData, TokenRows
+from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
+from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
+from automodel_lite.errors import DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
 from tests.ranks import fork_server
 
@@ -63,22 +62,6 @@ def test_labels_are_the_next_token_of_what_the_assistant_says(tmp_path: Path) ->
 
 def sorted_alphabet_id(letter: str) -> int:
     return byte_tokenizer(MARKED).get_vocab()[letter]
-
-
-@pytest.mark.parametrize(
-    ("input_ids", "trained", "lengths", "labels"),
-    [
-        ([1, 2, 3], [0, 1, 1], [3], [2, 3, _]),
-        ([1, 2, 3, 4, 5], [0, 1, 1, 1, 1], [3, 2], [2, 3, _, 5, _]),
-        ([1, 2, 3], [1, 0, 1], [3], [_, 3, _]),
-        ([1, 2], [1, 1], [0, 1, 0, 1, 0], [_, _]),
-        ([], [], [], []),
-    ],
-    ids=["one document", "no target crosses", "first token is nobody's target", "short and empty", "nothing"],
-)
-def test_next_token_labels(input_ids: list, trained: list, lengths: list, labels: list) -> None:
-    found = next_token_labels(np.array(input_ids, np.int32), np.array(trained, bool), np.array(lengths, np.int64))
-    assert found.tolist() == labels
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -203,64 +186,9 @@ def test_labels_of_neither_kind_are_refused(tmp_path: Path) -> None:
         token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3, 4], "labels": [2, 2, 9, _]})
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
-def test_everything_is_counted(tmp_path: Path) -> None:
-    silent = {**HELLO, "weight": 0}
-    documents = chats(*[[HI, HELLO]] * 96, [HI, silent], [HI], [HI, HELLO, HI], [HI, silent])
-    data = tokenized(documents, tmp_path, on_bad_row="skip")
-    counts = data.counts["train"]
-    assert (counts.num_documents, counts.num_rows, counts.num_bad, counts.num_fully_masked) == (100, 97, 1, 2)
-    assert data.notes == (
-        "train: 100 documents → 97 rows, 780 tokens, 37% trained on, 1 bad skipped, 2 fully masked dropped"
-        " · cache: miss (first time)",
-    )
-
-
 def test_a_bad_row_stops_by_default(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^given\[1\]: has no assistant message$"):
         tokenized(chats([HI, HELLO], [HI]), tmp_path)
-
-
-def test_too_many_bad_rows(tmp_path: Path) -> None:
-    documents = chats(*[[HI, HELLO]] * 9, [HI])
-    with pytest.raises(DataError) as caught:
-        tokenized(documents, tmp_path, on_bad_row="skip")
-    assert str(caught.value) == (
-        "train: 10 documents: 1 bad, 0 empty, 0 with nothing trained on (train_on=assistant); max_bad_frac=0.05 "
-        "allows 0. First bad row: given[9]: has no assistant message"
-    )
-    assert len(tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.1).train) == 9
-
-
-def test_nothing_trained_on_shows_a_sample(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        tokenized(chats([HI, {**HELLO, "weight": 0}]), tmp_path)
-    assert str(caught.value) == (
-        "train: 1 documents: 0 bad, 0 empty, 1 with nothing trained on (train_on=assistant); nothing is left to train "
-        "on. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>Yo<|end|>'"
-    )
-
-
-def test_everything_trained_on_shows_a_sample(tmp_path: Path) -> None:
-    documents = token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3], "labels": [2, 3, _]})
-    with pytest.raises(DataError, match=r"^train: every token of all 1 rows is trained on, including the questions;"):
-        tokenized(documents, tmp_path)
-
-
-def test_an_answer_without_a_trained_stop_token_shows_a_sample(tmp_path: Path) -> None:
-    """A template whose markers leave out an end token that does not follow at once."""
-    template = MARKED.template.replace("{{- '<|end|>' }}", "{{- '.<|end|>' }}", 1)
-    with pytest.raises(DataError) as caught:
-        tokenized(chats([HI, HELLO]), tmp_path, Family(template, MARKED.specials, MARKED.eos))
-    assert str(caught.value) == (
-        "train: 1 of 1 rows do not end on a trained stop token, so the model would not learn to stop: fix the chat "
-        "template. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>⟦Yo⟧.<|end|>'"
-    )
-
-
-def test_no_documents(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no document in it"):
-        tokenized(chats(), tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------- cache
@@ -296,19 +224,6 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path) -> None:
     assert second.notes[0].endswith("miss (changed: dataset)")
 
 
-def test_rows_travel_as_a_path(tmp_path: Path) -> None:
-    rows = tokenized(chats([HI, HELLO] * 500), tmp_path).train
-    pickled = pickle.dumps(rows)
-    assert len(pickled) < 500
-    assert as_lists(pickle.loads(pickled)) == as_lists(rows)
-
-
-def test_rows_cannot_be_written_to(tmp_path: Path) -> None:
-    rows = tokenized(chats([HI, HELLO]), tmp_path).train
-    with pytest.raises(ValueError, match="read-only"):
-        rows[0]["labels"][0] = 3
-
-
 def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     fork_server()
     documents = ToyChat(num_chats=1200)
@@ -320,7 +235,7 @@ def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
     assert np.array_equal(alone.offsets, two.offsets)
 
 
-def test_no_socket_where_the_path_of_temporary_files_is_too_long_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_socket_where_the_temporary_path_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_server()
     assert _process_context().get_start_method() == "forkserver"
     monkeypatch.setattr(tempfile, "tempdir", f"/{80 * 'x'}")
@@ -334,28 +249,50 @@ def test_a_bad_row_is_named_from_another_process(tmp_path: Path) -> None:
         tokenized(documents, tmp_path, num_proc=2)
 
 
-def test_a_padding_token_that_is_the_end_token_is_trained_all_the_same(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(MARKED)
-    tokenizer.pad_token = tokenizer.eos_token
-    rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
-    assert rows[0]["labels"].tolist()[-2:] == [END, _]
-    assert padding_id(tokenizer) == END
-
-
-def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
-    """The ids of a small tokenizer fit into any model, and were once trained in silence."""
-    byte_tokenizer(MARKED).save_pretrained(tmp_path / "model")
-    config = Config(
-        dataset={"_target_": "automodel_lite.data.reading.documents.ToyChat", "num_chats": 20},
-        tokenizer={"_target_": "automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer", "vocab_size": 300},
-        model={"pretrained": str(tmp_path / "model")},
-        cache_dir=str(tmp_path),
+def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}] for text in ("a", "b<|end|>")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    data = tokenize_documents(
+        FilesDataset(str(tmp_path / "a.jsonl")), Job(byte_tokenizer(MARKED), TokenizeConfig()), tmp_path
     )
-    with pytest.raises(
-        ConfigError, match=r"tokenizer is not that of model.pretrained=.*tokens have another id or none"
-    ):
-        job_of(config, ToyChat(num_chats=20))
-    more = byte_tokenizer(MARKED)
-    more.add_tokens(["<one>"])
-    check_vocabulary(str(tmp_path / "model"), more)
-    check_vocabulary(str(tmp_path), more)  # no tokenizer there
+    assert data.counts["train"].num_with_special_tokens == 1
+    assert data.notes[1] == (
+        "NOTE: train: 1 documents have special tokens in their text, which become real ones (first: a.jsonl:2: <|end|>)"
+    )
+
+
+def test_what_nothing_uses_is_named_wherever_it_begins(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a", "name": "Eve"}, {"role": "assistant", "content": "x", "origin": "web"}]
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}] * 30
+    rows += [{"messages": turns, "is_correct": False, "text": "other", "notes": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    (note,) = tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), job, tmp_path).notes[1:]
+    assert note.startswith("NOTE: train: ignored, as nothing uses them: is_correct (a.jsonl:31), text (a.jsonl:31)")
+    assert "name of a turn (a.jsonl:31)" in note
+    assert "origin of a turn (a.jsonl:31)" in note
+    assert "notes" not in note
+
+
+def test_empty_answers_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\na,\nb,c\n")
+    job = Job(byte_tokenizer(MARKED), TokenizeConfig())
+    notes = tokenize_documents(FilesDataset(str(tmp_path / "a.csv")), job, tmp_path).notes
+    assert notes[1:] == ("NOTE: train: 1 rows train only the end of an answer, which is empty",)
+
+
+def test_a_template_that_never_ends_is_named(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    from automodel_lite.data.tokens import tokenize
+
+    monkeypatch.setattr(tokenize, "STALL_S", 0.2)
+    slow = MARKED.template.replace(
+        "{%- for message",
+        "{% if messages | length > 2 %}{% for a in range(99999) %}{% for b in range(300) %}{% endfor %}{% endfor %}{% endif %}{%- for message",
+        1,
+    )
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.chat_template = slow
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in (chat, chat * 2)))
+    tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), Job(tokenizer, TokenizeConfig()), tmp_path)
+    assert "WARNING: a.jsonl:2 has been with the chat template for 0 s" in capsys.readouterr().err

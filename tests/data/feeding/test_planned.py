@@ -1,7 +1,8 @@
-"""Trees in the data feed are documents: resumed, mixed, repacked and sampled as any others."""
+"""Planned packs: enough steps to learn or a sentence, labels that cutting leaves, trees that resume anywhere."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -9,18 +10,92 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_lite.cli import compose_config
+from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.data.feeding.mixture import Mixture
 from automodel_lite.data.feeding.order import BatchShape
-from automodel_lite.data.feeding.planned import PlannedPacks
+from automodel_lite.data.feeding.planned import PlannedPacks, check_masked
 from automodel_lite.data.feeding.source import Cursor, PackSource, StepBatches
+from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.prepare import build_packer, check_sizes, prepare_data
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.token_rows import RowCounts, flatten
+from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.thd import to_thd
 from tests.recipes.test_trees import answered_prompts, settings
 from tests.runs import config_of
+
+
+def plan_of(folder: Path, *overrides: str) -> tuple[int, int]:
+    """(steps, packs per step) of 60 chats of some 40 tokens."""
+    row = {"messages": [{"role": "user", "content": "Name a city."}, {"role": "assistant", "content": "Paris. " * 4}]}
+    (folder / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 60)
+    chosen = ["model=llama_smoke", "tokenizer=bpe", f"dataset.path={folder}/chats.jsonl", f"cache_dir={folder}/cache"]
+    config = check_config(compose_config("finetune", [*chosen, "name=x", *overrides]))
+    data = prepare_data(config, check_sizes(config, 1), build_packer(config))
+    plan = data.plan(config.training)
+    return plan.max_steps, plan.shape.global_batch_size
+
+
+def test_small_sets_get_three_epochs_and_small_steps(tmp_path: Path) -> None:
+    steps, packs = plan_of(tmp_path, "packed_sequence.packed_sequence_size=64")
+    assert steps >= 50
+    assert packs < 8
+
+
+def test_too_few_steps_are_an_error_with_the_cure(tmp_path: Path) -> None:
+    whole = ["packed_sequence.packed_sequence_size=4096"]
+    with pytest.raises(
+        ConfigError, match=r"1 packs are 3 steps of 1 in 3 epochs \(.*under 10,000 documents\), too few"
+    ):
+        plan_of(tmp_path, *whole)
+    with pytest.raises(ConfigError, match=r"training.global_batch_size=1 or training.num_epochs=10 or training.allow"):
+        plan_of(tmp_path, *whole, "training.global_batch_size=8", "training.num_epochs=1")
+    assert plan_of(tmp_path, *whole, "training.num_epochs=10") == (10, 1)
+    assert plan_of(tmp_path, *whole, "training.allow_few_steps=true") == (3, 1)
+    assert plan_of(tmp_path, *whole, "training.max_steps=4") == (4, 8)
+
+
+_ = -100
+
+
+SHORT = {"input_ids": [1, 2, 3], "labels": [_, 3, _]}
+
+
+LATE = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [_, _, _, _, 6, _]}  # its answer is behind the fourth token
+
+
+EARLY = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [2, _, _, _, _, _]}
+
+
+def test_documents_without_a_label_after_cutting_are_left_out() -> None:
+    rows = flatten([SHORT, LATE, EARLY])
+    plan = plan_packs(rows.lengths, 4, overlong="truncate", has_labels=rows.has_labels)
+    assert sorted(plan.doc_ids.tolist()) == [0, 2]
+    counts = plan.counts
+    assert (counts.masked_documents, counts.masked_tokens, counts.cut_tokens, counts.packed_tokens) == (1, 4, 4, 7)
+    assert counts.packed_documents == 2
+    with pytest.raises(DataError, match=r"train: 1 of 3 documents have nothing trained on within .*=4: .* allows 0"):
+        check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.05)
+    check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.4)
+
+
+def test_pieces_without_a_label_are_left_out() -> None:
+    rows = flatten([SHORT, LATE, EARLY])
+    plan = plan_packs(rows.lengths, 4, overlong="split", has_labels=rows.has_labels)
+    pieces = sorted(zip(plan.doc_ids.tolist(), plan.starts.tolist(), plan.stops.tolist()))
+    assert pieces == [(0, 0, 3), (1, 4, 6), (2, 0, 4)]
+    assert (plan.counts.masked_documents, plan.counts.masked_tokens) == (0, 6)
+
+
+def test_nothing_is_left_to_train_on() -> None:
+    rows = flatten([LATE])
+    with pytest.raises(DataError, match=r"no document has a label within packed_sequence.packed_sequence_size=4"):
+        plan_packs(rows.lengths, 4, overlong="truncate", has_labels=rows.has_labels)
+
 
 MESH, COSTS, START = init_mesh(MeshConfig()), CostModel(1.0, 0.1), Cursor()
 

@@ -1,0 +1,107 @@
+"""A set is judged at its end: counts, and an example of each fault."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_lite.config.schema import TokenizeConfig
+from automodel_lite.data.reading.documents import DocumentList
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.token_rows import TokenizedData
+from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
+from automodel_lite.errors import DataError
+from tests.data.templates import MARKED, Family, byte_tokenizer
+
+_ = -100
+
+
+HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+
+
+@dataclass
+class Given:
+    """Documents of a test."""
+
+    train: DocumentList
+    kind: str = "messages"
+    val: dict[str, DocumentList] = field(default_factory=dict)
+    questions: list = field(default_factory=list)
+    description: str = "given"
+
+    @property
+    def identity(self) -> str:
+        return f"given({json.dumps(self.train.documents)})"
+
+
+def chats(*documents: Any) -> Given:
+    return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
+
+
+def tokenized(documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any) -> TokenizedData:
+    return tokenize_documents(documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- given tokens
+def token_file(path: Path, *rows: dict) -> FilesDataset:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FilesDataset(str(path))
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+def test_everything_is_counted(tmp_path: Path) -> None:
+    silent = {**HELLO, "weight": 0}
+    documents = chats(*[[HI, HELLO]] * 96, [HI, silent], [HI], [HI, HELLO, HI], [HI, silent])
+    data = tokenized(documents, tmp_path, on_bad_row="skip")
+    counts = data.counts["train"]
+    assert (counts.num_documents, counts.num_rows, counts.num_bad, counts.num_fully_masked) == (100, 97, 1, 2)
+    assert data.notes == (
+        "train: 100 documents → 97 rows, 780 tokens, 37% trained on, 1 bad skipped, 2 fully masked dropped"
+        " · cache: miss (first time)",
+    )
+
+
+def test_too_many_bad_rows(tmp_path: Path) -> None:
+    documents = chats(*[[HI, HELLO]] * 9, [HI])
+    with pytest.raises(DataError) as caught:
+        tokenized(documents, tmp_path, on_bad_row="skip")
+    assert str(caught.value) == (
+        "train: 10 documents: 1 bad, 0 empty, 0 with nothing trained on (train_on=assistant); max_bad_frac=0.05 "
+        "allows 0. First bad row: given[9]: has no assistant message"
+    )
+    assert len(tokenized(documents, tmp_path, on_bad_row="skip", max_bad_frac=0.1).train) == 9
+
+
+def test_nothing_trained_on_shows_a_sample(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        tokenized(chats([HI, {**HELLO, "weight": 0}]), tmp_path)
+    assert str(caught.value) == (
+        "train: 1 documents: 0 bad, 0 empty, 1 with nothing trained on (train_on=assistant); nothing is left to train "
+        "on. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>Yo<|end|>'"
+    )
+
+
+def test_everything_trained_on_shows_a_sample(tmp_path: Path) -> None:
+    documents = token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3], "labels": [2, 3, _]})
+    with pytest.raises(DataError, match=r"^train: every token of all 1 rows is trained on, including the questions;"):
+        tokenized(documents, tmp_path)
+
+
+def test_an_answer_without_a_trained_stop_token_shows_a_sample(tmp_path: Path) -> None:
+    """A template whose markers leave out an end token that does not follow at once."""
+    template = MARKED.template.replace("{{- '<|end|>' }}", "{{- '.<|end|>' }}", 1)
+    with pytest.raises(DataError) as caught:
+        tokenized(chats([HI, HELLO]), tmp_path, Family(template, MARKED.specials, MARKED.eos))
+    assert str(caught.value) == (
+        "train: 1 of 1 rows do not end on a trained stop token, so the model would not learn to stop: fix the chat "
+        "template. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>⟦Yo⟧.<|end|>'"
+    )
+
+
+def test_no_documents(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no document in it"):
+        tokenized(chats(), tmp_path)

@@ -1,0 +1,94 @@
+"""Tokenizers: trained on good rows in bounded time, or those of a model."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_lite.config.schema import Config
+from automodel_lite.data.reading.documents import DocumentList, ToyChat
+from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_documents
+from automodel_lite.data.tokens.tokenizer import check_vocabulary, padding_id, train_bpe_tokenizer
+from automodel_lite.errors import ConfigError
+from tests.data.templates import MARKED, byte_tokenizer
+
+_ = -100
+
+
+HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+
+
+USER, ASSISTANT, END = 256, 257, 260  # ids of the special tokens of MARKED
+
+
+@dataclass
+class Given:
+    """Documents of a test."""
+
+    train: DocumentList
+    kind: str = "messages"
+    val: dict[str, DocumentList] = field(default_factory=dict)
+    questions: list = field(default_factory=list)
+    description: str = "given"
+
+    @property
+    def identity(self) -> str:
+        return f"given({json.dumps(self.train.documents)})"
+
+
+def chats(*documents: Any) -> Given:
+    return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
+
+
+def test_a_padding_token_that_is_the_end_token_is_trained(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = tokenize_documents(chats([HI, HELLO]), Job(tokenizer), tmp_path).train
+    assert rows[0]["labels"].tolist()[-2:] == [END, _]
+    assert padding_id(tokenizer) == END
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+    """The ids of a small tokenizer fit into any model, and were once trained in silence."""
+    byte_tokenizer(MARKED).save_pretrained(tmp_path / "model")
+    config = Config(
+        dataset={"_target_": "automodel_lite.data.reading.documents.ToyChat", "num_chats": 20},
+        tokenizer={"_target_": "automodel_lite.data.tokens.tokenizer.train_bpe_tokenizer", "vocab_size": 300},
+        model={"pretrained": str(tmp_path / "model")},
+        cache_dir=str(tmp_path),
+    )
+    with pytest.raises(
+        ConfigError, match=r"tokenizer is not that of model.pretrained=.*tokens have another id or none"
+    ):
+        job_of(config, ToyChat(num_chats=20))
+    more = byte_tokenizer(MARKED)
+    more.add_tokens(["<one>"])
+    check_vocabulary(str(tmp_path / "model"), more)
+    check_vocabulary(str(tmp_path), more)  # no tokenizer there
+
+
+ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+
+
+LINE = json.dumps(ROW).encode() + b"\n"
+
+
+def test_a_tokenizer_is_trained_on_the_good_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + b"broken\n" + LINE)
+    assert len(train_bpe_tokenizer(FilesDataset(str(path)), 262)) == 262
+
+
+def test_a_tokenizer_is_trained_on_a_word_of_a_million_letters(tmp_path: Path) -> None:
+    """The trainer's time grows with the square of a word: this one took half an hour."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 1_000_000}) + "\n")
+    documents = FilesDataset(str(tmp_path / "a.jsonl"))
+    start = time.monotonic()
+    assert "xx" in train_bpe_tokenizer(documents, 270).get_vocab()
+    assert time.monotonic() - start < 20
