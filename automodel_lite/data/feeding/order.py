@@ -92,6 +92,7 @@ def pack_costs(
         used[packs] = np.add.reduceat(slots, begins)
     if plan.ragged:
         return model.per_token * used + model.per_pair * attention
+    # Tails repeat: the pairs of each width are counted once.
     tails, which = np.unique(plan.packed_sequence_size - used, return_inverse=True)
     padding = np.array([model.pairs(np.array(padding_segments(int(t), multiple), np.int64)).sum() for t in tails])
     return model.per_token * plan.packed_sequence_size + model.per_pair * (attention + padding[which])
@@ -111,6 +112,7 @@ def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int =
         order = _mix_windows(costs, step, ranks * shape.micro_batch_size, seed)
     if balance == "none" or step == ranks:
         return order
+    # Neighbors in cost run at the same time on all ranks, so nobody waits long within a micro-step.
     whole = len(costs) // step * step
     steps = order[:whole].reshape(-1, step)
     rising = np.take_along_axis(steps, np.argsort(costs[steps], axis=1, kind="stable"), axis=1)
@@ -128,6 +130,7 @@ def _mix_windows(costs: np.ndarray, step: int, group: int, seed: int) -> np.ndar
         num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
         window = order[start : start + num_steps * step]
         rising = window[np.argsort(costs[window], kind="stable")]
+        # Stratum k holds a k-th of the window's costs; each step draws one group of it, in an order of its own.
         strata = rising.reshape(step // group, num_steps, group)
         mixed = [
             stratum[seeded_order(num_steps, seed, number * (step // group) + k)] for k, stratum in enumerate(strata)

@@ -215,6 +215,8 @@ def exact_fill_in_proportion(histogram: np.ndarray, size: int, seed: int) -> Pla
 
     The work does not grow with the documents: a part has about SEARCHED_DOCUMENTS of them, in a seeded order.
     """
+    # What k copies of a bin hold is k documents of each of its lengths, so packs of a k-th part are packs of all but a
+    # remainder of under k documents of each length.
     k = max(1, int(histogram.sum()) // SEARCHED_DOCUMENTS)
     part = histogram // k
     documents = np.repeat(np.arange(size + 1), part)
@@ -238,6 +240,7 @@ def assign(
 
     Documents of equal length and the packs themselves stand in a seeded order.
     """
+    # Both sides by falling length: then the documents of a placement are a run of `source`.
     source = longest_first(lengths, size, seed, epoch)
     length, first, bins, copies, slot = placements[1:]
     by_length = np.argsort(-length, kind="stable")

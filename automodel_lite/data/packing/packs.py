@@ -233,6 +233,7 @@ def lay_out_packs(
     """
     spans = list(zip(starts.tolist(), (starts + lengths).tolist()))
     tokens = {name: _joined_spans(rows.columns[name], spans).astype(COLUMNS[name].batched) for name in rows.columns}
+    # Where the tokens fill all positions, slots are the lengths, the very same array: nothing is spread over padding.
     num_packs = len(num_documents)
     slots, num_segments = lengths, num_documents
     if len(tokens["input_ids"]) != num_packs * size:

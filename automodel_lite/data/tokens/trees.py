@@ -198,6 +198,7 @@ class TreeRows(Rows):
 
     def __init__(self, trees: TokenRows, most_tokens: int | None = None):
         self.trees, self.most_tokens = trees, most_tokens
+        # Few trees are cut: these are cut once here for the lengths of their parts, and again when a part is read.
         lengths = trees.lengths
         large = np.flatnonzero(lengths > (most_tokens or lengths.max(initial=0)))
         parts = {int(tree): cut_tree(trees[int(tree)], most_tokens or 0) for tree in large}
