@@ -114,6 +114,7 @@ class Values:
         folder, packer = self.folder(name, rows), copy(self.packer)
         if not all(mesh.gather(folder.is_dir())):
             placed = rows.with_columns({"row_place": np.arange(len(rows.flat.input_ids))})
+            packer.max_packs = None  # all packs, whatever sample of them an epoch takes
             _compute(self, packer.packs(placed), built, mesh, folder)
         return self.stored(name, rows)
 

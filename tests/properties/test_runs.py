@@ -34,6 +34,7 @@ VALUES = {
     "lr_scheduler.warmup_steps": ["0", "1", "100000"],
     "packed_sequence.packed_sequence_size": ["1", "2", "64", "128", "300", "0"],
     "packed_sequence.overlong": ["drop", "truncate", "split", "error"],
+    "packed_sequence.max_packs": ["1", "3", "null"],
     "model.config.hidden_size": ["32", "33", "8", "0"],
     "model.config.num_attention_heads": ["4", "3", "1"],
     "model.config.num_hidden_layers": ["1", "0"],

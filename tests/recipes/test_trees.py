@@ -98,6 +98,7 @@ SOURCES = {
         "dataset=files",
         "dataset.path={a}",
         "packed_sequence.repack_each_epoch=true",
+        "packed_sequence.max_packs=3",
     ],
     "mixture": [
         "dataset=mixture",

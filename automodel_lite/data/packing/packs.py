@@ -59,6 +59,7 @@ class Packer:
         self,
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
         strategy: StrategyName = "exact_fill",
+        max_packs: Positive | None = None,  # use a random sample of this many packs
         overlong: Overlong | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
         balance: Balance = "step",  # none | step | window: distribute packs over ranks by cost
         slot_multiple: Positive | None = None,  # pad documents to a multiple of it; null = 2 * mesh.cp, or 1 without
@@ -70,6 +71,7 @@ class Packer:
         self.packed_sequence_size = packed_sequence_size
         check_choice("strategy", strategy, STRATEGY_NAMES)
         self.strategy = strategy
+        self.max_packs = max_packs
         self.overlong = overlong or "drop"
         self.is_overlong_given = overlong is not None
         _, self.cuts_documents, self.is_ragged = STRATEGIES[strategy]
@@ -127,6 +129,7 @@ class Packer:
             seed=self.seed,
             epoch=epoch if self.repack_each_epoch else 0,
             overlong=self.overlong,
+            max_packs=self.max_packs,
             slot_multiple=self.slot_multiple,
             has_labels=rows.has_labels,
         )

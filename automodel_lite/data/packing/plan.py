@@ -182,7 +182,7 @@ PADDING_SEGMENT = 512  # tokens; the tail of a pack is cut into segments of it: 
 
 @dataclass(frozen=True)
 class PlanCounts:
-    """What became of every document: packed + dropped + masked; of every token: the same + cut."""
+    """What became of every document: packed + dropped + masked + left out; of every token: the same + cut."""
 
     documents: int
     tokens: int
@@ -190,6 +190,8 @@ class PlanCounts:
     packed_tokens: int
     pieces: int  # entries of doc_ids
     split_documents: int  # in more than one piece
+    left_out_documents: int  # by max_packs
+    left_out_tokens: int
     dropped_documents: int = 0  # over-long, overlong="drop"
     dropped_tokens: int = 0
     truncated_documents: int = 0  # over-long, overlong="truncate"
@@ -226,7 +228,8 @@ class Pieces:
 class PackPlan(Pieces):
     """offsets int64 [packs + 1] into doc_ids, tokens_per_pack int64 [packs] (real tokens).
 
-    `lower_bound` is the volume in slots, in packs. `note` says what was decided on the way (one sentence or empty).
+    `lower_bound` (the volume in slots) and `num_packs_made` are packs before `max_packs` took its sample. `note` says
+    what was decided on the way (one sentence or empty).
     """
 
     offsets: np.ndarray
@@ -237,6 +240,7 @@ class PackPlan(Pieces):
     ragged: bool  # rows have the length of their document instead of `packed_sequence_size`
     seed: int
     epoch: int
+    num_packs_made: int
     lower_bound: int
     counts: PlanCounts
     note: str = ""
@@ -267,6 +271,7 @@ def plan_packs(
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "drop",
+    max_packs: int | None = None,
     slot_multiple: int = 1,
     has_labels: HasLabels | None = None,
 ) -> PackPlan:
@@ -275,12 +280,12 @@ def plan_packs(
     lengths: positive integers [N], tokens of each document; mapped ones of int32 are read where they are, and 12 bytes
     per document are needed beside them. slot_multiple: every document takes a slot that is a multiple of it (2 * cp
     under context parallelism). overlong: what becomes of documents over the size, where the strategy does not cut
-    documents anyway. has_labels: asked which pieces of over-long documents still train something once they are cut; the
-    others are left out (None: all do).
+    documents anyway. max_packs: a random sample of the packs, each document with the same chance. has_labels: asked
+    which pieces of over-long documents still train something once they are cut; the others are left out (None: all do).
 
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
-    lengths = _checked(lengths, packed_sequence_size, strategy, overlong, slot_multiple)
+    lengths = _checked(lengths, packed_sequence_size, strategy, overlong, max_packs, slot_multiple)
     slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
     pack, cuts_documents, is_ragged = STRATEGIES[strategy]
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
@@ -289,10 +294,13 @@ def plan_packs(
     slots = -(-fitting // slot_multiple) if slot_multiple > 1 else fitting
     size = packed_sequence_size // slot_multiple
     packed = pack(slots, size, seed, epoch)
+    num_packs = len(packed.offsets) - 1
     if cuts_documents:
         pieces, offsets, counts = _cut_at(packed, lengths, slots, slot_multiple, has_labels)
     else:
         pieces, offsets = pool.taken(packed.order) if pool else Pieces(packed.order), packed.offsets
+    if max_packs is not None and max_packs < num_packs:
+        pieces, offsets = _sample(pieces, offsets, max_packs, seed, epoch)
     # A million entries at a time: the lengths of all pieces at once would be 8 bytes for each document.
     tokens_per_pack = np.empty(len(offsets) - 1, np.int64)
     for packs, part, begins in pack_blocks(offsets):
@@ -309,6 +317,7 @@ def plan_packs(
         ragged=is_ragged,
         seed=seed,
         epoch=epoch,
+        num_packs_made=num_packs,
         lower_bound=-(-int(slots.sum(dtype=np.int64)) // size),
         counts=_count(lengths, pieces, int(tokens_per_pack.sum()), counts),
         note=packed.note,
@@ -409,19 +418,32 @@ def _without_masked(
     return kept, counts | {"masked_documents": num_documents, "masked_tokens": num_tokens}
 
 
+def _sample(pieces: Pieces, offsets: np.ndarray, max_packs: int, seed: int, epoch: int) -> tuple[Pieces, np.ndarray]:
+    """`max_packs` random packs in the order of the plan: every document has the same chance."""
+    chosen = np.sort(seeded_order(len(offsets) - 1, seed, epoch)[:max_packs])
+    sizes = np.diff(offsets)[chosen]
+    kept = np.zeros(max_packs + 1, np.int64)
+    np.cumsum(sizes, out=kept[1:])
+    return pieces.taken(np.arange(kept[-1]) + np.repeat(offsets[chosen] - kept[:-1], sizes)), kept
+
+
 def _count(lengths: np.ndarray, pieces: Pieces, packed_tokens: int, lost: dict[str, int]) -> PlanCounts:
     """Counts what is packed; what `_fit` has lost is in no pack, and the rest was left out."""
     packed_documents, split_documents = len(pieces.doc_ids), 0
     if pieces.starts is not None:
         num_pieces = np.bincount(pieces.doc_ids, minlength=len(lengths))
         packed_documents, split_documents = int((num_pieces > 0).sum()), int((num_pieces > 1).sum())
+    tokens, lost_tokens = int(lengths.sum()), sum(n for key, n in lost.items() if key.endswith("_tokens"))
+    lost_documents = lost.get("dropped_documents", 0) + lost.get("masked_documents", 0)
     return PlanCounts(
         documents=len(lengths),
-        tokens=int(lengths.sum()),
+        tokens=tokens,
         packed_documents=packed_documents,
         packed_tokens=packed_tokens,
         pieces=len(pieces.doc_ids),
         split_documents=split_documents,
+        left_out_documents=len(lengths) - packed_documents - lost_documents,
+        left_out_tokens=tokens - packed_tokens - lost_tokens,
         **lost,
     )
 
@@ -431,14 +453,16 @@ def _checked(
     size: int,
     strategy: str,
     overlong: str,
+    max_packs: int | None,
     slot_multiple: int,
 ) -> np.ndarray:
     """Returns the lengths as an array; raises for arguments of `plan_packs` that cannot work."""
     check_choice("overlong", overlong, OVERLONG)
     check_choice("strategy", strategy, STRATEGY_NAMES)
-    for name, number in (("packed_sequence_size", size), ("slot_multiple", slot_multiple)):
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
-            raise ConfigError(f"packed_sequence.{name}={number!r} must be a whole number over 0: use 1 or more.")
+    for name, number in (("packed_sequence_size", size), ("slot_multiple", slot_multiple), ("max_packs", max_packs)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1):
+            cure = "use null for all packs" if name == "max_packs" else "use 1 or more"
+            raise ConfigError(f"packed_sequence.{name}={number!r} must be a whole number over 0: {cure}.")
     array = np.asarray(lengths)
     if not len(array):
         raise DataError("there are no documents to pack: check the path, the split and the filters of the dataset.")

@@ -30,6 +30,7 @@ class PackingReport(PlanCounts):
     seed: int
     epoch: int
     packs: int
+    packs_before_max_packs: int
     lower_bound_packs: int
     fill_frac: float
     slot_padding_tokens: int
@@ -57,7 +58,7 @@ class PackingReport(PlanCounts):
             ("documents", f"{self.documents:,} with {self.tokens:,} tokens"),
             ("length", lengths),
             ("strategy", f"{self.strategy}, {self.packed_sequence_size:,} tokens per pack, seed {self.seed}"),
-            ("packs", f"{self.packs:,}; no plan has fewer than {self.lower_bound_packs:,}"),
+            ("packs", f"{self.packs_before_max_packs:,}; no plan has fewer than {self.lower_bound_packs:,}"),
             ("documents per pack", f"{self.documents_per_pack_mean:.1f} ({per_pack})"),
             ("fill", f"{self.fill_frac:.2%}; padded batches {self.padded_fill_frac:.2%}"),
             ("speed-up", f"about {self.speedup_over_padding:.2f} x fewer positions than padded batches"),
@@ -71,7 +72,9 @@ class PackingReport(PlanCounts):
         """Returns what became of documents that did not fit or were left out, and how packs are shared: (topic, text)
         of what there is to say.
         """
+        sample = f"keeps a random sample of {self.packs:,} packs; left out {self.left_out_documents:,} documents"
         remarks = [
+            (self.left_out_tokens, "max_packs", sample),
             (self.dropped_tokens, "dropped", f"{self.dropped_documents:,} over-long documents"),
             (self.cut_tokens, "truncated", f"{self.truncated_documents:,} documents"),
             (self.masked_tokens, "masked", f"{self.masked_documents:,} documents without a label after cutting"),
@@ -109,6 +112,7 @@ def packing_report(
         seed=plan.seed,
         epoch=plan.epoch,
         packs=len(plan),
+        packs_before_max_packs=plan.num_packs_made,
         lower_bound_packs=plan.lower_bound,
         fill_frac=counts.packed_tokens / positions,
         slot_padding_tokens=slot_tokens - counts.packed_tokens,

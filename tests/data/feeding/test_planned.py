@@ -77,7 +77,7 @@ def test_documents_without_a_label_after_cutting_are_left_out() -> None:
     assert sorted(plan.doc_ids.tolist()) == [0, 2]
     counts = plan.counts
     assert (counts.masked_documents, counts.masked_tokens, counts.cut_tokens, counts.packed_tokens) == (1, 4, 4, 7)
-    assert counts.packed_documents == 2
+    assert counts.left_out_documents == counts.left_out_tokens == 0
     with pytest.raises(DataError, match=r"train: 1 of 3 documents have nothing trained on within .*=4: .* allows 0"):
         check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.05)
     check_masked("train", plan, {"train": RowCounts(3, 3)}, 0.4)
@@ -123,9 +123,10 @@ def steps_of(data: PackSource, cursor: Cursor = START) -> Iterator[StepBatches]:
     [
         [],
         ["packed_sequence.repack_each_epoch=true"],
+        ["packed_sequence.max_packs=5"],
         ["packed_sequence.strategy=best_fit"],
     ],
-    ids=["same packs", "repacked", "best_fit"],
+    ids=["same packs", "repacked", "a sample", "best_fit"],
 )
 def test_planned_trees_resume_anywhere(tmp_path: Path, overrides: list[str]) -> None:
     data = data_of(tmp_path, *overrides)

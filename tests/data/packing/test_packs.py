@@ -335,6 +335,7 @@ def test_bad_settings_are_refused_when_built(arguments, sentence: str) -> None:
         ("balance=steps", "balance=steps must be one of none, step, window; did you mean step?"),
         ("overlong=keep", "overlong=keep must be one of drop, truncate, split, error"),
         ("tree=on", "tree=on must be one of auto, off, all"),
+        ("max_packs=0", "max_packs=0 must be at least 1"),
         ("strategy=best", "strategy=best must be one of exact_fill, best_fit, next_fit, wrapped, none"),
     ],
 )

@@ -70,9 +70,10 @@ def test_every_document_once_and_no_pack_over_its_size(strategy: str, case, seed
     size=st.integers(2, 12).map(lambda slots: slots * 4),
     multiple=st.sampled_from([1, 2, 4]),
     overlong=st.sampled_from(["truncate", "split", "drop"]),
+    max_packs=st.none() | st.integers(1, 8),
 )
-def test_nothing_is_lost_without_a_number(strategy, lengths, size, multiple, overlong) -> None:
-    arguments = {"strategy": strategy, "overlong": overlong, "slot_multiple": multiple}
+def test_nothing_is_lost_without_a_number(strategy, lengths, size, multiple, overlong, max_packs) -> None:
+    arguments = {"strategy": strategy, "overlong": overlong, "slot_multiple": multiple, "max_packs": max_packs}
     if strategy != "wrapped" and overlong == "drop" and min(lengths) > size:
         with pytest.raises(DataError, match=f"{len(lengths)} of {len(lengths)} documents are over"):
             plan_packs(lengths, size, **arguments)
@@ -82,9 +83,10 @@ def test_nothing_is_lost_without_a_number(strategy, lengths, size, multiple, ove
     slots = -(-pieces // multiple) * multiple
     assert np.add.reduceat(slots, plan.offsets[:-1]).max() <= size
     assert np.add.reduceat(pieces, plan.offsets[:-1]).tolist() == plan.tokens_per_pack.tolist()
+    assert max_packs is None or len(plan) == min(max_packs, plan.num_packs_made)
     counts = plan.counts
-    assert counts.documents == counts.packed_documents + counts.dropped_documents
-    assert sum(lengths) == counts.packed_tokens + counts.dropped_tokens + counts.cut_tokens
+    assert counts.documents == counts.packed_documents + counts.dropped_documents + counts.left_out_documents
+    assert sum(lengths) == counts.packed_tokens + counts.dropped_tokens + counts.cut_tokens + counts.left_out_tokens
     assert min(vars(counts).values()) >= 0
     covered = np.zeros((len(lengths), 100), int)
     starts = np.zeros(len(pieces), int) if plan.starts is None else plan.starts
@@ -92,9 +94,10 @@ def test_nothing_is_lost_without_a_number(strategy, lengths, size, multiple, ove
         covered[document, start : start + length] += 1
     assert covered.max() <= 1
     assert covered.sum() == counts.packed_tokens
-    kept = {"drop": lambda n: n if n <= size else 0, "truncate": lambda n: min(n, size), "split": lambda n: n}
-    expected = lengths if strategy == "wrapped" else [kept[overlong](n) for n in lengths]
-    assert covered.sum(axis=1).tolist() == list(expected)
+    if max_packs is None:
+        kept = {"drop": lambda n: n if n <= size else 0, "truncate": lambda n: min(n, size), "split": lambda n: n}
+        expected = lengths if strategy == "wrapped" else [kept[overlong](n) for n in lengths]
+        assert covered.sum(axis=1).tolist() == list(expected)
 
 
 @settings(deadline=None, max_examples=100)
@@ -209,6 +212,16 @@ def test_best_fit_shuffles_documents_of_equal_length_and_packs() -> None:
     assert abs(np.corrcoef(long, np.arange(1000))[0, 1]) < 0.2
 
 
+def test_max_packs_is_a_fair_sample() -> None:
+    lengths = np.concatenate([np.full(3_000, 100), np.full(300, 1000)])
+    for strategy in ("exact_fill", "best_fit", "next_fit"):
+        picked = np.concatenate(
+            [plan_packs(lengths, 1000, strategy=strategy, max_packs=60, seed=s).doc_ids for s in range(20)]
+        )
+        share_of_tokens_in_long = lengths[picked][lengths[picked] == 1000].sum() / lengths[picked].sum()
+        assert 0.4 < share_of_tokens_in_long < 0.6  # half of all tokens are in long documents
+
+
 def test_wrapped_cuts_documents_where_packs_end() -> None:
     plan = plan_packs([5, 6], 4, strategy="wrapped", slot_multiple=2, seed=0)
     first, second = plan.doc_ids[0], plan.doc_ids[-1]
@@ -272,6 +285,7 @@ def test_bad_lengths(lengths, arguments, sentence: str) -> None:
     [
         ({"packed_sequence_size": 0}, "packed_sequence.packed_sequence_size=0 must be a whole number over 0"),
         ({"packed_sequence_size": 8.0}, "packed_sequence.packed_sequence_size=8.0 must be a whole number"),
+        ({"max_packs": 0}, "packed_sequence.max_packs=0 must be a whole number over 0: use null for all packs"),
         ({"slot_multiple": 0}, "packed_sequence.slot_multiple=0 must be a whole number over 0"),
         ({"slot_multiple": 3}, r"size=8 must be a multiple of 3 \(packed_sequence.slot_multiple\): use 9"),
         ({"strategy": "bets_fit"}, "packed_sequence.strategy='bets_fit' is unknown: use one of exact_fill, best_fit"),
