@@ -58,7 +58,7 @@ class Packer:
     def __init__(
         self,
         packed_sequence_size: Annotated[int, Range(1, MAX_PACK_TOKENS)],
-        strategy: StrategyName = "exact_fill",
+        strategy: StrategyName = "exact_fill",  # exact_fill | best_fit | next_fit | wrapped | none
         max_packs: Positive | None = None,  # use a random sample of this many packs
         overlong: Overlong | None = None,  # documents longer than a pack: drop (the default) | truncate | split | error
         balance: Balance = "step",  # none | step | window: distribute packs over ranks by cost
