@@ -95,7 +95,9 @@ def create_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
     totals = {int(row.sum()) for row in rows}
     if len(totals) != 1:
         raise ValueError(f"seq_lens rows sum to {sorted(totals)} and must have one sum: pad their last document.")
-    return torch.stack([_block_causal(row) for row in rows])
+    documents = [torch.repeat_interleave(torch.arange(len(row), device=row.device), row) for row in rows]
+    index = torch.stack(documents)
+    return (index[:, :, None] == index[:, None, :]).tril()[:, None]
 
 
 def packed_block_causal_mask(seq_lens: SeqLens) -> torch.Tensor:
@@ -118,16 +120,9 @@ def build_block_causal_additive_mask(
     sums = seq_lens.sum(dim=1).tolist()
     if any(total != seq_length for total in sums):
         raise ValueError(f"Packed seq_lens rows must each sum to seq_length={seq_length}, got {sums}.")
-    allowed = torch.stack([_block_causal(row) for row in seq_lens.to(device)])
+    allowed = create_block_causal_mask(seq_lens.to(device))
     mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min)
-
-
-def _block_causal(seq_lens: torch.Tensor) -> torch.Tensor:
-    """bool [1, T, T] of one row."""
-    document = torch.repeat_interleave(torch.arange(len(seq_lens), device=seq_lens.device), seq_lens)
-    same = document[:, None] == document[None, :]
-    return same.tril()[None]
 
 
 def split_of(dataset: Any, split: str) -> Any:
@@ -143,7 +138,8 @@ def split_of(dataset: Any, split: str) -> Any:
 def flat_samples(samples: Any) -> TokenRows:
     """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
     rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
-    return flatten(_without_masked_labels(sample) for sample in _each(samples)) if rows is None else rows
+    each = samples if isinstance(samples, Iterable) else (samples[i] for i in range(len(samples)))
+    return flatten(map(_without_masked_labels, each)) if rows is None else rows
 
 
 def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenRows, int]:
@@ -165,13 +161,6 @@ def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) ->
     offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
     columns = {"input_ids": rows.input_ids[tokens], "labels": rows.labels[tokens]}
     return TokenRows(columns, offsets), int(long.sum())
-
-
-def _each(samples: Any) -> Iterable[dict[str, Any]]:
-    """Anything with __len__ and __getitem__, or an iterable."""
-    if isinstance(samples, Iterable):
-        return samples
-    return (samples[i] for i in range(len(samples)))
 
 
 def _without_masked_labels(sample: dict[str, Any]) -> dict[str, Any]:
