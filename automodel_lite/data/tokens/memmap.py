@@ -9,7 +9,7 @@ Where there is no index, `dataset.dtype` and a token that ends each document des
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -144,6 +144,27 @@ class JoinedRows(ConcatenatedRows, Rows):
     def __init__(self, corpora: Sequence[Rows]):
         super().__init__(corpora)
         self.lengths = self.row_lengths = np.concatenate([corpus.lengths for corpus in corpora])
+
+
+def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "int32") -> None:
+    """Writes `<path>.bin` and `<path>.idx`, a pair of Megatron's; read them with `MemmapCorpus`.
+
+    Raises:
+        DataError: a token that `dtype` (uint16, int32) cannot hold.
+    """
+    most, lengths = np.iinfo(dtype).max, []
+    with path.with_suffix(".bin").open("wb") as file:
+        for number, document in enumerate(documents):
+            tokens = np.asarray(document, np.int64)
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= most:
+                raise DataError(f"document {number} holds the token {tokens.max()}; {dtype} holds up to {most}.")
+            file.write(tokens.astype(dtype).tobytes())
+            lengths.append(len(tokens))
+    code = next(code for code, name in MEGATRON_DTYPES.items() if name == dtype)
+    header = struct.pack("<9sQBQQ", MEGATRON_MAGIC, 1, code, len(lengths), len(lengths) + 1)
+    pointers = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
+    arrays = np.array(lengths, np.int32), pointers.astype(np.int64), np.arange(len(lengths) + 1)
+    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
 
 
 def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:

@@ -12,11 +12,10 @@ import pytest
 
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
-from automodel_lite.data.tokens.memmap import MEGATRON_MAGIC, MemmapCorpus
+from automodel_lite.data.tokens.memmap import MEGATRON_MAGIC, MemmapCorpus, write_memmap
 from automodel_lite.data.tokens.token_rows import Rows
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
-from tests.data.corpora import write_memmap
 from tests.data.templates import MARKED, byte_tokenizer
 
 _ = -100
@@ -99,6 +98,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint16", separator_id=70000)
     with pytest.raises(DataError, match="6 bytes are not a whole number of uint32 tokens"):
         MemmapCorpus(str(tmp_path / "a.bin"), dtype="uint32", separator_id=0)
+    with pytest.raises(DataError, match="document 0 holds the token 70000; uint16 holds up to 65535"):
+        write_memmap(tmp_path / "b", [[70000]], "uint16")
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
