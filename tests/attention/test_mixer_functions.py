@@ -199,7 +199,7 @@ def test_without_packages_no_function_takes_boundaries() -> None:
     install(model, ReferenceAttention())
     with running(recorded), torch.no_grad():
         next(mixers_of(model)).forward.forward(torch.randn(1, 8, 32))  # type: ignore[attr-defined]
-    # of values, queries, keys and gates; transformers 5.17 repeats queries and keys before the call
+    # transformers 5.17 repeats the heads of queries and keys before the call, to those of values
     assert recorded.heads in ([[64], [4, 2, 2, 4, 4]], [[64], [4, 4, 4, 4, 4]])
     assert recorded.takes_streams == [True, True]
     assert not takes_boundaries(len, "seq_idx")
