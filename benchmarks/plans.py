@@ -86,7 +86,7 @@ def unpruned(job: Job, third_s: float) -> list[Plan]:
                 > third_s
             ):
                 continue
-            chosen = least_recomputation(plan, capacity, pattern)
+            chosen = least_recomputation(plan, capacity, pattern, 0 if job.parts.peft else None)
         except (ConfigError, NotImplementedError):
             continue
         if chosen is not None:
@@ -108,8 +108,10 @@ def case(name: str) -> dict[str, Any]:
         return priced(job, plan.layout, plan.parts, wholes[plan.layout])
 
     # the first plan holds its whole simulation already: what was predicted of its step is counted again
-    first = simulate_by_layers(plans[0].parts, job.config, plans[0].layout.shape, layer_pattern(job.config))
-    steps = [first, *(plan.step for plan in plans[1:3])]
+    pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
+    first = least_recomputation(planned(job, plans[0].layout), capacity, pattern, 0 if job.parts.peft else None)
+    assert first is not None
+    steps = [first[1], *(plan.step for plan in plans[1:3])]
     again = [whole(plan) for plan in plans[:3]]
     peaks = [max(one.step.peaks[phase] for phase in step.peaks) for step, one in zip(steps, again)]
     best = sorted(map(whole, unpruned(job, NEAR * max(map(per_pack, plans[:3])))), key=per_pack)
@@ -121,7 +123,7 @@ def case(name: str) -> dict[str, Any]:
         "plan": f"{plans[0].layout}, {plans[0].layout.micro_batch} x {plans[0].layout.micro_steps}, "
         f"{recomputation_text(plans[0].parts)}",
         "whole_gib": again[0].step.peak / 2**30,
-        "fits": again[0].step.peak <= usable(int(job.gpu.gigabytes * 1e9)),
+        "fits": again[0].step.peak <= capacity,
         "memory_off": [step.peak / peak - 1 for step, peak in zip(steps, peaks)],
         "seconds_off": [per_pack(ours) / per_pack(theirs) - 1 for ours, theirs in zip(plans, again)],
         "order": "same" if is_same else "OTHER: " + ", ".join(f"{p.layout} {p.layout.micro_batch}" for p in best[:3]),

@@ -36,13 +36,13 @@ SIZES = {
 }
 """Preset -> numbers of GPUs; the first is the one that its comment names."""
 HEAD = (
-    "| preset | GPUs | mesh | micro x steps | recomputed | states | peak | loads | exports | step s | tokens/s | MFU |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| preset | GPUs | mesh | micro x steps | recomputed | peak | states | step s | tokens/s | MFU |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
 
 def row(preset: str, gpus: int) -> str:
-    """Sizes in GiB of the fullest moment, of loading and of exporting."""
+    """Sizes in GiB of a GPU, rates of one."""
     config = check_config(compose_config(preset, ["dataset.path=any"]))
     parts = build_parts(replace(config, attention={}))  # a kernel may need the GPU that is only planned
     length = np.array([min(1024, parts.packed_sequence_size)])
@@ -50,17 +50,16 @@ def row(preset: str, gpus: int) -> str:
     job = Job(parts, parts.model.described({}), GPUS["h100-80"], *world, length, length)
     plans = make_plans(job).plans
     if not plans:
-        return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 9
+        return f"| `{preset}` | {gpus} | fits no H100s |" + " |" * 7
     best, step = plans[0], plans[0].step
     states = step.weights + step.gradients + step.optimizer
-    sizes = (states, step.peak, step.peaks["load"], step.peaks["export"])
     cells = (
         f"`{preset}`",
         str(gpus),
         str(best.layout),
         f"{best.layout.micro_batch} x {best.layout.micro_steps}",
         recomputation_text(best.parts),
-        *(f"{size / 2**30:.1f}" for size in sizes),
+        *(f"{size / 2**30:.1f}" for size in (step.peak, states)),
         f"{best.step_s:.3g}",
         f"{best.tokens_per_s_per_gpu:,.0f}",
         f"{best.mfu:.0%}",

@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the hub's client is impor
 
 import argparse
 import json
+import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = parser().parse_known_args(argv)
     check_alone()
     quiet_libraries()
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice on a simulated step
     config = composed(args.config_name, overrides)
     if args.write and (removed := [text for text in overrides if text.startswith("~")]):
         raise ConfigError(f"--write {args.write}: a preset cannot remove an option, as {removed[0]} does.")

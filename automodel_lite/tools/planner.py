@@ -1,9 +1,9 @@
 """From a model, data and GPUs to the mesh, micro-batch and recomputation that fit and are fast.
 
-Layouts are ordered by a bound that no step can beat (products at the peak rate, and the traffic that they cannot hide).
-From the best bound on, the least recomputation that fits is searched by simulating steps, and the seconds of a step are
-those of its counted operations and messages at the rates of the GPU. A layout whose bound is above the third best plan
-is not simulated once there are enough to show: it cannot become one of the first three.
+Each layout has a bound that no step can beat (products at the peak rate, and the traffic that they cannot hide), and is
+tried in the order of the same at half of that rate. The least recomputation that fits is searched by simulating steps,
+and the seconds of a step are those of its counted operations and messages at the rates of the GPU. A layout whose bound
+is above the third best plan is not simulated once there are enough to show: it cannot become one of the first three.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Layout:
     micro_batch: int
     global_batch: int
     bound_s: float = 0.0  # of a step, for each of its packs
+    likely_s: float = 0.0  # the same where products reach half of the peak: layouts are tried in this order
 
     @property
     def micro_steps(self) -> int:
@@ -200,13 +201,13 @@ def make_plans(job: Job, most: int = MOST_SIMULATED) -> Outcome:
     pattern, capacity = layer_pattern(job.config), usable(int(job.gpu.gigabytes * 1e9))
     plans: list[Plan] = []
     lost: Counter[str] = Counter()
-    for layout in sorted(possible(job), key=lambda one: one.bound_s):
+    for layout in sorted(possible(job), key=lambda one: one.likely_s):
         third = plans[2].step_s / plans[2].layout.global_batch if len(plans) >= SHOWN else np.inf
         if len(plans) >= most or layout.bound_s > third:
             lost["slower"] += 1
             continue
         try:
-            found = least_recomputation(planned(job, layout), capacity, pattern)
+            found = least_recomputation(planned(job, layout), capacity, pattern, 0 if job.parts.peft else None)
         except (ConfigError, NotImplementedError):
             lost["unsupported"] += 1
             continue
@@ -257,16 +258,17 @@ def possible(job: Job) -> Iterator[Layout]:
                     batch = dp if micro == 1 and asked % dp and asked <= job.world else asked
                     if batch % (micro * dp) == 0:
                         layout = Layout(shape, micro, batch)
-                        yield replace(layout, bound_s=_bound_s(job, layout) / batch)
+                        bound_s, likely_s = (_bound_s(job, layout, frac) / batch for frac in (1.0, 0.5))
+                        yield replace(layout, bound_s=bound_s, likely_s=likely_s)
 
 
-def _bound_s(job: Job, layout: Layout) -> float:
-    """Returns seconds that no step of this layout can beat."""
+def _bound_s(job: Job, layout: Layout, reached: float) -> float:
+    """Returns seconds that no step of this layout can beat. reached: share of the peak rate that products have."""
     shape, size = layout.shape, job.size
     tokens = layout.micro_batch * job.parts.packed_sequence_size  # that a data-parallel rank has at a time
     pairs = tokens * job.visible(job.flops.attention.window if job.flops.attention.window_frac == 1 else None)
     frac = 2 / 3 if job.parts.peft else 1.0  # frozen weights have no gradient of their own
-    work_s = frac * job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / job.gpu.flops
+    work_s = frac * job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / (reached * job.gpu.flops)
     # Beside the products, bf16 weights are gathered twice (those outside the layers once), gradients reduced once in
     # fp32, over replicas too. Experts are sharded over what ep leaves, or over no more ranks than there are experts.
     shards, replicas = shape.dp_shard * shape.cp, shape.dp_replicate

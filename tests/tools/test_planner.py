@@ -74,6 +74,12 @@ def test_the_command_of_a_plan_is_a_configuration() -> None:
     assert json.loads(json.dumps(plan.as_json()))["peak_bytes"] == plan.step.peak
 
 
+def test_frozen_weights_have_no_states() -> None:
+    """A LoRA whose model would not fit with gradients and moments was left out before it was counted."""
+    job = replace(job_of(gigabytes=7, gpus=1), parts=parts_of(["peft=lora", "training.global_batch_size=1"]))
+    assert make_plans(job, most=1).plans
+
+
 def test_nothing_fits_a_gpu_that_is_too_small() -> None:
     found = make_plans(job_of(gigabytes=5), most=2)
     assert found.plans == []
