@@ -1,5 +1,7 @@
 """evaluate and generate: the loss that training logged, answers in batches as one by one, scores, files of prompts; samples."""
 
+import contextlib
+import io
 import json
 import math
 from pathlib import Path
@@ -40,8 +42,11 @@ def evaluation_of(run: Path, *overrides: str):
     return config_of("smoke", run, *model, *overrides)
 
 
-def evaluate_on_rank(rank: int, world_size: int, run: Path, overrides: list[str]) -> int:
-    return evaluate.main(evaluation_of(run, *overrides))
+def evaluate_on_rank(rank: int, world_size: int, run: Path, overrides: list[str]) -> str:
+    """What the rank prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert evaluate.main(evaluation_of(run, *overrides)) == 0
+    return printed.getvalue()
 
 
 def test_the_loss_of_the_exported_model_is_the_one_that_training_logged(run: Path, capfd: pytest.CaptureFixture[str]):
@@ -69,13 +74,13 @@ def plainly_right(run: Path) -> float:
     return sum(hits) / len(hits)
 
 
-def test_two_ranks_evaluate_to_the_same_numbers(run: Path, capfd: pytest.CaptureFixture[str]):
+def test_two_ranks_evaluate_to_the_same_numbers(run: Path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
-    run_ranks(evaluate_on_rank, 2, run, ["mesh.cp=2"])
+    said, _ = run_ranks(evaluate_on_rank, 2, run, ["mesh.cp=2"])
     last = [row["val_token_accuracy/held_out"] for row in rows if "val_token_accuracy/held_out" in row][-1]
     assert last == pytest.approx(plainly_right(run), abs=1e-9)
-    assert f"held_out: {logged:.4f}, perplexity {math.exp(logged):.2f}, {last:.2%} of the" in capfd.readouterr().out
+    assert f"held_out: {logged:.4f}, perplexity {math.exp(logged):.2f}, {last:.2%} of the" in said
 
 
 def test_a_batch_answers_as_each_prompt_alone(generator: Generator, monkeypatch: pytest.MonkeyPatch):
