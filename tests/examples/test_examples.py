@@ -162,4 +162,6 @@ def test_the_notebook_shows_what_its_cells_print(tmp_path: Path) -> None:
     assert [cell["outputs"] for cell in cells[:2]] == [cell["outputs"] for cell in new[:2]], stale
     steps = [re.findall(r"^ +\d+ +\d\.\d{4}", "".join(c[2]["outputs"][0]["text"]), re.MULTILINE) for c in (cells, new)]
     assert len(steps[0]) == len(steps[1]) > 3, stale
-    assert [cell[3]["outputs"][0]["text"] for cell in (cells, new)] == [["The capital of France is Paris.<|end|>\n"]] * 2
+    assert [cell[3]["outputs"][0]["text"] for cell in (cells, new)] == [
+        ["The capital of France is Paris.<|end|>\n"]
+    ] * 2

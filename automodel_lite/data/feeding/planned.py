@@ -32,7 +32,8 @@ from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.thd import COLUMNS
+from automodel_lite.paths import find_nodes
+from automodel_lite.thd import COLUMNS, cumulative
 
 
 def check_masked(name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max_bad_frac: float) -> None:
@@ -191,9 +192,17 @@ class PlannedPacks(PackSource):
         lengths = self.tokens.train.lengths
         longest = max(1, int(lengths.max()))
         counts, edges = np.histogram(lengths, bins=min(40, longest), range=(0, longest))
-        plan = self.packs_of(0).plan
-        pieces = plan.piece_lengths(lengths)[plan.offsets[0] : plan.offsets[1]]
-        return {"edges": edges.round(1).tolist(), "documents": counts.tolist(), "pack": pieces.tolist()}
+        packs = self.packs_of(0)
+        pieces = packs.plan.piece_lengths(lengths)[packs.plan.offsets[0] : packs.plan.offsets[1]]
+        found = {"edges": edges.round(1).tolist(), "documents": counts.tolist(), "pack": pieces.tolist()}
+        pack = packs[0]
+        nodes = find_nodes(cumulative(pack["seq_lens_padded"]), pack["position_ids"], pack["seq_lens"])
+        if nodes is None:
+            return found
+        # Of trees, stretches of keys that are seen by the same queries, and where these end.
+        num_real = int(pack["seq_lens_padded"][pack["seq_lens"] > 0].sum())  # without the padding at its tail
+        until, widths = (x.tolist() for x in nodes.until[:num_real].unique_consecutive(return_counts=True))
+        return found | {"pack": widths, "until": until}
 
     def fingerprint(self) -> dict[str, Any]:
         by_window = f"window, {self.shape.dp_size} data-parallel ranks x {self.shape.micro_batch_size}"

@@ -205,8 +205,9 @@ function maskChart(run) {
   let at = 0;
   pack.forEach((n, i) => {
     const a = left + at * k, y = 2 + at * k, s = n * k;
-    const shape = svgNode("path", { d: `M${a},${y}L${a + s},${y + s}L${a},${y + s}Z`, fill: color(i) });
-    shape.append(svgNode("title", {}, `document of ${n} tokens`));
+    const end = 2 + (run.lengths.until ? run.lengths.until[i] : at + n) * k;  // keys of a tree are seen by its branches, too
+    const shape = svgNode("path", { d: `M${a},${y}L${a + s},${y + s}L${a + s},${end}L${a},${end}Z`, fill: color(i) });
+    shape.append(svgNode("title", {}, `${run.lengths.until ? "part of a tree," : "document of"} ${n} tokens`));
     svg.append(shape);
     at += n;
   });

@@ -138,6 +138,18 @@ def test_planned_trees_resume_anywhere(tmp_path: Path, overrides: list[str]) -> 
         assert [plain(step) for step in rest] == [plain(step) for step in whole[stop:]]
 
 
+def test_the_mask_of_a_tree_is_drawn_with_its_branches(tmp_path: Path) -> None:
+    data = data_of(tmp_path)
+    drawn, pack = data.lengths(), data.packs_of(0)[0]
+    num_real = int(pack["seq_lens_padded"][pack["seq_lens"] > 0].sum())
+    assert sum(drawn["pack"]) == num_real
+    # A branch is seen by its own tokens only, a prompt by all of its answers.
+    ends = [sum(drawn["pack"][: i + 1]) for i in range(len(drawn["pack"]))]
+    assert all(end <= until for end, until in zip(ends, drawn["until"], strict=True))
+    assert {end == until for end, until in zip(ends, drawn["until"])} == {True, False}
+    assert "until" not in data_of(tmp_path, "packed_sequence.tree=off").lengths()
+
+
 def test_streamed_trees_resume_anywhere(tmp_path: Path) -> None:
     stream = ["dataset=streaming", f"dataset.path={tmp_path / 'a.jsonl'}", "dataset.num_shards=2"]
     data = data_of(tmp_path, *stream)
