@@ -102,7 +102,8 @@ class Job:
 
     @cached_property
     def flops(self) -> StepFlops:
-        return step_flops(self.config, self.size, None)
+        # Frozen weights have no gradient of their own; an adapter's few are left out.
+        return step_flops(self.config, self.size, 0 if self.parts.peft else None)
 
     def visible(self, window: int | None) -> float:
         """Returns the mean number of keys that a query sees."""
@@ -267,8 +268,7 @@ def _bound_s(job: Job, layout: Layout, reached: float) -> float:
     shape, size = layout.shape, job.size
     tokens = layout.micro_batch * job.parts.packed_sequence_size  # that a data-parallel rank has at a time
     pairs = tokens * job.visible(job.flops.attention.window if job.flops.attention.window_frac == 1 else None)
-    frac = 2 / 3 if job.parts.peft else 1.0  # frozen weights have no gradient of their own
-    work_s = frac * job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / (reached * job.gpu.flops)
+    work_s = job.flops.of(tokens, tokens, pairs * 0.5) / (shape.cp * shape.tp) / (reached * job.gpu.flops)
     # Beside the products, bf16 weights are gathered twice (those outside the layers once), gradients reduced once in
     # fp32, over replicas too. Experts are sharded over what ep leaves, or over no more ranks than there are experts.
     shards, replicas = shape.dp_shard * shape.cp, shape.dp_replicate

@@ -77,7 +77,11 @@ def test_the_command_of_a_plan_is_a_configuration() -> None:
 def test_frozen_weights_have_no_states() -> None:
     """A LoRA whose model would not fit with gradients and moments was left out before it was counted."""
     job = replace(job_of(gigabytes=7, gpus=1), parts=parts_of(["peft=lora", "training.global_batch_size=1"]))
-    assert make_plans(job, most=1).plans
+    (plan,) = make_plans(job, most=1).plans
+    # Their gradients are not computed either: counted, they made the share of the peak rate 3 / 2 of what it is.
+    assert job.flops.per_token == pytest.approx(job_of().flops.per_token * 2 / 3)
+    assert plan.layout.bound_s < plan.step_s / plan.layout.global_batch
+    assert 0 < plan.mfu < 1
 
 
 def test_nothing_fits_a_gpu_that_is_too_small() -> None:
