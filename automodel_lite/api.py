@@ -10,7 +10,8 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
-from automodel_lite.attention.kernel import AttentionKernel
+from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
+from automodel_lite.attention.short_lengths import short_lengths
 from automodel_lite.attention.spec import attention_specs
 from automodel_lite.cli import compose_config, import_recipe
 from automodel_lite.config.check import check_config
@@ -32,6 +33,10 @@ def install_attention(model: transformers.PreTrainedModel, kernel: AttentionKern
     raises ConfigError when one of them sees the other, or the family does not fit packed attention.
     """
     kernel, why = choose_attention(kernel, attention_specs(model.config, model.device, model.dtype))
+    with short_lengths(model) as has_lengths:
+        if has_lengths:
+            install(model, ReferenceAttention())
+            check_packing_isolation(model, model.device)
     install(model, kernel)
     check_packing_isolation(model, model.device)
     return why

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.attention.interface import check_packing_isolation, choose_attention, install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, require_blocks
+from automodel_lite.attention.short_lengths import short_lengths
 from automodel_lite.attention.spec import attention_specs, layer_shapes
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.errors import ConfigError, one_line
@@ -104,6 +105,10 @@ def build_model(parts: Parts, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tr
         model, adapter = assemble(plan.parts, tokenizer, mesh, plan.strategy, plan.dtype, trains)
         STARTUP.lap("load")
         lm = model.loss_model.lm
+        with short_lengths(lm) as has_lengths:
+            if has_lengths:
+                install(lm, ReferenceAttention())
+                check_packing_isolation(lm, mesh.device, lambda batch: model.probe(batch)[0])
         install(lm, plan.kernel)
         if runs_by_rows(lm):
             plan = replace(plan, attention=rows_reason(parts, lm))

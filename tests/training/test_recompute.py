@@ -91,7 +91,7 @@ def test_small_models_and_cpus_are_not_simulated(monkeypatch: pytest.MonkeyPatch
     plan = auto(planned("qwen3_0_6b", 8, "packed_sequence.packed_sequence_size=2048"))
     parts, reason = choose_recomputation(plan, 80 * 10**9, None)
     assert parts.training.activation_checkpointing == "none"
-    assert reason.startswith("none: all that is kept is about ")
+    assert reason.startswith("none, weights stay gathered: all that is kept is about ")
     assert decide_recomputation(plan.parts, plan.config)[0].training.activation_checkpointing == "none"
 
 
