@@ -203,7 +203,9 @@ def outcome_of(path: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("data", "cause"), [("prompt,completion\na,b\n".encode("utf-16"), "UTF-16"), (gzip.compress(b"{}"), r"\.gz")]
+    ("data", "cause"),
+    [("prompt,completion\na,b\n".encode("utf-16"), "UTF-16"), (gzip.compress(b"{}"), r"\.gz")],
+    ids=["UTF-16", "gzip"],  # of the data, they would hold the time of gzip's header: other names in each process
 )
 def test_bytes_of_other_kinds_are_recognized(tmp_path: Path, data: bytes, cause: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)
