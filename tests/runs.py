@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
+from automodel_lite.errors import ConfigError
 from automodel_lite.run.stopping import SIGNALS
 from recipes import train_ft
 from tests.ranks import run_ranks
@@ -61,6 +62,15 @@ def train(preset: str, folder: Path, *overrides: str, world_size: int = 1) -> li
     else:
         run_ranks(_train_on_rank, world_size, _composed(preset, folder, *overrides))
     return rows_of(folder)
+
+
+def problems(*overrides: str) -> list[str]:
+    """The sentences that refuse the smoke preset with these overrides; none where it is taken."""
+    try:
+        check_config(compose_config("smoke", list(overrides)))
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
 
 
 def _train_on_rank(rank: int, world_size: int, raw: DictConfig) -> None:

@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.source import experts_per_token
+from automodel_lite.models.settings import experts_per_token
 from automodel_lite.thd import IGNORE_INDEX, ThdBatch
 
 

@@ -20,7 +20,8 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.models.layers import decoder_layers, output_head, text_decoder
-from automodel_lite.models.source import describe, experts_per_token
+from automodel_lite.models.settings import experts_per_token
+from automodel_lite.models.source import describe
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from automodel_lite.attention.spec import layer_shapes
 from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel, ModelSize, StepFlops, model_size, step_flops
-from automodel_lite.models.source import experts_per_token
+from automodel_lite.models.settings import experts_per_token
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.training.build import plan_model

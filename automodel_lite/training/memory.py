@@ -121,10 +121,8 @@ def decide_reduction(plan: ModelPlan, adapter: int | None, available: int | None
 
     available   bytes of the GPU; None = not known, as on a CPU
     """
-    wish, whole = (
-        plan.parts.advanced.reduce_every_micro_batch,
-        _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter),
-    )
+    wish = plan.parts.advanced.reduce_every_micro_batch
+    whole = _FP32 * (plan.size.parameters - plan.size.towers if adapter is None else adapter)
     accumulates = plan.strategy == "fsdp" and batch_shape(plan.parts.training, plan.shape.dp).micro_steps > 1
     # A sum of a quarter of the GPU leaves too little for a micro-batch; reducing a smaller one early gains little.
     is_large = available is not None and whole > available / 4

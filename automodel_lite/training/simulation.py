@@ -34,8 +34,9 @@ from automodel_lite.attention.varlen import VarlenAttention
 from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.models.layers import decoder_layers, freeze_towers, recompute_layers
 from automodel_lite.models.loss import LossModel
+from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.sharded import Spread
-from automodel_lite.models.source import CausalLM, describe, experts_per_token
+from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import AXES, Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel

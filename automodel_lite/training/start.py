@@ -30,7 +30,8 @@ from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.prepare import check_positions, check_sizes, prepare_data
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.flops import cost_model
-from automodel_lite.models.source import CausalLM, cannot_work, describe
+from automodel_lite.models.settings import cannot_work
+from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, mesh_shape, rank, threads_of, world_size
 from automodel_lite.progress import activity
 from automodel_lite.run.checkpoint_folder import exported_folder

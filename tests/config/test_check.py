@@ -9,6 +9,7 @@ from automodel_lite.cli import compose_config
 from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
+from tests.runs import problems
 
 FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
 
@@ -66,14 +67,6 @@ def test_every_preset_is_valid(preset: str) -> None:
     is_open = "???" in OmegaConf.to_yaml(compose_config(preset, []))
     filled = [*FILLED, *(["teacher.pretrained=x"] if preset == "distill" else [])]
     assert check_config(compose_config(preset, filled if is_open else [])).seed == 0
-
-
-def problems(*overrides: str) -> list[str]:
-    try:
-        check_config(compose_config("smoke", list(overrides)))
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
 
 
 @pytest.mark.parametrize(

@@ -11,23 +11,13 @@ from typing import Any
 
 import pytest
 
-from automodel_lite.cli import compose_config
-from automodel_lite.config.check import check_config, known_keys
+from automodel_lite.config.check import known_keys
 from automodel_lite.config.components import own_targets
 from automodel_lite.config.rules import Duration, OneOf, PathText, Range, Seed, UpToTheCores
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import arguments_of
 from automodel_lite.config.values import rules_of
-from automodel_lite.errors import ConfigError
-
-
-def problems(*overrides: str) -> list[str]:
-    try:
-        check_config(compose_config("smoke", list(overrides)))
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
-
+from tests.runs import problems
 
 WRONG = {
     "optimizer.lr=inf": "optimizer.lr=inf must be a finite number.",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from automodel_lite.cli import compose_config
-from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.config.sizes import fitted_batch_size, global_batch_size_of
-from automodel_lite.errors import ConfigError
+from tests.runs import problems
 
 
 @pytest.mark.parametrize(("micro", "dp", "size"), [(1, 1, 8), (1, 16, 16), (2, 3, 6), (4, 1, 8)])
@@ -22,14 +20,6 @@ def test_auto_is_eight_packs_or_whole_micro_batches(micro: int, dp: int, size: i
 )
 def test_few_packs_get_smaller_batches(smallest: int, packs: int, epochs: int, size: int) -> None:
     assert fitted_batch_size(smallest, 8, packs, epochs) == size
-
-
-def problems(*overrides: str) -> list[str]:
-    try:
-        check_config(compose_config("smoke", list(overrides)))
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
 
 
 def test_sizes_that_do_not_divide_are_named_with_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,9 @@ def test_dpo_begins_at_ln_2_and_learns_to_prefer(pairs: Path, tmp_path: Path) ->
     assert last["val_cross_entropy/val"] > 1
 
 
-@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+@pytest.mark.parametrize("loss", ["loss=simpo", "loss=orpo"])
 def test_losses_without_a_reference_learn_to_prefer(loss: str, pairs: Path, tmp_path: Path) -> None:
-    rows = dpo(tmp_path / "run", pairs, f"loss={loss}")
+    rows = dpo(tmp_path / "run", pairs, loss)
     assert curve(rows)[-1] < curve(rows)[0] - 0.01
     margins = curve(rows, "loss/reward_margin")
     assert margins[-1] > margins[0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -28,19 +26,6 @@ IDS = torch.tensor([[5, 9, 3, 7, 1, 2]])
 
 
 FEW = ["training.max_steps=3", "training.val_every_steps=0", "optimizer.lr=1e-2"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, to be read; `run` is a copy of it, to be changed."""
-    folder = tmp_path_factory.mktemp("base") / "run"
-    train("smoke", folder, *FEW)
-    return folder
-
-
-@pytest.fixture
-def run(base: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(base, tmp_path / "run"))
 
 
 EXPERTS = [

@@ -195,6 +195,8 @@ class PlannedPacks(PackSource):
         packs = self.packs_of(0)
         pieces = packs.plan.piece_lengths(lengths)[packs.plan.offsets[0] : packs.plan.offsets[1]]
         found = {"edges": edges.round(1).tolist(), "documents": counts.tolist(), "pack": pieces.tolist()}
+        if not self.has_trees:
+            return found
         pack = packs[0]
         nodes = find_nodes(cumulative(pack["seq_lens_padded"]), pack["position_ids"], pack["seq_lens"])
         if nodes is None:

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.reading.documents import DocumentList
-from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.token_rows import TokenizedData
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.errors import DataError
-from tests.data.templates import MARKED, Family, byte_tokenizer
+from tests.data.templates import MARKED, Family
+from tests.data.tokens.given import HELLO, HI, chats, token_file, tokenized
 
 _ = -100
-
-
-HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
-
-
-@dataclass
-class Given:
-    """Documents of a test."""
-
-    train: DocumentList
-    kind: str = "messages"
-    val: dict[str, DocumentList] = field(default_factory=dict)
-    questions: list = field(default_factory=list)
-    description: str = "given"
-
-    @property
-    def identity(self) -> str:
-        return f"given({json.dumps(self.train.documents)})"
-
-
-def chats(*documents: Any) -> Given:
-    return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
-
-
-def tokenized(documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any) -> TokenizedData:
-    return tokenize_documents(documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------------- given tokens
-def token_file(path: Path, *rows: dict) -> FilesDataset:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return FilesDataset(str(path))
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

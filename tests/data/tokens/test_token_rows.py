@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.packing.packs import PackedDataset, Packer, packed_sequence_thd_collater
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.packing.stream import PackStream
-from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.tokens.token_rows import (
     STORED,
     RowsWriter,
-    TokenizedData,
     TokenRows,
     flatten,
     load_rows,
     next_token_labels,
 )
-from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.thd import COLUMNS, Column
-from tests.data.templates import MARKED, Family, byte_tokenizer
+from tests.data.tokens.given import HELLO, HI, chats, tokenized
 
 TWO = [
     {"input_ids": [1, 2, 3], "labels": [2, 3, -100], "weights": [0.5, 1.0, 0.0]},
@@ -75,32 +68,6 @@ def test_rows_without_the_column_get_its_padding(packed: bool) -> None:
 
 
 _ = -100
-
-
-HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
-
-
-@dataclass
-class Given:
-    """Documents of a test."""
-
-    train: DocumentList
-    kind: str = "messages"
-    val: dict[str, DocumentList] = field(default_factory=dict)
-    questions: list = field(default_factory=list)
-    description: str = "given"
-
-    @property
-    def identity(self) -> str:
-        return f"given({json.dumps(self.train.documents)})"
-
-
-def chats(*documents: Any) -> Given:
-    return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
-
-
-def tokenized(documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any) -> TokenizedData:
-    return tokenize_documents(documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path)
 
 
 def as_lists(rows: TokenRows) -> list[tuple[list[int], list[int]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +14,16 @@ from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList, ToyChat
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.findings import mark_trained
-from automodel_lite.data.tokens.token_rows import TokenizedData, TokenRows
+from automodel_lite.data.tokens.token_rows import TokenRows
 from automodel_lite.data.tokens.tokenize import Job, _process_context, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
 from tests.data.templates import FAMILIES, LLAMA3, MARKED, Family, byte_tokenizer
+from tests.data.tokens.given import HELLO, HI, Given, chats, token_file, tokenized
 from tests.ranks import fork_server
 
 _ = -100
-HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 USER, ASSISTANT, END = 256, 257, 260  # ids of the special tokens of MARKED
-
-
-@dataclass
-class Given:
-    """Documents of a test."""
-
-    train: DocumentList
-    kind: str = "messages"
-    val: dict[str, DocumentList] = field(default_factory=dict)
-    questions: list = field(default_factory=list)
-    description: str = "given"
-
-    @property
-    def identity(self) -> str:
-        return f"given({json.dumps(self.train.documents)})"
-
-
-def chats(*documents: Any) -> Given:
-    return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
-
-
-def tokenized(documents: Any, tmp_path: Path, family: Family = MARKED, **options: Any) -> TokenizedData:
-    return tokenize_documents(documents, Job(byte_tokenizer(family), TokenizeConfig(**options)), tmp_path)
 
 
 def as_lists(rows: TokenRows) -> list[tuple[list[int], list[int]]]:
@@ -117,12 +93,6 @@ def test_all_bytes_of_a_character_are_trained(tmp_path: Path, text: str) -> None
     num_bytes = len(text.encode())
     assert (rows[0]["labels"] != _).sum() == num_bytes + 1
     assert mark_trained(tokenizer, rows[0]["input_ids"], rows[0]["labels"]).endswith(f"⟦{text}<|end|>⟧")
-
-
-# ---------------------------------------------------------------------------------------------------- given tokens
-def token_file(path: Path, *rows: dict) -> FilesDataset:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return FilesDataset(str(path))
 
 
 @pytest.mark.parametrize(

@@ -4,46 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from automodel_lite.config.schema import Config
-from automodel_lite.data.reading.documents import DocumentList, ToyChat
+from automodel_lite.data.reading.documents import ToyChat
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenize import Job, job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import check_vocabulary, padding_id, train_bpe_tokenizer
 from automodel_lite.errors import ConfigError
 from tests.data.templates import MARKED, byte_tokenizer
+from tests.data.tokens.given import HELLO, HI, chats
 
 _ = -100
 
 
-HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
-
-
 USER, ASSISTANT, END = 256, 257, 260  # ids of the special tokens of MARKED
-
-
-@dataclass
-class Given:
-    """Documents of a test."""
-
-    train: DocumentList
-    kind: str = "messages"
-    val: dict[str, DocumentList] = field(default_factory=dict)
-    questions: list = field(default_factory=list)
-    description: str = "given"
-
-    @property
-    def identity(self) -> str:
-        return f"given({json.dumps(self.train.documents)})"
-
-
-def chats(*documents: Any) -> Given:
-    return Given(DocumentList([{"messages": messages} for messages in documents], "given"))
 
 
 def test_a_padding_token_that_is_the_end_token_is_trained(tmp_path: Path) -> None:

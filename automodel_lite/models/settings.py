@@ -1,0 +1,140 @@
+"""What `model.config.*` sets: known to the family, a size that a model can have, written where the family keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils import is_timm_available
+
+from automodel_lite.attention.spec import config_value
+from automodel_lite.errors import ConfigError, did_you_mean, one_line
+
+MOST = {  # some ten times what any model has: a size beyond it is a slip, and describing such a model takes hours
+    "vocab_size": 10**7,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**7,
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+    "max_position_embeddings": 10**9,
+}
+
+
+def check_described(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+    """Raises ConfigError for sizes that no model can have, and for a missing package; libraries meet them late, or
+    never.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES  # with the names of all families
+
+    # timm's towers are found late, in the constructor: after minutes of reading a large config's other parts.
+    towers = [config_value(config, key) for key in config.sub_configs]
+    classes = [MODEL_MAPPING_NAMES.get(tower.model_type) for tower in towers if tower]
+    if "TimmWrapperModel" in classes and not is_timm_available():
+        raise ConfigError(
+            f"model_type={config.model_type} needs the package timm for its vision tower: pip install timm."
+        )
+    text = config.get_text_config()
+    for key, most in MOST.items():
+        value = _number(text, [key])
+        if value is not None and value < 1:
+            raise cannot_work(f"{key}={value} must be at least 1.", overrides)
+        if value is not None and value > most:
+            raise cannot_work(f"{key}={value:,} must be at most {most:,}.", overrides)
+    # transformers finds this in the first forward, as a product of shapes that do not fit.
+    heads, kv_heads = (_number(text, [key]) for key in ("num_attention_heads", "num_key_value_heads"))
+    if heads and kv_heads and heads % kv_heads:
+        raise cannot_work(
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.", overrides
+        )
+    chosen, experts = experts_per_token(text), _number(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    if chosen and experts and chosen > experts:
+        raise cannot_work(f"a token cannot be sent to {chosen} of {experts} experts.", overrides)
+
+
+def experts_per_token(text: PretrainedConfig) -> int | None:
+    """Experts that each token is sent to; None where the config names no number."""
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_selected_experts")
+    return _number(text, names)
+
+
+def _number(config: PretrainedConfig, keys: Sequence[str]) -> int | None:
+    """Returns the first of the keys' numbers. As it is written: attributes that may differ by layer raise errors."""
+    written, renamed = config.to_dict(), config.attribute_map
+    return next((value for key in keys if isinstance(value := written.get(renamed.get(key, key)), int)), None)
+
+
+def apply_settings(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+    """Writes the settings into the config, in place, also into those of a composite's parts."""
+    inner = _inner_configs(config)
+    for key, value in overrides.items():
+        if key in inner and isinstance(value, dict):
+            apply_settings(inner[key], value)
+        elif key in OF_ROPE and key not in config.to_dict():
+            config.rope_parameters = _rope_parameters(config, key, value)
+        else:
+            setattr(config, key, value)
+    # Frequencies follow from several keys, which transformers completes and checks only when it is told to.
+    if not overrides.keys().isdisjoint({*OF_ROPE, "rope_parameters"}):
+        config.standardize_rope_params()
+        config.validate_rope()
+
+
+OF_ROPE = ("rope_theta", "rope_scaling")
+"""What config.json has under these names transformers keeps in `rope_parameters`."""
+
+
+def _rope_parameters(config: PretrainedConfig, key: str, value: Any) -> dict[str, Any]:
+    """Returns the parameters of a loaded config after one of `OF_ROPE` was set; scaling is replaced, or removed by
+    null.
+    """
+    old: dict[str, Any] = config.rope_parameters
+    if any(isinstance(of_a_kind, dict) for of_a_kind in old.values()):
+        raise ValueError(f"rope_parameters of {config.model_type} differ by kind of layer: set them, not {key}.")
+    if key == "rope_theta":
+        return {**old, key: value}
+    scaling = value or {"rope_type": "default"}
+    return {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old} | scaling
+
+
+def cannot_work(reason: object, overrides: dict[str, Any]) -> ConfigError:
+    """Makes the sentence for settings that a model's own code refuses."""
+    settings = " ".join(f"model.config.{key}={value}" for key, value in overrides.items())
+    is_name = isinstance(reason, KeyError) and " " not in str(reason.args[0])
+    text = f"{reason} is not known." if is_name else one_line(reason).strip('"')
+    return ConfigError(f"a model with these settings does not work: {text or type(reason).__name__} ({settings})")
+
+
+def describe_with(overrides: dict[str, Any], make: Callable[[], Any]) -> Any:
+    """Returns what `make` makes; what the family's own config class refuses is a ConfigError that names `overrides`."""
+    try:
+        return make()
+    except Exception as error:  # checks of the model's own config class
+        raise cannot_work(error, overrides) from error
+
+
+def check_settings(settings: dict[str, Any], config: PretrainedConfig, prefix: str = "model.config.") -> None:
+    """Raises ConfigError for a setting that the family does not have, with the nearest that it has."""
+    known = [*config.to_dict(), *config.attribute_map]
+    known += OF_ROPE if "rope_parameters" in known else ()
+    inner = _inner_configs(config)
+    for key, value in settings.items():
+        if key in inner and isinstance(value, dict):
+            check_settings(value, inner[key], f"{prefix}{key}.")
+        elif key not in known:
+            of_text = [f"{name}.{key}" for name, part in inner.items() if key in part.to_dict()]
+            near = f"; did you mean {prefix}{of_text[0]}?" if of_text else did_you_mean(key, known) or "."
+            raise ConfigError(f"{prefix}{key}={value}: {config.model_type} has no such setting{near}")
+    scaling = settings.get("rope_scaling")
+    if scaling is not None and not (isinstance(scaling, dict) and {"rope_type", "type"} & {*scaling}):
+        raise ConfigError(
+            f"{prefix}rope_scaling={scaling} must be null or name its rope_type, such as "
+            f"{prefix}rope_scaling={{rope_type: yarn, factor: 4.0}}."
+        )
+
+
+def _inner_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+    """Returns the configs of a composite's language model, which is first, and of its towers, by their setting."""
+    found = {name: config_value(config, name) for name in sorted(config.sub_configs, key=lambda n: n != "text_config")}
+    return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}
