@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,6 +29,16 @@ def strict_graphs() -> None:
 
         share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         inductor_config.compile_threads = max(1, min(inductor_config.compile_threads or 1, share))
+
+
+@functools.cache
+def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """Compiles a function as one graph; sizes that change become symbolic at their second value.
+
+    Not `dynamic=True`: it makes floats symbolic, which torch 2.11 to 2.13 cannot trace with gradients.
+    """
+    strict_graphs()
+    return torch.compile(function, fullgraph=True, backend=backend)
 
 
 def compiled_graphs() -> int:

@@ -16,34 +16,25 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from automodel_lite.attention.kernel import backward_of_block, require_cuda
+from automodel_lite.attention.kernel import RepeatedBlocks, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
-from automodel_lite.graphs import strict_graphs
+from automodel_lite.graphs import compiled
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments, TreeKeys
 
 BLOCK = 128  # tokens of a block of the mask: flex_attention's own default
 
 
-def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
-    """`flex_attention` as one graph; sizes that change become symbolic at their second value.
-
-    Not `dynamic=True`: it makes scale and softcap symbolic, which torch 2.11 to 2.13 cannot trace with gradients.
-    """
-    strict_graphs()
-    return torch.compile(flex_attention, fullgraph=True, backend=backend)
-
-
-class FlexAttention:
+class FlexAttention(RepeatedBlocks):
     """`flex_attention`, compiled on CUDA; one block mask per batch and window, shared by all layers.
 
-    compiled  None compiles on CUDA only; a compiled `flex_attention` is called on every device
+    compiled_attention  None compiles on CUDA only; a compiled `flex_attention` is called on every device
     """
 
     name = "thd_flex"  # "flex_attention" inside a name makes transformers build a mask
 
-    def __init__(self, compiled: Callable[..., Any] | None = None) -> None:
-        self._compiled = compiled or compiled_flex()
-        self._compiled_devices = ("cuda",) if compiled is None else ("cuda", "cpu")
+    def __init__(self, compiled_attention: Callable[..., Any] | None = None) -> None:
+        self._compiled = compiled_attention or compiled(flex_attention)
+        self._compiled_devices = ("cuda",) if compiled_attention is None else ("cuda", "cpu")
         self._masks: MutableMapping[Tensor, dict[tuple[Any, ...], BlockMask]] = WeakTensorKeyDictionary()
 
     def check(self, spec: AttentionSpec) -> None:
@@ -67,10 +58,6 @@ class FlexAttention:
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
         return self._attend(inputs, self._mask_of(inputs, None, causal))
-
-    def block_backward(self, inputs: AttentionInputs, causal: bool, *of_block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockKernel`."""
-        return backward_of_block(self, inputs, causal, *of_block)
 
     def _with_sinks(self, out_THD: Tensor, lse_TH: Tensor, options: AttentionOptions) -> Tensor:
         if options.sinks is None:

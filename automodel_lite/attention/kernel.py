@@ -86,20 +86,21 @@ def over_tree(kernel: Any, tree: TreeKeys, is_cut: bool) -> Callable[..., Tensor
     return attend
 
 
-def backward_of_block(
-    kernel: BlockKernel, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what `BlockKernel.block_backward` does: the block once more, and back through its share
-    exp(lse_block - lse) of the output.
-    """
-    q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    with torch.enable_grad():
-        out, lse = kernel.block(inputs._replace(q=q, k=k, v=v), causal)
-    share = (lse.detach() - lse_TH).exp()[..., None]
-    change = (grad_THD * (out.detach() - out_THD)).float().sum(-1, keepdim=True)
-    grads = ((grad_THD * share).to(out.dtype), (share * change).squeeze(-1))
-    dq, dk, dv = torch.autograd.grad((out, lse), leaves, grads)
-    return dq, dk, dv
+class RepeatedBlocks:
+    """Gives a kernel whose `block` autograd differentiates its `block_backward`."""
+
+    def block_backward(
+        self: BlockKernel, inputs: AttentionInputs, causal: bool, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs the block once more, and goes back through its share exp(lse_block - lse) of the output."""
+        q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        with torch.enable_grad():
+            out, lse = self.block(inputs._replace(q=q, k=k, v=v), causal)
+        share = (lse.detach() - lse_TH).exp()[..., None]
+        change = (grad_THD * (out.detach() - out_THD)).float().sum(-1, keepdim=True)
+        grads = ((grad_THD * share).to(out.dtype), (share * change).squeeze(-1))
+        dq, dk, dv = torch.autograd.grad((out, lse), leaves, grads)
+        return dq, dk, dv
 
 
 def refuse(kernel: AttentionKernel, asked: str, cure: str) -> ConfigError:
@@ -137,7 +138,7 @@ heads 0.76 times as fast at 512. The step of a small Llama on GSM8K: 1.34 times 
 """
 
 
-class ReferenceAttention:
+class ReferenceAttention(RepeatedBlocks):
     """Scaled dot product attention, one call a document; all options, no limits but speed."""
 
     name = "thd_reference"
@@ -178,10 +179,6 @@ class ReferenceAttention:
                 outs.append(((logits - lse).exp() @ v).flatten(0, 1).transpose(0, 1))
                 lses.append(lse.flatten(0, 1).squeeze(-1).t())
         return torch.cat(outs).to(q_THD.dtype), torch.cat(lses)
-
-    def block_backward(self, inputs: AttentionInputs, causal: bool, *of_block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockKernel`."""
-        return backward_of_block(self, inputs, causal, *of_block)
 
 
 def _blocks(segments: Segments, causal: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -224,8 +221,14 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tens
         if is_plain:
             out = F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, scale=scale, enable_gqa=grouped)
         else:
-            with torch.autocast(q.device.type, enabled=False):  # which would take the fp32 products to bf16
-                out = _softmax_attention(qb, kb, vb, mask, options)
+            # Written out in fp32, for the two options that SDPA lacks (Gemma-2's softcap, GPT-OSS's sinks); autocast
+            # would take the fp32 products to bf16.
+            with torch.autocast(q.device.type, enabled=False):
+                logits = _logits(qb.float(), kb.float(), mask, options)
+                if options.sinks is not None:
+                    column = options.sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+                    logits = torch.cat([logits, column], -1)
+                out = (logits.softmax(-1)[..., : kb.shape[2]] @ vb.float()).to(vb.dtype)
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -244,14 +247,3 @@ def _visible(rows: slice, keys: slice, shift: int, window: int | None, device: t
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + shift
     j = torch.arange(keys.start, keys.stop, device=device)[None]
     return j <= i if window is None else (j <= i) & (i - j < window)
-
-
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention written out in fp32, for the two options that SDPA lacks (Gemma-2's softcap, GPT-OSS's sinks)."""
-    logits = _logits(q.float(), k.float(), mask, options)
-    if options.sinks is None:
-        weights = logits.softmax(-1)
-    else:
-        column = options.sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]
-    return (weights @ v.float()).to(v.dtype)

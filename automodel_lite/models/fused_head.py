@@ -10,7 +10,6 @@ Legend: R rows that carry a label, C model dim, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_lite.graphs import strict_graphs
+from automodel_lite.graphs import compiled
 
 LEAST_CHUNK_TOKENS = 512
 MAX_CHUNK_LOGITS = 2**30
@@ -90,6 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_RC) if needs_hidden else None
         grad_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden_RC.device)
+        chunk_loss = compiled(_chunk_loss, backend) if backend else _chunk_loss
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
             # Rows are independent: the loss of a chunk and d loss / d logits need the logits of this chunk alone.
             rows = slice(start, start + chunk_tokens)
@@ -98,9 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = hidden_RC[rows] @ weight_VC.t()
             if backend is None:  # here, as a callee frees no argument once dynamo stands behind every call
                 logits = logits.float()
-            loss, grad_logits = _chunk_loss_by(backend)(
-                logits, weight_VC.dtype, labels, weights, softcap, needs_hidden or needs_weight
-            )
+            needs_grad = needs_hidden or needs_weight
+            loss, grad_logits = chunk_loss(logits, weight_VC.dtype, labels, weights, softcap, needs_grad)
             del logits
             total += loss
             # logits = hidden @ weight.T, so the gradient of hidden is grad_logits @ weight, a row from a row; that of
@@ -122,16 +121,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # nobody else holds them, so they are scaled in place
         grads = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
         return *grads, *[None] * 5
-
-
-@functools.cache
-def _chunk_loss_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Compiles `_chunk_loss` when a backend is named. The number of rows is symbolic from its second value on."""
-    if backend is None:
-        return _chunk_loss
-    strict_graphs()
-    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_chunk_loss, fullgraph=True, backend=backend)
-    return compiled
 
 
 def _chunk_loss(

@@ -1,8 +1,8 @@
 """Optimizers, which parameters decay, and the one step that never waits for the device.
 
-    adamw        8 bytes of state per weight: torch's fused kernel over each rank's own shards
-    adamw_bf16   4: both moments in bf16, rounded by chance
-    adamw_8bit   2: both moments in 8 bits (Dettmers et al., 2022, arXiv:2110.02861), the numbers of torchao's AdamW8bit
+    moments fp32   8 bytes of state per weight: torch's fused kernel over each rank's own shards
+            bf16   4: rounded by chance
+            8bit   2: (Dettmers et al., 2022, arXiv:2110.02861), the numbers of torchao's AdamW8bit
 
 Non-finite numbers are found on the device, and an optimizer that takes torch's `found_inf` skips the step there;
 clipping is its `grad_scale`, which saves a pass over the gradients. States are plain tensors that are sharded as their
@@ -26,8 +26,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from automodel_lite.config.rules import PAIR, Range
-from automodel_lite.graphs import strict_graphs
+from automodel_lite.config.rules import PAIR, OneOf, Range
+from automodel_lite.graphs import compiled
 from automodel_lite.models.layers import local
 
 Rate = Annotated[float, Range(0)]
@@ -45,31 +45,13 @@ def adamw(
     betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
     eps: Eps = 1e-8,  # added to the denominator
     weight_decay: Rate = 0.01,  # of matrices
-) -> LocalAdamW:
-    """AdamW (Loshchilov & Hutter, 2019) over `param_groups`."""
-    return LocalAdamW(param_groups(model, weight_decay), fused=True, **defaults(lr, betas, eps))
-
-
-def adamw_bf16(
-    model: nn.Module,
-    lr: Rate,
-    betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
-    eps: Eps = 1e-8,  # added to the denominator
-    weight_decay: Rate = 0.01,  # of matrices
-) -> SmallAdamW:
-    """AdamW with moments in bf16."""
-    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.bfloat16)
-
-
-def adamw_8bit(
-    model: nn.Module,
-    lr: Rate,
-    betas: Betas = (0.9, 0.95),  # decay rates of the first and second moment
-    eps: Eps = 1e-8,  # added to the denominator
-    weight_decay: Rate = 0.01,  # of matrices
-) -> SmallAdamW:
-    """AdamW with moments in 8 bits; vectors and tensors below 4096 values stay in fp32."""
-    return SmallAdamW(param_groups(model, weight_decay), defaults(lr, betas, eps), torch.uint8)
+    moments: Annotated[str, OneOf(("fp32", "bf16", "8bit"))] = "fp32",  # as they are held: 8, 4 or 2 bytes per weight
+) -> Optimizer:
+    """AdamW (Loshchilov & Hutter, 2019) over `param_groups`; small moments of matrices of at least 4096 values."""
+    groups = param_groups(model, weight_decay)
+    if moments == "fp32":
+        return LocalAdamW(groups, fused=True, **defaults(lr, betas, eps))
+    return SmallAdamW(groups, defaults(lr, betas, eps), {"bf16": torch.bfloat16, "8bit": torch.uint8}[moments])
 
 
 def defaults(lr: float, betas: Betas, eps: float) -> dict[str, Any]:
@@ -179,43 +161,38 @@ class SmallAdamW(Optimizer):
         for group in self.param_groups:
             self.step_group(group, [p for p in group["params"] if p.grad is not None])
 
-    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Steps parameters that share their settings."""
-        for parameter in parameters:
-            self._step_one(parameter, group)
-
     def scale_and_skip(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns what gradients are divided by, and whether nothing may change."""
         scale = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
         skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
         return scale, skipped > 0
 
-    def _step_one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self._new_state(parameter))
-        scale, skipped = self.scale_and_skip(parameter.device)
-        # beside the average of the weights, which is not the optimizer's
-        mine = {name: local(value) for name, value in state.items() if name.startswith(("step", "exp_avg"))}
-        if not local(parameter).numel():  # its count of steps may be the one that is saved
-            mine["step"] += ~skipped
-            return
-        beta1, beta2 = group["betas"]
-        step = _compiled_update() if parameter.device.type == "cuda" else update
-        step(
-            local(parameter),
-            local(parameter.grad),  # type: ignore[arg-type]
-            mine,
-            place=self._places[parameter],
-            books=self._books[parameter.device],
-            rate=torch.full((), group["lr"], device=parameter.device),
-            scale=scale,
-            skipped=skipped,
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-        )
+    def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Steps parameters that share their settings."""
+        for parameter in parameters:
+            state, device = self.state[parameter], parameter.device
+            if not state:
+                state.update(self._new_state(parameter))
+            scale, skipped = self.scale_and_skip(device)
+            # beside the average of the weights, which is not the optimizer's
+            mine = {name: local(value) for name, value in state.items() if name.startswith(("step", "exp_avg"))}
+            if not local(parameter).numel():  # its count of steps may be the one that is saved
+                mine["step"] += ~skipped
+                continue
+            step = compiled(update) if device.type == "cuda" else update  # on a GPU in one kernel
+            step(
+                local(parameter),
+                local(parameter.grad),  # type: ignore[arg-type]
+                mine,
+                place=self._places[parameter],
+                books=self._books[device],
+                rate=torch.full((), group["lr"], device=device),
+                scale=scale,
+                skipped=skipped,
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         dtype, block = moments_of(tuple(parameter.shape), self.moments)
@@ -278,14 +255,6 @@ def _scales_like(parameter: Tensor, block: int) -> Tensor:
     return whole.to(parameter.device)  # from_local moves shards of mesh.cpu_offload to the mesh's device
 
 
-@functools.cache
-def _compiled_update() -> Callable[..., None]:
-    """On a GPU in one kernel."""
-    strict_graphs()
-    compiled: Callable[..., None] = torch.compile(update, fullgraph=True)
-    return compiled
-
-
 def update(
     parameter: Tensor,
     gradient: Tensor,
@@ -296,12 +265,12 @@ def update(
     rate: Tensor,
     scale: Tensor,
     skipped: Tensor,
-    beta1: float,
-    beta2: float,
+    betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> None:
     """AdamW in fp32 on this rank's part of one parameter, in place; nothing changes where `skipped`."""
+    beta1, beta2 = betas
     draw = functools.partial(chances, place, tuple(parameter.shape), state["step"])
     gradient = gradient.float() / scale
     first = _moment(state, "exp_avg", books[0]).lerp(gradient, 1 - beta1)

@@ -53,27 +53,6 @@ def cosine(
     return _warmed_up(optimizer, warmup, lambda step: min_lr_frac + (1 - min_lr_frac) * down(step))
 
 
-def linear(
-    optimizer: Optimizer,
-    max_steps: int,
-    warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
-    warmup_frac: Fraction = 0.03,  # fraction of the steps
-    min_lr_frac: Fraction = 0.0,  # final learning rate / peak
-) -> LambdaLR:
-    """A straight line from the peak to min_lr_frac of it."""
-    return wsd(optimizer, max_steps, warmup_steps, warmup_frac, 1.0, min_lr_frac)
-
-
-def constant(
-    optimizer: Optimizer,
-    max_steps: int,
-    warmup_steps: Count | None = None,  # steps of warm-up; null = warmup_frac of all
-    warmup_frac: Fraction = 0.03,  # fraction of the steps
-) -> LambdaLR:
-    """The peak after the warm-up, to the end."""
-    return wsd(optimizer, max_steps, warmup_steps, warmup_frac, decay_frac=0.0)
-
-
 def wsd(
     optimizer: Optimizer,
     max_steps: int,
@@ -82,7 +61,10 @@ def wsd(
     decay_frac: Fraction = 0.1,  # fraction of the steps spent in the final decay
     min_lr_frac: Fraction = 0.0,  # final learning rate / peak
 ) -> LambdaLR:
-    """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down."""
+    """Warm-up, stable, decay: the peak until the last `decay_frac` of the steps, then a straight line down.
+
+    1.0 decays from the warm-up on (lr_scheduler=linear), 0.0 never (constant).
+    """
     warmup = num_warmup(warmup_steps, warmup_frac, max_steps)
     start = max(warmup, max_steps - round(decay_frac * max_steps))
     return _warmed_up(optimizer, warmup, lambda step: 1 - (1 - min_lr_frac) * progress_frac(step, start, max_steps))

@@ -177,11 +177,11 @@ class Trainer:
 
     def __init__(self, variant: Variant, device: str, batches: Any = None) -> None:
         from automodel_lite.models.flops import cost_model
-        from automodel_lite.training.optimizers import adamw, adamw_bf16
+        from automodel_lite.training.optimizers import adamw
 
         self.variant, self.device = variant, device
         self.model = build(variant, device)
-        self.optimizer: Any = (adamw_bf16 if variant.weights == "bf16" else adamw)(self.model, lr=1e-5)
+        self.optimizer: Any = adamw(self.model, lr=1e-5, moments=variant.weights)
         self.costs = cost_model(self.model.lm.config)
         self.batches = batches or batches_of(variant, self.model.lm.config.vocab_size)
         self.mean_loss: Any = None

@@ -9,10 +9,10 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_lite.attention.flex import FlexAttention, compiled_flex
+from automodel_lite.attention.flex import FlexAttention
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
-from automodel_lite.graphs import compiled_graphs
+from automodel_lite.graphs import compiled, compiled_graphs
 from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.thd import stream_of
@@ -102,7 +102,7 @@ def test_flex_trains_the_families_that_need_it(family: str, monkeypatch: pytest.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     gradients = []
     packs = [(300, 200, 12), (512,), (50, 60, 70, 332)]
-    for kernel in (FlexAttention(compiled_flex("aot_eager")), ReferenceAttention()):
+    for kernel in (FlexAttention(compiled(torch_flex.flex_attention, "aot_eager")), ReferenceAttention()):
         model = model_of(family, WITH_FLEX[family], 4, kernel)
         before = compiled_graphs()
         if isinstance(kernel, FlexAttention):

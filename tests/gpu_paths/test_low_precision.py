@@ -24,7 +24,7 @@ from automodel_lite.models.layers import (
 )
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
 from automodel_lite.training import build
-from automodel_lite.training.optimizers import adamw_8bit, codebook, param_groups
+from automodel_lite.training.optimizers import adamw, codebook, param_groups
 from tests.models.test_layers import pack_of
 from tests.runs import losses_by_step, train_quick
 
@@ -55,7 +55,7 @@ def test_8_bit_steps_are_torchaos() -> None:
         want = torch.tensor(quantization.create_dynamic_map(signed=is_signed))
         torch.testing.assert_close(codebook(is_signed, torch.device("cpu")), want)
     models = []
-    for make in (adamw_8bit, lambda m, **kw: optim.AdamW8bit(param_groups(m, 0.01), **kw)):
+    for make in (partial(adamw, moments="8bit"), lambda m, **kw: optim.AdamW8bit(param_groups(m, 0.01), **kw)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
         optimizer = make(model, lr=1e-2, betas=(0.9, 0.95))

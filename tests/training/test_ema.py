@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from automodel_lite.parallel.sharding import ParallelModel
 from automodel_lite.training.ema import WeightAverage
-from automodel_lite.training.optimizers import adamw, adamw_bf16
+from automodel_lite.training.optimizers import adamw
 from recipes import export_hf
 from tests.runs import losses_by_step, train_on, train_quick
 
@@ -26,7 +26,7 @@ def stepped(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, WeightAverag
     """A model after five steps, its average, and torch's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64)).to(dtype)
-    optimizer = adamw(model, lr=1e-2) if dtype == torch.float32 else adamw_bf16(model, lr=1e-2)
+    optimizer = adamw(model, lr=1e-2) if dtype == torch.float32 else adamw(model, lr=1e-2, moments="bf16")
     average = WeightAverage(optimizer, 0.9)
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for _ in range(5):

@@ -130,8 +130,8 @@ def test_what_waits_in_host_memory_is_not_counted():
 @pytest.mark.parametrize(
     ("optimizer", "num_bytes"),
     [
-        ({"_target_": "automodel_lite.training.optimizers.adamw_bf16"}, 2 + 2 + 4),
-        ({"_target_": "automodel_lite.training.optimizers.adamw_8bit"}, 2 + 2 + 2 + 2 * 4 / 256),
+        ({"_target_": "automodel_lite.training.optimizers.adamw", "moments": "bf16"}, 2 + 2 + 4),
+        ({"_target_": "automodel_lite.training.optimizers.adamw", "moments": "8bit"}, 2 + 2 + 2 + 2 * 4 / 256),
     ],
     ids=["bf16", "8bit"],
 )

@@ -28,8 +28,6 @@ from automodel_lite.training.muon import hidden_matrices, muon, newton_schulz, o
 from automodel_lite.training.optimizers import (
     LocalPlace,
     adamw,
-    adamw_8bit,
-    adamw_bf16,
     apply_gradients,
     chances,
     codebook,
@@ -42,6 +40,7 @@ from automodel_lite.training.simulation import _fake_world
 from tests.ranks import run_ranks
 from tests.runs import losses_by_step, train_on, train_quick
 
+adamw_8bit, adamw_bf16 = partial(adamw, moments="8bit"), partial(adamw, moments="bf16")
 MAKERS = {
     "adamw": adamw,
     "adamw of torch, unfused": lambda m, lr: torch.optim.AdamW(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -28,10 +29,14 @@ Make = Callable[..., torch.optim.lr_scheduler.LambdaLR]
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
     [
-        pytest.param(schedules.linear, {"warmup_steps": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25], id="linear"),
+        pytest.param(
+            schedules.wsd, {"warmup_steps": 2, "decay_frac": 1.0}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25], id="linear"
+        ),
         pytest.param(schedules.cosine, {"warmup_steps": 1}, [1.0, 1.0, 0.9045, 0.6545, 0.3455, 0.0955], id="cosine"),
         pytest.param(schedules.cosine, {"min_lr_frac": 0.5}, [1.0, 0.9665, 0.875, 0.75, 0.625, 0.5335], id="floor"),
-        pytest.param(schedules.constant, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0], id="constant"),
+        pytest.param(
+            schedules.wsd, {"warmup_steps": 4, "decay_frac": 0.0}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0], id="constant"
+        ),
         pytest.param(schedules.wsd, {"warmup_steps": 2, "decay_frac": 0.5}, [0.5, 1.0, 1, 1, 0.6667, 0.3333], id="wsd"),
     ],
 )
@@ -39,7 +44,9 @@ def test_rate_of_each_step(make: Make, options: dict, expected: list) -> None:
     assert rates(make, 6, **options) == expected
 
 
-@pytest.mark.parametrize("make", [schedules.linear, schedules.cosine, schedules.constant, schedules.wsd])
+@pytest.mark.parametrize(
+    "make", [schedules.cosine, *(partial(schedules.wsd, decay_frac=frac) for frac in (0.0, 0.1, 1.0))]
+)
 def test_a_single_step_learns(make: Callable[..., torch.optim.lr_scheduler.LambdaLR]) -> None:
     assert rates(make, 1) == [1.0]
 
