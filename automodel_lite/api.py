@@ -13,7 +13,7 @@ from automodel_lite.attention.interface import check_packing_isolation, choose_a
 from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention
 from automodel_lite.attention.short_lengths import short_lengths
 from automodel_lite.attention.spec import attention_specs
-from automodel_lite.cli import compose_config, import_recipe
+from automodel_lite.cli import Recipe, compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import TokenizeConfig, TrainOn
 from automodel_lite.data.packing.packs import packed_sequence_thd_collater
@@ -76,7 +76,7 @@ def train(config_name: str, *overrides: str, config_dir: str | None = None) -> P
     Raises ConfigError or DataError for a mistake, RunStoppedError when the run ends before its last step.
     """
     config = check_config(compose_config(config_name, list(overrides), config_dir=config_dir))
-    code = import_recipe("recipes.train_ft:main")(config)
+    code = Recipe("recipes.train_ft:main").function()(config)
     if code:
         raise RunStoppedError(f"{config.output_dir} ended with exit code {code}: call train again to continue.")
     return RunFolder(config.output_dir).path

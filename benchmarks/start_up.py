@@ -24,7 +24,7 @@ from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo
 from benchmarks.peers.job import Job, say_first_step
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTS = "from automodel_lite.cli import import_recipe; import_recipe('recipes.train_ft:main')"
+IMPORTS = "from automodel_lite.cli import Recipe; Recipe('recipes.train_ft:main').function()"
 NEMO_IMPORTS = "import nemo_automodel.recipes.llm.train_ft"
 LLAMA = "from transformers import LlamaForCausalLM"
 RECIPE = str(ROOT / "recipes" / "train_ft.py")

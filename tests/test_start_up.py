@@ -59,8 +59,8 @@ def test_imported_is_what_is_used(tmp_path: Path) -> None:
         *("checkpoint.export_hf=false", "report=false", "training.num_threads=1"),
     ]
     run = (
-        "from automodel_lite.cli import compose_config, import_recipe; from automodel_lite.config.check import check_config; "
-        f"assert import_recipe('recipes.train_ft:main')(check_config(compose_config('llama_packed', {overrides}))) == 0"
+        "from automodel_lite.cli import Recipe, compose_config; from automodel_lite.config.check import check_config; "
+        f"assert Recipe('recipes.train_ft:main').function()(check_config(compose_config('llama_packed', {overrides}))) == 0"
     )
     by_recipe, by_run = imported_by("import recipes.train_ft", run)
     assert by_recipe == []

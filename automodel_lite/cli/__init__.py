@@ -6,6 +6,6 @@ from automodel_lite.cli.compose import compose_config
 from automodel_lite.cli.exit_codes import run_tool
 from automodel_lite.cli.hydra_app import run_recipe
 from automodel_lite.cli.line import argument_parser
-from automodel_lite.cli.recipes import import_recipe
+from automodel_lite.cli.recipes import Recipe
 
-__all__ = ["argument_parser", "compose_config", "import_recipe", "run_recipe", "run_tool"]
+__all__ = ["Recipe", "argument_parser", "compose_config", "run_recipe", "run_tool"]

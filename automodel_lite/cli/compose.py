@@ -12,12 +12,15 @@ from typing import Any
 
 from hydra import version as hydra_version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -25,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_lite.cli.line import allow_new_key, chosen_options, group_of, option_problem
 from automodel_lite.cli.permissions import check_granted, check_hydra_settings, is_typed
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
-from automodel_lite.config.components import flatten
+from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import with_options
 from automodel_lite.errors import ConfigError, shown
@@ -64,15 +67,18 @@ class Loader(ConfigLoaderImpl):
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
             raise ConfigError(text.partition(" Config search path:")[0]) from None
-        if not self.sources.are_ours:
-            check_hydra_settings(raw.hydra, Loader(Sources()), self.typed)
         check_granted(raw, self.typed)
-        if run_mode == RunMode.RUN and raw.hydra.mode == RunMode.MULTIRUN and "hydra.mode=MULTIRUN" not in overrides:
-            raise ConfigError("hydra.mode=MULTIRUN is set in a file: start a sweep with --multirun.")
         with open_dict(raw):
             for key, value in with_options(OmegaConf.to_container(without_hydra(raw), resolve=False)).items():
                 raw[key] = value
         return raw
+
+    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        """Reads a file of presets or options; raises ConfigError for what a file of the user's may not set."""
+        found = super()._load_single_config(default, repo)
+        if found.path.startswith("file://") and found.path != f"file://{CONF_DIR}":
+            check_hydra_settings(found.config, self.typed)
+        return found
 
     def _process_config_searchpath(self, config_name: Any, parsed_overrides: list[Override], repo: Any) -> None:
         """Ignores `hydra.searchpath` of a file, which could import packages; it is refused after the composition."""

@@ -16,7 +16,7 @@ import yaml
 
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
-from automodel_lite.errors import ConfigError, shown
+from automodel_lite.errors import ConfigError, one_line, shown
 
 
 def convert(argv: list[str]) -> int:
@@ -34,7 +34,12 @@ def convert(argv: list[str]) -> int:
     target: Path = args.to or Path("my_conf") / f"{args.file.stem}.yaml"
     if target.exists():
         raise ConfigError(f"{target} exists already: choose another file with --to.")
-    theirs = read_theirs(args.file)
+    try:
+        theirs = yaml.safe_load(args.file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{args.file} cannot be read as YAML: {one_line(error)}") from None
+    if not isinstance(theirs, dict) or not all(isinstance(key, str) for key in theirs):
+        raise ConfigError(f"{args.file} is not a configuration: its YAML is no mapping of names.")
     peer = args.peer or peer_of(theirs)
     text, unsaid = preset_of(peer, theirs, target.stem)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,17 +49,6 @@ def convert(argv: list[str]) -> int:
     for line in unsaid:
         print(f"  {line}")
     return 0
-
-
-def read_theirs(path: Path) -> dict[str, Any]:
-    """Returns a mapping of YAML; raises ConfigError."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{path} is not a configuration: its YAML is no mapping of names.")
-    return found
 
 
 def peer_of(theirs: Mapping[str, Any]) -> str:

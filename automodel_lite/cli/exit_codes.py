@@ -74,8 +74,11 @@ def end(work: Callable[[], int]) -> NoReturn:
         if isinstance(error, OSError) and (cure := _LIMITS.get(error.errno or 0)):
             where = f"{error.filename}: " if error.filename else ""
             exit_with(f"{where}{error.strerror}: {cure}.", 1)
-        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout.fileno()):
-            os._exit(_SIGPIPE_EXIT)
+        if isinstance(error, BrokenPipeError):  # the screen's, whose reader is gone, or another one
+            poll = select.poll()
+            poll.register(sys.stdout.fileno(), 0)
+            if any(event & select.POLLERR for _, event in poll.poll(0)):
+                os._exit(_SIGPIPE_EXIT)
         exit_with(traceback.format_exc().rstrip(), 1)
     if code in (PREEMPTED_EXIT, INTERRUPTED_EXIT):
         write_error_file(SAVED, code)
@@ -87,8 +90,3 @@ def hide_secrets() -> None:
     if not isinstance(sys.stdout, ScrubbedStream):
         sys.stdout, sys.stderr = ScrubbedStream(sys.stdout), ScrubbedStream(sys.stderr)
 
-
-def _has_no_reader(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -111,9 +111,10 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
         print_above_bars(f"settings   {text}")
     with activity("importing torch and transformers"):
         main = recipe.function()
-    own = recipe.own_keys(config)
+    kind = recipe.extra_type()  # its own keys, as an object of its dataclass
+    own = [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config.extra))] if kind else []
     page = {"html": Path(line.html)} if line.html else {}  # of inspect_data alone
-    return main(config, *([] if own is None else [own]), **page) or 0
+    return main(config, *own, **page) or 0
 
 
 def show(hydra: Hydra, line: Namespace) -> int:

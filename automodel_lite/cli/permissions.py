@@ -8,13 +8,8 @@ of that is refused, but for the numbers and names of sweeps; the command line ma
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.conf import HydraConf
-from hydra.core.utils import JobRuntime
 from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.line import split
@@ -22,7 +17,6 @@ from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.errors import ConfigError
 
 COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
-_WRITTEN_BY_HYDRA = re.compile(r"hydra\.(overrides|runtime|mode|job\.(config|config_name|override_dirname))\b.*")
 _OF_SWEEPS = re.compile(  # settings of plugins that are plain numbers and names
     r"hydra\.(sweeper\.(n_trials|n_jobs|direction|max_batch_size|study_name|max_failure_rate|params\..+|sampler\.[a-z]\w*)"
     r"|launcher\.(n_jobs|timeout_min|nodes|tasks_per_node|partition|qos|account|constraint|exclude|gres|comment"
@@ -30,8 +24,6 @@ _OF_SWEEPS = re.compile(  # settings of plugins that are plain numbers and names
 )
 _PLAIN = re.compile(r"[\w.,:+*%/() -]*")  # the text of a launcher becomes a line of a shell script
 _CODE = ("_target_", "()", "class", "filename")
-_BLOCKS = ("launcher", "sweeper", "sweeper/sampler", "job_logging", "hydra_logging", "env", "help", "hydra_help")
-_GROUPS = {"output": "hydra", **{group: f"hydra.{group.replace('/', '.')}" for group in _BLOCKS}}
 
 
 def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
@@ -41,35 +33,22 @@ def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"{key} is set in a file, but only the command line may set it: {key}=... .")
 
 
-def check_hydra_settings(settings: DictConfig, loader: ConfigLoaderImpl, overrides: Sequence[str]) -> None:
+def check_hydra_settings(content: DictConfig, overrides: Sequence[str]) -> None:
     """Raises ConfigError for code that a file makes Hydra run, and for files that it makes Hydra write."""
-    known = _shipped(loader)
+    ours, theirs = (
+        list(flatten(OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)))
+        for file in (OmegaConf.load(CONF_DIR / "base.yaml"), content)
+    )
     changed = [
         (key, value)
-        for key, value in flatten(OmegaConf.to_container(settings, resolve=False), "hydra")
-        if value not in known[key]
-        and not _WRITTEN_BY_HYDRA.fullmatch(key)
+        for key, value in theirs
+        if (key, value) not in ours
         and not is_typed(key, overrides)
         and not (_OF_SWEEPS.fullmatch(key) and _PLAIN.fullmatch(str(value)))
     ]
     if changed:  # the sentence is about what names code or a file, if anything does
         key, value = min(changed, key=lambda leaf: leaf[0].rpartition(".")[2] not in _CODE)
         raise ConfigError(f"{key}={value} is set in a file, but only the command line may set it: {key}=... .")
-
-
-def _shipped(loader: ConfigLoaderImpl) -> dict[str, list[Any]]:
-    """Returns the values that each setting has in Hydra itself, in its installed plugins, and in conf/base.yaml."""
-    blocks = [("hydra", OmegaConf.structured(HydraConf)), ("hydra", OmegaConf.load(CONF_DIR / "base.yaml").hydra)]
-    for group, prefix in _GROUPS.items():
-        for option in loader.get_group_options(f"hydra/{group}"):
-            found = loader.repository.load_config(f"hydra/{group}/{option}")
-            if found and OmegaConf.is_dict(found.config):
-                blocks.append((prefix, found.config))
-    known: dict[str, list[Any]] = defaultdict(list, {"hydra.job.name": [JobRuntime().get("name")]})
-    for prefix, block in blocks:
-        for key, value in flatten(OmegaConf.to_container(block, resolve=False), prefix):
-            known[key].append(value)
-    return known
 
 
 def is_typed(key: str, overrides: Sequence[str]) -> bool:

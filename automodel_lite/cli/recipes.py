@@ -16,12 +16,8 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE
-from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, did_you_mean
 from automodel_lite.interpreter import relaxed_gc
 
@@ -100,11 +96,6 @@ class Recipe:
             raise ConfigError(f"{self.main}: the argument extra must be annotated with a dataclass.")
         return found
 
-    def own_keys(self, config: Config) -> Any:
-        """`config.extra` as an object of the recipe's dataclass."""
-        kind = self.extra_type()
-        return kind and OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config.extra))
-
     def _file(self) -> Path:
         """Where its module is, which is not imported for that; packages around it are."""
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -119,8 +110,3 @@ class Recipe:
             cure = "install its package, or start from its folder"
             raise ConfigError(f"{self.main}: there is no module {self.module}: {cure}.")
         return Path(spec.origin).resolve()
-
-
-def import_recipe(main: str) -> Callable[..., int | None]:
-    """Returns the function that "recipes.train_ft:main" names; raises ConfigError."""
-    return Recipe(main).function()

@@ -106,7 +106,17 @@ def _part(group: str, known: dict[str, list[str]], sources: Sources) -> dict[str
 def _value(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Annotated:
         plain, *rules = get_args(hint)
-        return _restricted(_value(plain), rules)
+        value = _value(plain)
+        for rule in rules:
+            if isinstance(rule, OneOf):
+                in_yaml = [choice == "true" for choice in rule.choices if choice in ("true", "false")]  # booleans there
+                value = {"anyOf": [{"enum": [*rule.choices, *in_yaml]}, _INTERPOLATION]}
+            elif isinstance(rule, Range):
+                bounds = {"minimum": rule.least, "maximum": rule.most}
+                bounds |= {"exclusiveMinimum": rule.above, "exclusiveMaximum": rule.below}
+                own = next(iter(_alternatives(value)))
+                own.update({name: bound for name, bound in bounds.items() if bound is not None})
+        return value
     if get_origin(hint) in (Union, UnionType):
         return {"anyOf": [option for part in get_args(hint) for option in _alternatives(_value(part))]}
     if hint in _TYPES:
@@ -116,19 +126,6 @@ def _value(hint: Any) -> dict[str, Any]:
         arguments = get_args(hint)
         return {"type": "array", "items": _value(arguments[0])} if arguments else {"type": "array"}
     return {"type": "object"} if (get_origin(hint) or hint) is dict else {}
-
-
-def _restricted(value: dict[str, Any], rules: list[Any]) -> dict[str, Any]:
-    for rule in rules:
-        own = next(iter(_alternatives(value)))
-        if isinstance(rule, OneOf):
-            in_yaml = [choice == "true" for choice in rule.choices if choice in ("true", "false")]  # booleans there
-            value = {"anyOf": [{"enum": [*rule.choices, *in_yaml]}, _INTERPOLATION]}
-        elif isinstance(rule, Range):
-            bounds = {"minimum": rule.least, "maximum": rule.most}
-            bounds |= {"exclusiveMinimum": rule.above, "exclusiveMaximum": rule.below}
-            own.update({name: bound for name, bound in bounds.items() if bound is not None})
-    return value
 
 
 def _alternatives(value: dict[str, Any]) -> Iterator[dict[str, Any]]:

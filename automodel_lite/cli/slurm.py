@@ -33,8 +33,12 @@ def slurm(argv: list[str]) -> int:
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes} must be at least 1.")
     text = _script(args.nodes, args.partition, args.time)
-    if args.container:
-        text = _in_container(text, args.container)
+    if args.container:  # with the Python in it; the package's folder is mounted: its scripts start the ranks
+        root, kind = CONF_DIR.parent, "APPTAINER_IMAGE" if args.container.endswith(".sif") else "PYXIS_IMAGE"
+        text = text.replace("$PWD:$PWD", f"$PWD:$PWD,{root}:{root}").replace('--bind "$PWD', f'--bind "$PWD,{root}')
+        text = text.replace(f"${{PYTHON:-{sys.executable}}}", "${PYTHON:-python}")
+        export = f"export {kind}={shlex.quote(args.container)}"
+        text = text.replace("set -uo pipefail\n", f"set -uo pipefail\n{export}\n", 1)
     if args.account:
         text = text.replace("#SBATCH --nodes=", f"#SBATCH --account={args.account}\n#SBATCH --nodes=")
     # the models' folder of this shell; modules before `set -u`, which their scripts do not stand
@@ -68,14 +72,6 @@ def _script(nodes: int, partition: str | None, time: str | None) -> str:
     if not IS_INSTALLED:
         text = text.replace("PYTHONPATH=${PYTHONPATH:-$PWD}", f"PYTHONPATH=${{PYTHONPATH:-{CONF_DIR.parent}}}")
     return text
-
-
-def _in_container(text: str, image: str) -> str:
-    """The script with an image and the Python in it; the package's folder is mounted: its scripts start the ranks."""
-    root, kind = CONF_DIR.parent, "APPTAINER_IMAGE" if image.endswith(".sif") else "PYXIS_IMAGE"
-    text = text.replace("$PWD:$PWD", f"$PWD:$PWD,{root}:{root}").replace('--bind "$PWD', f'--bind "$PWD,{root}')
-    text = text.replace(f"${{PYTHON:-{sys.executable}}}", "${PYTHON:-python}")
-    return text.replace("set -uo pipefail\n", f"set -uo pipefail\nexport {kind}={shlex.quote(image)}\n", 1)
 
 
 def _partition(wanted: str | None) -> tuple[str, str, int, int, int]:

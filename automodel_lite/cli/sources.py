@@ -33,11 +33,6 @@ class Sources:
         folders = [config_path, config_dir, beside, None if config_path else CONF_DIR]
         return cls(tuple(Path(folder).resolve() for folder in folders if folder))
 
-    @property
-    def are_ours(self) -> bool:
-        """No file of anybody else's can have a say."""
-        return self.folders == (CONF_DIR,)
-
     def file(self, name: str) -> Path | None:
         """`optimizer/adamw` -> the file that Hydra reads."""
         return next((path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None)

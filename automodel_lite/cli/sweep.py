@@ -40,7 +40,6 @@ from automodel_lite.run.folder import SWEEP_COMMAND, RunFolder, typed_command
 from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
 
 _SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
-_MAX_TIMEOUTS = 100  # times that a SLURM job which has reached its time limit goes back into the queue
 
 
 def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
@@ -67,8 +66,8 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
         sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
         if sampler is not None and "seed" in sampler and sampler.seed is None:
             sampler.seed = config.seed  # the same points again when the sweep goes on
-        if launcher.get("max_num_timeout") == 0:
-            launcher.max_num_timeout = _MAX_TIMEOUTS
+        if launcher.get("max_num_timeout") == 0:  # a SLURM job at its time limit goes back into the queue
+            launcher.max_num_timeout = 100
     named = {name: vars(line)[f"config_{name}"] for name in ("name", "dir", "path")}
     flags = [f"--config-{name}={value}" for name, value in named.items() if value]
     job = SweepJob(main, line.nproc or "auto", tuple(flags))
@@ -80,18 +79,17 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
         if "joblib" in sys.modules:  # this process will exit without its clean-up: joblib's tracker would name leaks
             atexit._run_exitfuncs()
         _scrub_yaml(folder)
-        _report(folder, config)  # its error, which names the jobs that failed, is the last word
+        _report(folder)  # its error, which names the jobs that failed, is the last word
     return 0
 
 
-def _report(folder: Path, config: DictConfig) -> None:
+def _report(folder: Path) -> None:
     """Prints the table and writes it to the sweep's folder. Raises RunStoppedError when jobs have failed."""
     notes = [(json.loads(path.read_text()), path.stem) for path in (folder / "jobs").glob("*.json")]
     if not notes:
         return
     results = sorted((note for note, _ in notes), key=lambda note: note["job"])
-    is_highest_best = str(OmegaConf.select(config, "hydra.sweeper.direction")).endswith("maximize")
-    text = table(results, config.sweep.metric, is_highest_best)
+    text = table(results)
     (folder / "sweep.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / "sweep.md").write_text(text)
     print(f"\n{text}\n{folder / 'sweep.md'}", flush=True)
@@ -108,12 +106,12 @@ class SweepJob:
     flags: tuple[str, ...]  # --config-name and the folders of presets
 
     def __call__(self, raw: DictConfig) -> float | None:
-        """Returns the value of `sweep.metric` at its end, for sweepers that look for the best."""
+        """Returns the validation loss at its end, for sweepers that look for the best."""
         from automodel_lite.cli.launcher import launch  # imports torch
 
         hide_secrets()
         hydra: Any = HydraConfig.get()
-        folder, base, metric = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve(), raw.sweep.metric
+        folder, base = Path(hydra.runtime.output_dir), Path(str(hydra.sweep.dir)).resolve()
         _scrub_yaml(base)
         name = os.path.relpath(folder, base).replace("/", "+")
         settings = scrub(", ".join(varying_overrides(hydra))) or "as given"
@@ -127,8 +125,8 @@ class SweepJob:
                 requeue(signal.SIGUSR2, None)
             if code:
                 raise StoppedEarly(signal.SIGTERM if code == PREEMPTED_EXIT else signal.SIGINT)
-            note |= {**results_of(folder, metric), "state": "finished"}
-            return note.get(metric)
+            note |= {**results_of(folder), "state": "finished"}
+            return note.get("val_loss")
         except Exception as error:
             note["state"] = "failed"
             print(f"\njob {note['job']} failed: {error}", file=sys.stderr, flush=True)
@@ -164,33 +162,24 @@ OmegaConf.register_new_resolver(
 )
 
 
-def results_of(folder: Path, metric: str) -> dict[str, float]:
-    """Returns the last values that a run has logged, as far as the table shows them; nothing for a recipe that trains
-    nothing. The metric `val_loss` is the mean over the validation sets.
-
-    Raises ConfigError for a metric that the run does not log.
+def results_of(folder: Path) -> dict[str, float]:
+    """Returns the last values that a run has logged, as far as the table shows them; `val_loss` is the mean over the
+    validation sets.
     """
-    from automodel_lite.telemetry.callbacks import value_of  # imports torch
-
-    rows = RunFolder(folder).rows()
-    last = {key: value for row in rows for key, value in row.items() if isinstance(value, (int, float))}
-    if not last:
-        return {}
-    if (value := value_of(last, metric)) is None:
-        raise ConfigError(f"sweep.metric={metric}: the run does not log it; it logs {', '.join(sorted(last))}.")
-    shown = {key: value for key, value in last.items() if key in _SHOWN or key.startswith("val_loss/")}
-    return shown | {metric: float(value)}
+    last = {key: value for row in RunFolder(folder).rows() for key, value in row.items()}
+    losses = {key: value for key, value in last.items() if key.startswith("val_loss/")}
+    mean = {"val_loss": sum(losses.values()) / len(losses)} if losses else {}
+    return {key: last[key] for key in _SHOWN if key in last} | losses | mean
 
 
-def table(results: list[dict[str, Any]], metric: str = "val_loss", is_highest_best: bool = False) -> str:
-    """Returns the results as Markdown; the job with the best value of the metric is marked."""
+def table(results: list[dict[str, Any]]) -> str:
+    """Returns the results as Markdown; the job with the lowest validation loss is marked."""
     columns = [key for key in dict.fromkeys(key for result in results for key in result) if key != "job"]
-    scored = [result for result in results if metric in result and result["state"] == "finished"]
-    best = (max if is_highest_best else min)(scored, key=lambda result: float(result[metric]), default=None)
+    scored = [result for result in results if "val_loss" in result and result["state"] == "finished"]
+    best = min(scored, key=lambda result: float(result["val_loss"]), default=None)
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for result in results:
         cells = [result.get(key, "") for key in columns]
         cells = [f"{cell:,.4f}" if isinstance(cell, float) else str(cell) for cell in cells]
         lines.append(f"| {result['job']}{' *' if result is best else ''} | {' | '.join(cells)} |")
-    note = f"\nmarked *: the {'highest' if is_highest_best else 'lowest'} {metric}\n" if best else ""
-    return "\n".join(lines) + "\n" + note
+    return "\n".join([*lines, *(["", "marked *: the lowest val_loss"] if best else [])]) + "\n"

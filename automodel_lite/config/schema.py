@@ -159,13 +159,6 @@ class SamplesConfig:
 
 
 @dataclass
-class SweepConfig:
-    """How a sweep (`--multirun`) compares its jobs."""
-
-    metric: str = "val_loss"  # a key of metrics.jsonl; val_loss = the mean over the validation sets
-
-
-@dataclass
 class Config:
     """Everything a run is made of, in the order the data meets it."""
 
@@ -196,7 +189,6 @@ class Config:
     logger: Part = resumable(dict)
     callbacks: Part = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # keys of a recipe of your own, by its dataclass
-    sweep: SweepConfig = resumable(SweepConfig)
     hub: HubConfig = resumable(HubConfig)
     security: SecurityConfig = resumable(SecurityConfig)
 

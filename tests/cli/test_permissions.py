@@ -92,3 +92,10 @@ def test_settings_of_a_sweep_may_stand_in_a_file(tmp_path: Path, monkeypatch: py
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nhydra:\n  {block}\n")
     raw = compose(Loader(Sources.of(str(tmp_path))), "mine", [])
     assert raw.hydra.launcher.nodes == 2
+
+
+def test_a_reference_is_no_way_around(tmp_path: Path) -> None:
+    block = "defaults: [smoke, _self_]\nhydra: ${evil}\nevil: {callbacks: {mine: {_target_: os.system}}}\n"
+    (tmp_path / "mine.yaml").write_text(block)
+    with pytest.raises(ConfigError, match=r"hydra=\$\{evil\} is set in a file"):
+        compose(Loader(Sources.of(str(tmp_path))), "mine", [])

@@ -166,7 +166,7 @@ def test_a_finished_run_says_so_and_a_changed_setting_is_refused(
     train("smoke", folder)
     assert main(config_of("smoke", folder)) == 0
     assert f"{folder} is finished (step 6): nothing to do." in capsys.readouterr().out
-    free = ["dataloader.num_workers=1", "tokenize.num_proc=2", "sweep.metric=loss", "checkpoint.keep_last=9"]
+    free = ["dataloader.num_workers=1", "tokenize.num_proc=2", "hub.private=false", "checkpoint.keep_last=9"]
     with pytest.raises(ConfigError) as refused:
         main(config_of("smoke", folder, "optimizer.lr=0.5", "training.max_steps=8", *free))
     assert str(refused.value) == (
