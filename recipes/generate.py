@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_lite.cli import argument_parser, run_tool
-from automodel_lite.config.rules import PathText, Range, argument
+from automodel_lite.config.rules import PATH, Range, argument
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     found = argument_parser(__doc__)
-    found.add_argument("model", type=argument(str, PathText()), help="a run, a model or adapter folder, or a hub name")
+    found.add_argument("model", type=argument(str, PATH), help="a run, a model or adapter folder, or a hub name")
     found.add_argument("prompt", nargs="?", type=argument(str), help="the prompt; without it, an interactive chat")
-    found.add_argument("--prompts", type=argument(str, PathText()), help="a file with messages, prompt or question")
+    found.add_argument("--prompts", type=argument(str, PATH), help="a file with messages, prompt or question")
     found.add_argument("--out", type=argument(Path), help="the file to write: each row of --prompts with `generated`")
     found.add_argument("--batch-size", type=argument(int, Range(1, 65_536)), default=16, help="of --prompts")
     found.add_argument("--system", type=argument(str), help="a system message")

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.line import split
+from automodel_lite.cli.sources import read
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.errors import ConfigError
 
@@ -33,11 +35,11 @@ def check_granted(raw: DictConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"{key} is set in a file, but only the command line may set it: {key}=... .")
 
 
-def check_hydra_settings(content: DictConfig, overrides: Sequence[str]) -> None:
+def check_hydra_settings(content: Any, overrides: Sequence[str]) -> None:
     """Raises ConfigError for code that a file makes Hydra run, and for files that it makes Hydra write."""
     ours, theirs = (
         list(flatten(OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)))
-        for file in (OmegaConf.load(CONF_DIR / "base.yaml"), content)
+        for file in (read(CONF_DIR / "base.yaml"), content)
     )
     changed = [
         (key, value)

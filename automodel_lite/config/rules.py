@@ -14,18 +14,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 from automodel_lite.errors import ConfigError, did_you_mean
 
 MAX_PATH_BYTES = 4096  # of Linux
 MAX_PART_BYTES = 255
 MAX_NAME_BYTES = 200  # files beside the run's folder are named after it
-
-
-@runtime_checkable
-class Rule(Protocol):
-    def problem(self, value: Any) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -48,17 +43,6 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Plausible:
-    """A number of steps, documents or processes: a larger one is a slip, and may ask for memory that nobody has."""
-
-    def problem(self, value: int) -> str | None:
-        return "at most 1,000,000,000." if value > 10**9 else None
-
-    def __str__(self) -> str:
-        return ""
-
-
-@dataclass(frozen=True)
 class OneOf:
     """One of these texts; a value of another type is the type's affair."""
 
@@ -75,77 +59,67 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Condition:
-    """A value for which a function holds; `text` completes the sentence `key=value must be ...`."""
+    """A rule of one function; `text` is its row in docs/config.md, "" for one that needs none."""
 
-    text: str
-    holds: Callable[[Any], bool]
-
-    def problem(self, value: Any) -> str | None:
-        return None if self.holds(value) else f"{self.text}."
+    problem: Callable[[Any], str | None]
+    text: str = ""
 
     def __str__(self) -> str:
         return self.text
 
 
+def _holds(text: str, condition: Callable[[Any], bool]) -> Condition:
+    return Condition(lambda value: None if condition(value) else f"{text}.", text)
+
+
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _NAME = re.compile(r"\w[\w.,=+@ -]*")
-REPO_NAME = Condition("owner/name", lambda value: bool(_REPO.fullmatch(value)))  # of the Hugging Face hub
-PAIR = Condition("a list of 2 values", lambda value: len(value) == 2)
-FIRST_AND_LAST = Condition(
+PLAUSIBLE = Condition(lambda value: "at most 1,000,000,000." if value > 10**9 else None)
+"""A number of steps, documents or processes: a larger one is a slip, and may ask for memory that nobody has."""
+REPO_NAME = _holds("owner/name", lambda value: bool(_REPO.fullmatch(value)))  # of the Hugging Face hub
+PAIR = _holds("a list of 2 values", lambda value: len(value) == 2)
+FIRST_AND_LAST = _holds(
     "the first and the last step, such as [10,12]", lambda value: len(value) == 2 and 1 <= value[0] <= value[1]
 )
-FOLDER_NAME = Condition(
+FOLDER_NAME = _holds(
     f"a plain folder name (letters, digits, _-.=+@) of at most {MAX_NAME_BYTES} bytes: set output_dir=... for a path",
     lambda value: bool(_NAME.fullmatch(value)) and len(value.encode()) <= MAX_NAME_BYTES,
 )
 
 
-@dataclass(frozen=True)
-class UpToTheCores:
+def _over_the_cores(value: int) -> str | None:
     """Processes or threads: at most as many as this machine has cores, and four on any machine."""
-
-    def problem(self, value: int) -> str | None:
-        cores = len(os.sched_getaffinity(0))
-        most = max(4, cores)
-        return f"at most {most}: this machine has {cores} cores." if value > most else None
-
-    def __str__(self) -> str:
-        return "at most the cores of the machine"
+    cores = len(os.sched_getaffinity(0))
+    most = max(4, cores)
+    return f"at most {most}: this machine has {cores} cores." if value > most else None
 
 
-@dataclass(frozen=True)
-class PathText:
+def _no_path(value: str) -> str | None:
     """The name of a file, a folder, or a set of the hub: neither empty nor longer than the file system allows."""
-
-    def problem(self, value: str) -> str | None:
-        if not value.strip():
-            return "a path, and it is empty: was a shell variable not set?"
-        if value.startswith("~") and os.path.expanduser(value) == value:
-            return "a path: there is no user of that name."
-        longest = max(len(part.encode(errors="surrogateescape")) for part in value.split("/"))
-        if longest > MAX_PART_BYTES or len(value.encode(errors="surrogateescape")) > MAX_PATH_BYTES:
-            return f"shorter: a name has at most {MAX_PART_BYTES} bytes, a path {MAX_PATH_BYTES}."
-        return None
-
-    def __str__(self) -> str:
-        return ""
+    if not value.strip():
+        return "a path, and it is empty: was a shell variable not set?"
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        return "a path: there is no user of that name."
+    longest = max(len(part.encode(errors="surrogateescape")) for part in value.split("/"))
+    if longest > MAX_PART_BYTES or len(value.encode(errors="surrogateescape")) > MAX_PATH_BYTES:
+        return f"shorter: a name has at most {MAX_PART_BYTES} bytes, a path {MAX_PATH_BYTES}."
+    return None
 
 
-@dataclass(frozen=True)
-class Duration:
+def _no_duration(value: str | int) -> str | None:
     """`1:30:00`, `2-12:00:00` (days first) or a number of seconds, over 0."""
-
-    def problem(self, value: str | int) -> str | None:
-        try:
-            return "over 0." if seconds_of(value) <= 0 else None
-        except ConfigError:
-            return "hours:minutes:seconds, such as 1:30:00, or a number of seconds."
-
-    def __str__(self) -> str:
-        return "hours:minutes:seconds, or seconds"
+    try:
+        return "over 0." if seconds_of(value) <= 0 else None
+    except ConfigError:
+        return "hours:minutes:seconds, such as 1:30:00, or a number of seconds."
 
 
-def argument(kind: type, *rules: Rule) -> Callable[[str], Any]:
+UP_TO_THE_CORES = Condition(_over_the_cores, "at most the cores of the machine")
+PATH = Condition(_no_path)
+DURATION = Condition(_no_duration, "hours:minutes:seconds, or seconds")
+
+
+def argument(kind: type, *rules: Any) -> Callable[[str], Any]:
     """`type=` of an argparse argument that follows the rules of a setting: `argument(int, Range(1))`."""
 
     def parse(text: str) -> Any:
@@ -178,16 +152,16 @@ def seconds_of(duration: str | int) -> float:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
-Count = Annotated[int, Range(0), Plausible()]
+Count = Annotated[int, Range(0), PLAUSIBLE]
 """A whole number, 0 included."""
-Positive = Annotated[int, Range(1), Plausible()]
+Positive = Annotated[int, Range(1), PLAUSIBLE]
 """A whole number from 1 on."""
 Size = Annotated[int, Range(1, 2**17)]
 """What memory is taken for at once: packs of a micro-batch, tokens of an answer, the rank of an adapter."""
 Seconds = Annotated[float, Range(0, 10**7)]
 Fraction = Annotated[float, Range(0, 1)]
 Seed = Annotated[int, Range(0)]
-PathStr = Annotated[str, PathText()]
+PathStr = Annotated[str, PATH]
 
 
 def looks_local(path: str) -> bool:

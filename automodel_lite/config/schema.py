@@ -14,21 +14,21 @@ from typing import Annotated, Any
 from omegaconf import MISSING
 
 from automodel_lite.config.rules import (
+    DURATION,
     FIRST_AND_LAST,
     FOLDER_NAME,
+    PLAUSIBLE,
     REPO_NAME,
+    UP_TO_THE_CORES,
     Count,
-    Duration,
     Fraction,
     OneOf,
     PathStr,
-    Plausible,
     Positive,
     Range,
     Seconds,
     Seed,
     Size,
-    UpToTheCores,
 )
 
 Part = dict[str, Any]
@@ -47,7 +47,7 @@ class MeshConfig:
     """Axes of the device mesh; their product is the number of processes."""
 
     dp_replicate: Positive = 1  # replicas of the sharded model (HSDP)
-    dp_shard: Annotated[int, Range(-1), Plausible()] = -1  # processes that shard the parameters; -1 = all remaining
+    dp_shard: Annotated[int, Range(-1), PLAUSIBLE] = -1  # processes that shard the parameters; -1 = all remaining
     cp: Positive = 1  # processes that share one pack (context parallel)
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
     ep: Positive = 1  # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
@@ -67,7 +67,7 @@ class TokenizeConfig:
     train_on: TrainOn = "assistant"
     on_bad_row: Annotated[str, OneOf(("error", "skip"))] = "error"
     max_bad_frac: Fraction = 0.05  # largest allowed fraction of bad, empty or fully masked documents
-    num_proc: Annotated[int, Range(1), UpToTheCores()] | None = resumable(None)  # null = all cores for large data
+    num_proc: Annotated[int, Range(1), UP_TO_THE_CORES] | None = resumable(None)  # null = all cores for large data
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables for the chat template
 
 
@@ -75,7 +75,7 @@ class TokenizeConfig:
 class DataloaderConfig:
     """How packs are read."""
 
-    num_workers: Annotated[int, Range(0), UpToTheCores()] = resumable(0)  # processes per rank that prefetch packs
+    num_workers: Annotated[int, Range(0), UP_TO_THE_CORES] = resumable(0)  # processes per rank that prefetch packs
     shuffle: bool = True  # shuffle the packs in each epoch, from (seed, epoch)
 
 
@@ -106,9 +106,9 @@ class TrainingConfig:
     tf32: bool = False  # products of fp32 matrices in TF32 on GPUs: 10 bits of mantissa, several times faster
     deterministic: bool = False  # bitwise reproducible (and resumable) runs on a GPU, with slower kernels
     profile_steps: Annotated[list[int], FIRST_AND_LAST] | None = resumable(None)  # [10, 12]: profile these steps
-    num_threads: Annotated[int, Range(0), UpToTheCores()] = resumable(0)  # 0 = cores / processes of this host
+    num_threads: Annotated[int, Range(0), UP_TO_THE_CORES] = resumable(0)  # 0 = cores / processes of this host
     max_nonfinite_steps: Count = resumable(3)  # skipped in a row (loss or gradient) before the run ends
-    max_time: Annotated[str | int, Duration()] | None = resumable(None)  # "1:30:00", saves before; null = SLURM's
+    max_time: Annotated[str | int, DURATION] | None = resumable(None)  # "1:30:00", saves before; null = SLURM's
     hang_timeout_s: Seconds = resumable(120.0)  # stacks to logs/ if a step takes longer; 0 = never
 
 

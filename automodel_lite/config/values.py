@@ -8,7 +8,6 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from automodel_lite.config.rules import Rule
 from automodel_lite.errors import shown
 
 _LISTS = (list, tuple, Sequence)
@@ -30,7 +29,7 @@ def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
         return
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        texts = [rule.problem(value) for rule in args[1:] if isinstance(rule, Rule)]
+        texts = [rule.problem(value) for rule in args[1:]]
         yield from (f"{path}={shown(value)} must be {text}" for text in texts if text)
         yield from value_problems(path, value, args[0])
     elif origin in _UNIONS:
@@ -86,7 +85,7 @@ def rules_of(hint: Any) -> Iterator[str]:
     """Yields the rules that stand in a type annotation: `Annotated[int, Range(1)] | None` -> `at least 1`."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) is Annotated:
-        yield from (str(rule) for rule in args[1:] if isinstance(rule, Rule) and str(rule))
+        yield from (str(rule) for rule in args[1:] if str(rule))
     if typing.get_origin(hint) is not typing.Literal:
         for arg in args:
             yield from rules_of(arg)

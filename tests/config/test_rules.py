@@ -13,7 +13,7 @@ import pytest
 
 from automodel_lite.config.check import known_keys
 from automodel_lite.config.components import own_targets
-from automodel_lite.config.rules import Duration, OneOf, PathText, Range, Seed, UpToTheCores
+from automodel_lite.config.rules import DURATION, PATH, UP_TO_THE_CORES, OneOf, Range, Seed
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import arguments_of
 from automodel_lite.config.values import rules_of
@@ -72,9 +72,9 @@ def test_processes_and_threads_are_bounded_by_the_machine() -> None:
         (Range(0, 1), [0, 0.5, 1], [-1e-9, 1.1]),
         (Range(above=0, below=1), [0.1], [0, 1]),
         (OneOf(("a", "b")), ["a"], ["c", ""]),
-        (UpToTheCores(), [0, 1, 4], [100_000]),
-        (PathText(), ["a", "ü/日本語", "~/x", "x" * 255], ["", " ", "x" * 256, "ü" * 128, "a/" * 3000]),
-        (Duration(), ["1:30:00", "2-12:00:00", 5], ["soon", "-1:00:00", "1:30", "0:00:00", 0, -5, "１:00:00"]),
+        (UP_TO_THE_CORES, [0, 1, 4], [100_000]),
+        (PATH, ["a", "ü/日本語", "~/x", "x" * 255], ["", " ", "x" * 256, "ü" * 128, "a/" * 3000]),
+        (DURATION, ["1:30:00", "2-12:00:00", 5], ["soon", "-1:00:00", "1:30", "0:00:00", 0, -5, "１:00:00"]),
     ],
     ids=["closed", "open", "choice", "cores", "path", "duration"],
 )  # fmt: skip
