@@ -91,7 +91,13 @@ JOBS = [
 ]
 
 
-NOT_BUILT = """\
+NOTES = """\
+## Counted before and after
+
+| change | before | after | numbers |
+|---|---|---|---|
+| fp8 all-gathers, scales computed once a step (`training.fp8=tensorwise`) | 8 bytes a weight are sent: two gathers in bf16, gradients in fp32; every gathered weight is rounded to fp8 on every rank, forward and backward | 6 bytes (5 where layers are gathered once), and each rank rounds its shard once a step; one more all-reduce of 4 bytes per matrix; 1 byte per weight of a rank's part is held | the same bits: losses and gradient norms of two emulated gloo ranks, six kinds of run |
+
 ## Considered and not built
 
 What was counted for Llama-3.1-8B, 8,192 tokens, at the rates above; a GPU may show otherwise.
@@ -99,7 +105,6 @@ What was counted for Llama-3.1-8B, 8,192 tokens, at the rates above; a GPU may s
 | change | counted | why not |
 |---|---|---|
 | weights resident in bf16, fp32 masters in the optimizer, on one GPU | 2 bytes a weight are moved for casts where 18 are (12 with `advanced.reshard_after_forward=false`): 38 ms of a step of 0.6 s or more, and the same 16 bytes a weight in memory | exact with one micro-batch alone: several are summed in fp32, which takes 2 bytes more. It would need optimizers and checkpoints of its own, while the setting spares a third of it with all of them |
-| fp8 all-gathers with precomputed scales (torchao, recipe `tensorwise` only) | 6 bytes a weight are sent where 8 are (5 of 6 with `advanced.reshard_after_forward=false`); all but one layer's share, 1/32, hides behind the computation in a node | shards become tensors of another class, where the optimizers, the average and the checkpoints read plain ones |
 | gathering two layers ahead where layers are resharded | no byte and no launch less; 0.4 GiB more is held (70B: 1.6 GiB) | the host is ahead of the device, so one layer hides the traffic already. Where layers stay gathered two are gathered ahead, at no cost |
 | varlen attention inside the graph of its layer, boundaries padded to a fixed number | one graph per layer and pass where two are; attention stays a kernel of its own, so only rotation and copies could fuse: 1 to 2 % by the bytes | each pack's boundaries would become inputs of the graph, and a kernel that is not there on a CPU would have to be trusted with empty documents |""".splitlines()
 
@@ -276,7 +281,7 @@ def page(ceilings: Ceilings) -> str:
         "- Useful FLOPs are 6 per weight and token (4 under a frozen weight), 12 per visible pair and channel; recomputation does not count.",
         "- Published jobs used other documents and other frameworks; mixtures of experts and fp8 are not included.",
         "",
-        *NOT_BUILT,
+        *NOTES,
         "",
     ]
     return "\n".join(lines)

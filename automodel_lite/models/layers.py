@@ -1,4 +1,4 @@
-"""Finds the decoder layers of a model, and applies recomputation, compilation and fp8 to them.
+"""Finds the decoder layers of a model, and applies recomputation and compilation to them.
 
 A layer's `forward` is replaced on the instance, so parameter names stay as they are in checkpoints and exports, and
 FSDP's hooks stay outside. The order is checkpoint(compile(layer)): in the reverse order dynamo meets the graph break
@@ -12,7 +12,6 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,31 +87,8 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor", kept_frac
     return undo
 
 
-def use_fp8(layers: list[nn.Module], recipe: str, emulate: bool = False) -> None:
-    """Replaces the linear layers inside `layers` by torchao's, in place; adapters and the output head stay as they are.
-
-    emulate  rounds to fp8 and multiplies in fp32, on any device: for tests
-    Raises ConfigError on GPUs whose tensor cores do not have it.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # only where training.fp8 is set
-
-    if not emulate and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
-        raise ConfigError(
-            f"training.fp8={recipe} needs a GPU of compute capability 8.9 or later: set training.fp8=none."
-        )
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    for layer in layers:
-        convert_to_float8_training(layer, config=config, module_filter_fn=_fits_fp8)
-
-
-def _fits_fp8(module: nn.Module, name: str) -> bool:
-    # An adapter's matrices are too thin to win, and stay in fp32; the product wants multiples of 16 in both dims.
-    sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (1,)
-    return "lora_" not in name and not any(size % 16 for size in sizes)
-
-
 def has_fp8(model: nn.Module) -> bool:
-    """Returns whether linear layers are torchao's, whose products round to fp8?"""
+    """Returns whether linear layers are torchao's (models/fp8.py), whose products round to fp8."""
     torchao = sys.modules.get("torchao.float8.float8_linear")
     return torchao is not None and any(isinstance(module, torchao.Float8Linear) for module in model.modules())
 

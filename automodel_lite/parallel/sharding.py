@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from automodel_lite.models.layers import decoder_layers, output_head, towers
 from automodel_lite.models.loss import LossModel
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.thd import ThdBatch
+
+if TYPE_CHECKING:
+    from automodel_lite.models.fp8 import Fp8Gathers  # which brings torchao
 
 
 def choose_strategy(strategy: str, shape: MeshShape, is_gpu: bool, is_quantized: bool = False) -> str:
@@ -67,15 +71,16 @@ class ParallelModel:
     autocasts: bool
     sharded_over: Mesh | None = None  # None = each rank has all of it
     reduces_every: bool = False  # gradients after every micro-batch, so that their sum is sharded
+    fp8_gathers: Fp8Gathers | None = None
 
     def __call__(self, batch: ThdBatch) -> Tensor:
-        with self._autocast(batch):
+        with self._call(batch):
             loss: Tensor = self.module(batch)
             return loss
 
     def logits(self, batch: ThdBatch, num_last: int = 0) -> Tensor:
         """See LossModel.logits; every rank calls it, and ranks that share a model each give their part of a batch."""
-        with self._autocast(batch):
+        with self._call(batch):
             return self.loss_model.logits(batch, num_last)
 
     def probe(self, batch: ThdBatch) -> tuple[Tensor, bool]:
@@ -83,13 +88,15 @@ class ParallelModel:
         forward, and are shards again afterwards.
         """
         self.free_gathered()
-        with self._autocast(batch):
+        with self._call(batch):
             found = self.loss_model.probe(batch)
         self.free_gathered()
         return found
 
-    def _autocast(self, batch: ThdBatch) -> torch.autocast:
+    def _call(self, batch: ThdBatch) -> torch.autocast:
         """Weights are cast once per use: a cache of the casts is 13 GiB of an 8B model, read by no recomputation."""
+        if self.fp8_gathers:
+            self.fp8_gathers.refresh()
         return torch.autocast(batch.labels.device.type, self.compute_dtype, enabled=self.autocasts, cache_enabled=False)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:

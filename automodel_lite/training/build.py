@@ -32,9 +32,9 @@ from automodel_lite.models.layers import (
     cast_trained,
     compile_layers,
     decoder_layers,
+    has_fp8,
     local,
     recompute_layers,
-    use_fp8,
 )
 from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy, LossModel, PlainLoss
 from automodel_lite.models.source import describe, embedding_rows
@@ -198,7 +198,9 @@ def assemble(
         if not trains:
             cast_frozen(lm.requires_grad_(False), dtype)
         elif parts.training.fp8 != "none":
-            use_fp8(decoder_layers(lm), parts.training.fp8)
+            from automodel_lite.models import fp8  # with torchao, an optional package
+
+            fp8.use_fp8(decoder_layers(lm), parts.training.fp8)
         loss_model = LossModel(lm, parts.loss, balance_of(lm, source.router_aux_loss))
         of_frozen = "none" if strategy == "ddp" and not trains else strategy  # DDP has no gradients to reduce
         how = (parts.mesh.cpu_offload, parts.advanced.reshard_after_forward is not False)
@@ -219,6 +221,11 @@ def assemble(
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
     model.loss_model.train(trains)
+    # by one scale for a whole weight; an offloaded shard is another tensor when it is gathered
+    if has_fp8(lm := model.loss_model.lm) and parts.training.fp8 == "tensorwise" and not parts.mesh.cpu_offload:
+        from automodel_lite.models.fp8 import Fp8Gathers
+
+        model = replace(model, fp8_gathers=Fp8Gathers(lm, dtype))
     return model, adapter
 
 

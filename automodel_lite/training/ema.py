@@ -64,7 +64,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self, model: ParallelModel) -> Iterator[None]:
-        """The model has the averaged weights inside, and its own again afterwards."""
+        """The model has the averaged weights inside, and its own again afterwards, as shards."""
         self.settle()
         averaged = [(p, state[NAME]) for p, state in self.optimizer.state.items() if NAME in state]
         own = [local(parameter.detach()).to("cpu", copy=True) for parameter, _ in averaged]
@@ -78,5 +78,4 @@ class WeightAverage:
     def _set(self, model: ParallelModel, weights: list[tuple[Tensor, Tensor]]) -> None:
         for parameter, weight in weights:
             local(parameter).copy_(weight)
-        if weights:
-            model.free_gathered()  # what is whole still is of other weights
+        model.free_gathered()  # what is whole still is of other weights, or rounded to fp8

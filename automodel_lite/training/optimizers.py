@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -129,6 +130,8 @@ def apply_gradients(
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
+    # kernels that update in place, torch's fused ones too, do not say so; `Fp8Gathers` rounds what has changed
+    increment_version(map(local, parameters))
     return norm
 
 

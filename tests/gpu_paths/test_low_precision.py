@@ -14,16 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.graphs import compiled_graphs
-from automodel_lite.models.layers import (
-    _fits_fp8,
-    cast_frozen,
-    compile_layers,
-    decoder_layers,
-    recompute_layers,
-    use_fp8,
-)
+from automodel_lite.models.layers import cast_frozen, compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy, LossModel
-from automodel_lite.training import build
 from automodel_lite.training.optimizers import adamw, codebook, param_groups
 from tests.models.test_layers import pack_of
 from tests.runs import losses_by_step, train_quick
@@ -74,7 +66,9 @@ def test_8_bit_steps_are_torchaos() -> None:
 @pytest.fixture
 def emulated_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
-    monkeypatch.setattr(build, "use_fp8", partial(use_fp8, emulate=True))
+    from automodel_lite.models import fp8
+
+    monkeypatch.setattr(fp8, "use_fp8", partial(fp8.use_fp8, emulate=True))
 
 
 @pytest.mark.usefixtures("emulated_fp8")
@@ -100,8 +94,10 @@ def test_adapters_stay_out_of_fp8(tmp_path: Path) -> None:
     loaded = [f"tokenizer.path={base}/hf", "~model.config", f"model.pretrained={base}/hf"]
     code, screen = train_quick(tmp_path / "lora", *options, *loaded)
     assert code == 0, screen
-    assert not _fits_fp8(nn.Linear(64, 16), "self_attn.q_proj.lora_A.default")
-    assert _fits_fp8(nn.Linear(64, 64), "self_attn.q_proj.base_layer")
+    from automodel_lite.models.fp8 import fits_fp8
+
+    assert not fits_fp8(nn.Linear(64, 16), "self_attn.q_proj.lora_A.default")
+    assert fits_fp8(nn.Linear(64, 64), "self_attn.q_proj.base_layer")
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled
@@ -112,6 +108,7 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(quantized: bool, fp8: 
     """As training.compile=auto makes them on a GPU, recomputed; packs of other documents need no graph of their own."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
+    from automodel_lite.models.fp8 import use_fp8
     from automodel_lite.models.lora import Lora, QLora
     from tests.models.test_lora import give_the_adapter_weight
 
