@@ -11,8 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 LINE_EVERY_S = 10.0
@@ -26,7 +25,7 @@ def is_shown() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """One piece of long work, as a context manager.
 
         with Progress("tokenizing train", total=100_000, unit="documents") as progress:
@@ -83,16 +82,12 @@ class Progress:
                 flush=True,
             )
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+    __exit__ = close
 
 
 @contextmanager

@@ -46,26 +46,23 @@ def use_deterministic(is_wanted: bool) -> None:
 BLOCK = 1 << 20  # keys are made in blocks that stay in the cache
 
 
-def seeded_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(num_documents), int64 [N], a pure function of its three arguments."""
-    return _sorted_by(None, 0, num_documents, seed, epoch)
+def seeded_order(
+    num_documents: int, seed: int, epoch: int, lengths: np.ndarray | None = None, longest: int = 0
+) -> np.ndarray:
+    """Returns a permutation of range(num_documents), int64 [N], a pure function of its arguments.
 
-
-def longest_first(lengths: np.ndarray, longest: int, seed: int, epoch: int) -> np.ndarray:
-    """Document ids by falling length, int64 [N]; documents of equal length stand in a seeded order."""
-    return _sorted_by(lengths, longest, len(lengths), seed, epoch)
-
-
-def _sorted_by(lengths: np.ndarray | None, longest: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """One 64-bit key a document: (longest - length | random bits | id), unique by the id: any sort agrees."""
+    With `lengths`, of at most `longest`, documents stand by falling length, those of equal length in a seeded order.
+    """
+    # One 64-bit key per document (longest - length | random bits | id), unique by the id: any sort agrees.
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-    id_bits = max(1, (n - 1).bit_length()) if n else 1
+    id_bits = max(1, (num_documents - 1).bit_length()) if num_documents else 1
     length_bits = int(longest).bit_length()
     random_bits = 64 - length_bits - id_bits
     if random_bits < 8:
-        raise ValueError(f"{n} documents of up to {longest} slots are too many for one plan: split the data.")
-    keys = np.empty(n, np.uint64)
-    for start in range(0, n, BLOCK):
+        what = f"{num_documents} documents of up to {longest} slots"
+        raise ValueError(f"{what} are too many for one plan: split the data.")
+    keys = np.empty(num_documents, np.uint64)
+    for start in range(0, num_documents, BLOCK):
         block = keys[start : start + BLOCK]
         block[:] = bits.random_raw(len(block))
         block >>= np.uint64(64 - random_bits)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from automodel_lite.seed import longest_first, seeded_order
+from automodel_lite.seed import seeded_order
 
 
 def test_a_known_order() -> None:
@@ -24,9 +24,9 @@ def test_blocks_do_not_show() -> None:
 
 def test_longest_first() -> None:
     lengths = np.array([3, 9, 3, 3, 9, 1])
-    order = longest_first(lengths, 9, 0, 0)
+    order = seeded_order(len(lengths), 0, 0, lengths, 9)
     assert lengths[order].tolist() == [9, 9, 3, 3, 3, 1]
-    assert len({tuple(longest_first(lengths, 9, seed, 0).tolist()) for seed in range(20)}) > 6
+    assert len({tuple(seeded_order(len(lengths), seed, 0, lengths, 9).tolist()) for seed in range(20)}) > 6
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -36,4 +36,4 @@ def test_nothing_to_order(n: int) -> None:
 
 def test_too_many_for_one_key() -> None:
     with pytest.raises(ValueError, match="are too many for one plan"):
-        longest_first(np.array([1, 2]), 1 << 57, 0, 0)
+        seeded_order(2, 0, 0, np.array([1, 2]), 1 << 57)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -20,17 +20,16 @@ from automodel_lite.data.tokens.token_rows import Rows, TokenizedData
 from automodel_lite.errors import ConfigError, shown
 
 Stop = Literal["first_exhausted", "all_exhausted"]
-MANY_REPEATS = 4  # times that a document may be seen an epoch before the table warns
 MOST_REPEATS = 1000  # more is a typing mistake, and takes memory for each time
 _RULES = {"weight": Range(above=0), "repeat": Range(above=0, most=MOST_REPEATS), "max_documents": Range(least=1)}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One dataset of a mixture: `weight` (one, or one per epoch) or `repeat`, and a cap on its documents."""
+    """One dataset of a mixture: `weight` or `repeat`, and a cap on its documents."""
 
     dataset: Documents
-    weight: float | Sequence[float] | None = None
+    weight: float | None = None
     repeat: float = 1.0
     max_documents: int | None = None
 
@@ -40,8 +39,8 @@ class Mixture:
 
     Args:
         sources: name -> `{dataset, weight}` or `{dataset, repeat}`, optional `max_documents` (the first ones).
-            Weights are shares of the tokens of an epoch, of any sum; a list of them is a schedule, one per epoch. A
-            repeat of 2 takes every document twice, 0.5 takes half of them, drawn by `seed`.
+            Weights are shares of the tokens of an epoch, of any sum. A repeat of 2 takes every document twice, 0.5
+            takes half of them, drawn by `seed`.
         stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
             nothing is repeated), or until every one has (`all_exhausted`, small ones are repeated).
 
@@ -127,20 +126,16 @@ class Mixture:
     def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
         """Returns the rows of an epoch, drawn from the rows of each dataset and shuffled.
 
-        Raises ConfigError for weights that take a dataset too often, or none.
+        Raises ConfigError for weights that take a dataset too often.
         """
         lengths = {name: source_rows.lengths[: self.sources[name].max_documents] for name, source_rows in rows.items()}
         tokens = {name: int(source_lengths.sum()) for name, source_lengths in lengths.items()}
         wanted = {name: num_tokens * self.sources[name].repeat for name, num_tokens in tokens.items()}
         weights = {name: s.weight for name, s in self.sources.items() if s.weight is not None}
         if weights:
-            # The last weight of a list holds for all epochs after it.
-            now = {name: w[min(epoch, len(w) - 1)] if isinstance(w, Sequence) else w for name, w in weights.items()}
-            sizes = [tokens[name] / weight for name, weight in now.items() if weight]
-            if not sizes:
-                raise ConfigError(f"dataset.sources: all weights of epoch {epoch} are 0: raise at least one.")
+            sizes = [tokens[name] / weight for name, weight in weights.items()]
             of_epoch = min(sizes) if self.stop == "first_exhausted" else max(sizes)
-            wanted = {name: of_epoch * weight for name, weight in now.items()}
+            wanted = {name: of_epoch * weight for name, weight in weights.items()}
         for name, num_tokens in wanted.items():
             if num_tokens > MOST_REPEATS * tokens[name]:
                 times = num_tokens / max(1, tokens[name])
@@ -157,19 +152,14 @@ class Mixture:
         order = np.random.default_rng([*drawn_by, len(chosen)]).permutation(len(source_ids))
         return MixedRows(tuple(rows.values()), tuple(rows), source_ids[order], np.concatenate(chosen)[order])
 
-    def table(self, mixed: MixedRows) -> list[str]:
-        """A line a dataset: what an epoch takes of it."""
+    def table(self, mixed: MixedRows) -> Iterator[str]:
+        """Yields a line per dataset: what an epoch takes of it."""
         taken = mixed.tokens_by_source()
         total = max(1, sum(taken.values()))
-        lines = []
         for name, rows in zip(mixed.names, mixed.sources):
-            own = int(rows.lengths[: self.sources[name].max_documents].sum())
-            times = taken[name] / max(1, own)
-            line = (
-                f"{name}: {taken[name]:,} tokens an epoch, {taken[name] / total:.1%} of all, {times:.2f} x its {own:,}"
-            )
-            lines.append(line + (f" (each document {times:.1f} times: add data?)" if times > MANY_REPEATS else ""))
-        return lines
+            own, tokens = int(rows.lengths[: self.sources[name].max_documents].sum()), taken[name]
+            times = tokens / max(1, own)
+            yield f"{name}: {tokens:,} tokens an epoch, {tokens / total:.1%} of all, {times:.2f} x its {own:,}"
 
 
 class MixedRows(Rows):
@@ -229,13 +219,9 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
         )
     for key in [key for key in _RULES if settings.get(key) is not None]:
         value, rule, what = settings[key], _RULES[key], "a whole number" if key == "max_documents" else "a number"
-        numbers = [value]
-        if key == "weight" and isinstance(value, list):
-            numbers, rule, what = value or [None], Range(least=0), "a list of numbers, one per epoch, all"
-        for number in numbers:
-            is_number = isinstance(number, int if key == "max_documents" else int | float) and math.isfinite(number)
-            if not is_number or isinstance(number, bool) or rule.problem(number):
-                raise ConfigError(f"dataset.sources.{name}.{key}={shown(value)} must be {what} {rule}.")
+        is_number = isinstance(value, int if key == "max_documents" else int | float) and math.isfinite(value)
+        if not is_number or isinstance(value, bool) or rule.problem(value):
+            raise ConfigError(f"dataset.sources.{name}.{key}={shown(value)} must be {what} {rule}.")
     return source
 
 

@@ -38,7 +38,6 @@ from automodel_lite.data.reading.columns import NormalizedRows, OwnFormat, detec
 from automodel_lite.data.reading.documents import DocumentList, DocumentSet, Question
 from automodel_lite.data.reading.files import (
     NUM_SNIFFED_ROWS,
-    Delimiter,
     ReadOptions,
     TextUnit,
     ValPath,
@@ -135,7 +134,6 @@ class StreamingDataset:
     columns: Mapping[str, str] | None = None  # canonical name -> column, {question: Frage, answer: Antwort}
     val_path: ValPath | None = None  # validation files, or several sets by name
     num_shards: NumShards = 8  # a multiple of data-parallel ranks x dataloader.num_workers; fixed for the run
-    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
     encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
     text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
 
@@ -149,7 +147,7 @@ class StreamingDataset:
     notes: Sequence[str] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        options = ReadOptions(self.delimiter, self.encoding, self.text_unit)
+        options = ReadOptions(self.encoding, self.text_unit)
         val_sources = open_validation(self.val_path, self.split, options)
         self.stream = self._open(options, [one for opened in val_sources.values() for one in opened.files])
         first = list(islice(self.stream.read(0, 1, 0), NUM_SNIFFED_ROWS))

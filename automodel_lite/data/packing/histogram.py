@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from automodel_lite.seed import BLOCK, longest_first, seeded_order
+from automodel_lite.seed import BLOCK, seeded_order
 
 LOOKAHEAD = 256
 
 
-class ExactFiller:
-    """Iterator of packs (lists of arrival numbers, from 0 on) over a stream of lengths.
+class ExactFiller(Iterator[list[int]]):
+    """Packs (lists of arrival numbers, from 0 on) over a stream of lengths.
 
     lengths: any iterable of ints in [1, size]. `read_ahead` is how many lengths are pulled at once: 1 for streams, more
     where lengths are at hand; the packs do not depend on it. At most `lookahead` documents wait for a pack, with
@@ -53,9 +53,6 @@ class ExactFiller:
         self._ids: list[int] = []  # of the documents that were read; those before `_head` are packed
         self._lengths: list[int] = []
         self._head = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self
 
     def __next__(self) -> list[int]:
         lengths, head = self._lengths, self._head
@@ -241,7 +238,7 @@ def assign(
     Documents of equal length and the packs themselves stand in a seeded order.
     """
     # Both sides by falling length: then the documents of a placement are a run of `source`.
-    source = longest_first(lengths, size, seed, epoch)
+    source = seeded_order(len(lengths), seed, epoch, lengths, size)
     length, first, bins, copies, slot = placements[1:]
     by_length = np.argsort(-length, kind="stable")
     first, bins, copies, slot = first[by_length], bins[by_length], copies[by_length], slot[by_length]

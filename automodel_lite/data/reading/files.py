@@ -33,7 +33,6 @@ from automodel_lite.data.reading.paths import (
     stamps,
 )
 from automodel_lite.data.reading.readers import (
-    DELIMITERS,
     TEXT_UNITS,
     UTF_8,
     ConcatenatedRows,
@@ -41,7 +40,6 @@ from automodel_lite.data.reading.readers import (
     RawRow,
     RawRows,
     SpanRows,
-    find_delimiter,
     open_csv,
     open_json,
     open_spans,
@@ -51,7 +49,6 @@ from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_save
 from automodel_lite.errors import ConfigError, DataError, one_line, printable
 
 NUM_SNIFFED_ROWS = 20
-Delimiter = Annotated[str, OneOf(("comma", "semicolon", "tab", "pipe", ",", ";", "|", "\\t"))]
 TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
 ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]]
 
@@ -64,7 +61,6 @@ class ReadOptions:
         ConfigError: an encoding that is unknown, or in which a line does not end as in ASCII.
     """
 
-    delimiter: str | None = None
     encoding: str = "utf-8"
     text_unit: str = "file"
 
@@ -101,7 +97,6 @@ class FilesDataset:
     val_frac: Annotated[float, Range(0, below=1)] = 0.0  # or this fraction of the documents, 0..1
     max_documents: Positive | None = None  # use only the first documents
     labels: Alignment | None = None  # of token rows: aligned (labels[i] = input_ids[i+1]) | unshifted; null = detected
-    delimiter: Delimiter | None = None  # of CSV files: comma | semicolon | tab | pipe; null = detected
     encoding: str = "utf-8"  # of text, JSON and CSV files; cp1252 for what Excel and Windows write
     text_unit: TextUnit = "file"  # file | paragraph | line: what a document is in a .txt file
     seed: Seed = 0  # for val_frac
@@ -118,7 +113,7 @@ class FilesDataset:
     def __post_init__(self) -> None:
         if sum([self.val_path is not None, self.val_split is not None, self.val_frac > 0]) > 1:
             raise ConfigError("dataset.val_path, dataset.val_split and dataset.val_frac: set only one of them.")
-        options = ReadOptions(self.delimiter, self.encoding, self.text_unit)
+        options = ReadOptions(self.encoding, self.text_unit)
         if self.val_split is not None:
             val_sources = {"val": open_rows(self.path, self.name, self.val_split, "dataset.val_split", options)}
         else:
@@ -284,10 +279,7 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     if kind == ".json":
         return open_json(plain, name, options.encoding)
     if kind in (".csv", ".tsv"):
-        usual = "\t" if kind == ".tsv" else ","
-        given = options.delimiter
-        delimiter = DELIMITERS[given] if given else find_delimiter(plain, usual, options.encoding)
-        return open_csv(plain, name, delimiter, options.encoding)
+        return open_csv(plain, name, "\t" if kind == ".tsv" else ",", options.encoding)
     if kind == ".txt":
         return open_spans(plain, name, options.encoding, options.text_unit)
     return TableRows(_in_cache(plain, name, parquet_to_arrow) if kind == ".parquet" else plain, name)

@@ -254,7 +254,6 @@ def _json_array(path: Path, name: str, encoding: str) -> list[Any]:
     return arrays[0]
 
 
-DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", ",": ",", ";": ";", "|": "|", "\\t": "\t"}
 NUM_SNIFFED_LINES = 20
 
 
@@ -279,9 +278,12 @@ def find_delimiter(path: Path, usual: str, encoding: str) -> str:
     return others[0] if columns(usual) == 1 and len(others) == 1 else usual
 
 
-def open_csv(path: Path, name: str, delimiter: str, encoding: str) -> RowList:
-    """Reads a CSV or TSV file with a header line; every value stays the text that it is."""
+def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
+    """Reads a CSV or TSV file with a header line; every value stays the text that it is. `usual` separates values
+    unless another delimiter is found.
+    """
     csv.field_size_limit(2**31 - 1)
+    delimiter = find_delimiter(path, usual, encoding)
     rows: list[RawRow | DataError] = []
     line_numbers: list[int] = []
     header: list[str] | None = None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +15,6 @@ from automodel_lite.thd import IGNORE_INDEX
 
 MAX_UNSTOPPED_FRAC = 0.01
 SHOWN_TOKENS = 300
-FINDINGS = "findings.json"
-
 
 Example = tuple[list[int], list[int]]
 """input_ids and labels of the beginning of a row."""
@@ -45,11 +41,6 @@ class Findings:
         sums = {name: a + b for name, (a, b) in pairs.items() if isinstance(a, (int, RowCounts))}
         sums["unused"] = other.unused | self.unused
         return Findings(**{name: a or b for name, (a, b) in pairs.items()} | sums)
-
-    @staticmethod
-    def load(folder: Path) -> Findings:
-        stored = json.loads((folder / FINDINGS).read_text())
-        return Findings(**stored | {"counts": RowCounts(**stored["counts"])})
 
 
 @dataclass(frozen=True)

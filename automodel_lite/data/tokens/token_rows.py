@@ -4,7 +4,8 @@ input_ids   a b c d │ e f g │ …        int32 [total]
 labels      b c d _ │ f g _ │ …        int32 [total], the target of each position; _ = -100, no loss
 …           optional columns of `thd.COLUMNS`, [total] or [total, K], where the data bring them; those in runs as
             {name}_at, int64 [runs], and {name}, the value from there on
-groups      int64 [N], equal for rows that may share their beginning (trees.py), until trees are made of them
+groups      int64 [N], equal for rows that may share their beginning (trees.py), until trees are made of them; -1 of
+            rows that share with none, no array where all do
 offsets     0         4       7 …      int64 [N + 1]
 lengths     4         3         …      int32 [N]
 """
@@ -28,6 +29,7 @@ from automodel_lite.thd import COLUMNS, IGNORE_INDEX
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
+ALONE = -1  # group of a row that shares with none
 STORED = {name: column.stored for name, column in COLUMNS.items()}
 STORED |= {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
 STORED |= {"lengths": "int32", "offsets": "int64", "groups": "int64"}
@@ -230,7 +232,7 @@ class RowsWriter:
         self._folder = folder
         self._files: dict[str, BufferedWriter] = {}
         self._hashes = {name: hashlib.sha256() for name in STORED}
-        self._num_tokens = 0
+        self._num_tokens = self._num_rows = 0
         self._last: dict[str, float] = {}  # of columns in runs: the last value, and how many there were
         self._num_values = dict.fromkeys(COLUMNS, 0)
         for name, column in COLUMNS.items():
@@ -240,7 +242,7 @@ class RowsWriter:
         self._write("offsets", np.zeros(1, np.int64))
 
     def append(self, columns: Mapping[str, np.ndarray], lengths: np.ndarray, groups: np.ndarray | None = None) -> None:
-        """Adds documents that lie end to end in each of `columns` [sum(lengths)]; `groups` with all or with none."""
+        """Adds documents that lie end to end in each of `columns` [sum(lengths)]."""
         num_tokens = int(lengths.sum(dtype=np.int64))
         for name in [name for name in COLUMNS if name in columns or name in self._files]:
             if name not in self._files:  # the documents before these came without the column
@@ -248,11 +250,14 @@ class RowsWriter:
             values = columns[name] if name in columns else _filled(name, num_tokens)
             assert len(values) == num_tokens
             self._write(name, values)
-        if groups is not None:
-            self._write("groups", groups)
+        if groups is not None and "groups" not in self._files:
+            self._write("groups", np.full(self._num_rows, ALONE))
+        if "groups" in self._files:
+            self._write("groups", np.full(len(lengths), ALONE) if groups is None else groups)
         self._write("lengths", lengths)
         self._write("offsets", self._num_tokens + np.cumsum(lengths, dtype=np.int64))
         self._num_tokens += num_tokens
+        self._num_rows += len(lengths)
 
     def _write(self, name: str, values: np.ndarray) -> None:
         if name not in self._files:

@@ -27,12 +27,13 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_lite.config.components import build_with
 from automodel_lite.config.schema import Config, TokenizeConfig
-from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
+from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Document, Documents, DocumentSet
 from automodel_lite.data.reading.readers import Placed, placed
 from automodel_lite.data.tokens.encode import Encoder, Renderer, Rendering
-from automodel_lite.data.tokens.findings import FINDINGS, Chunk, Findings, check_rows, check_set
+from automodel_lite.data.tokens.findings import Chunk, Findings, check_rows, check_set
 from automodel_lite.data.tokens.token_rows import (
+    ALONE,
     CONTENT_HASH,
     RowCounts,
     RowDataset,
@@ -41,10 +42,11 @@ from automodel_lite.data.tokens.token_rows import (
     TokenizedData,
     TokenRows,
     flatten,
+    load_rows,
     next_token_labels,
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
-from automodel_lite.data.tokens.trees import ALONE, load_trees, write_trees
+from automodel_lite.data.tokens.trees import TreeRows, write_trees
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.progress import Progress
 from automodel_lite.thd import COLUMNS
@@ -95,9 +97,8 @@ def _process_context() -> BaseContext:
     """Processes of a fork server, which has imported what each new interpreter takes 4 CPU-s for. Its socket is in the
     folder for temporary files: where that path is too long for one, new interpreters.
     """
-    if len(os.fsencode(tempfile.gettempdir())) > MOST_SOCKET_FOLDER_BYTES:
-        return get_context("spawn")
-    context = get_context("forkserver")
+    fits_socket = len(os.fsencode(tempfile.gettempdir())) <= MOST_SOCKET_FOLDER_BYTES
+    context = get_context("forkserver" if fits_socket else "spawn")
     context.set_forkserver_preload(["__main__", __name__])
     return context
 
@@ -143,7 +144,8 @@ class DocumentTokenizer:
                             specials.append(f"{place}: {token}")
                         for name in self._renderer.unused_in(document, of_document):
                             unused.setdefault(name, place)
-                    group = ALONE if is_given and len(parts) != 1 else number  # packs hold documents of any sources
+                    # Rows of one document share a group; those of a given pack are of any sources.
+                    group = ALONE if num_rows[-1] == 1 or is_given else number
                     if document.get("group") is not None:  # far beyond the numbers of documents
                         group = int(short_hash(str(document["group"])), 16) % 2**61 + 2**61
                     groups += [group] * num_rows[-1]
@@ -161,7 +163,8 @@ class DocumentTokenizer:
             lengths = np.array([len(document["input_ids"]) for document in given], np.int64)
         else:
             columns, lengths = self._encoder.encode(renderings)
-        return check_rows(columns, lengths, num_rows, self._renderer.stop_ids, found, np.array(groups, np.int64))
+        shared = None if set(groups) <= {ALONE} else np.array(groups, np.int64)
+        return check_rows(columns, lengths, num_rows, self._renderer.stop_ids, found, shared)
 
 
 STALL_S = 20.0  # a chat takes a template some 0.0002 s
@@ -232,6 +235,7 @@ def job_of(config: Config, documents: Documents, tree: str = "off", most_tokens:
     return Job(tokenizer, config.tokenize, tree, most_tokens)
 
 
+FINDINGS = "findings.json"
 RULES_VERSION = "7"  # of rendering, masking and files; raised when the same input gives other rows, or other files
 
 
@@ -271,14 +275,29 @@ def tokenize_sets(
     sets: Mapping[str, DocumentSet], identity: str, kind: str, job: Job, cache_dir: str | Path | None
 ) -> tuple[dict[str, Rows], dict[str, RowCounts], tuple[str, ...]]:
     """Returns the rows of each set, which the cache holds, their counts, and notes to print."""
+    template, settings = job.tokenizer.chat_template, job.settings
+    key = {
+        "dataset": identity,
+        "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
+        "tokenizer.special_tokens": json.dumps(job.tokenizer.special_tokens_map, sort_keys=True, default=str),
+        "tokenizer.chat_template": short_hash(json.dumps(template, sort_keys=True)),
+        "template_kwargs": json.dumps(dict(settings.template_kwargs), sort_keys=True, default=str),
+        "train_on": settings.train_on,
+        "on_bad_row": settings.on_bad_row,
+        "max_bad_frac": str(settings.max_bad_frac),
+        "tree": job.tree,
+        "rules": RULES_VERSION,
+        "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
+    }
     rows: dict[str, Rows] = {}
-    counts, notes, special = {}, [], []
+    counts, notes, special, source = {}, [], [], identity.split("(")[0]
     for name, documents in sets.items():
-        key = _key(identity, job) | {"set": name}
         write = partial(_write_rows, name=name, kind=kind, documents=documents, job=job)
-        entry = build_once(cache_root(cache_dir), "tokens", f"{identity.split('(')[0]}-{name}", key, write)
-        found = Findings.load(entry.folder)
-        rows[name], counts[name] = load_trees(entry.folder, job.most_tokens), found.counts
+        entry = build_once(cache_root(cache_dir), "tokens", f"{source}-{name}", key | {"set": name}, write)
+        stored = json.loads((entry.folder / FINDINGS).read_text())
+        found = Findings(**stored | {"counts": RowCounts(**stored["counts"])})
+        flat, counts[name] = load_rows(entry.folder), found.counts
+        rows[name] = TreeRows(flat, job.most_tokens) if "branches" in flat.columns else flat
         notes.append(f"{name}: {found.counts} · cache: {entry.note}")
         special += notes_on(name, found)
     of_trees = [f"{name}: {of_set.note}" for name, of_set in rows.items() if of_set.note]
@@ -295,7 +314,8 @@ def _write_rows(folder: Path, name: str, kind: str, documents: DocumentSet, job:
             found += chunk.found
     writer.close()
     check_set(name, kind, found, job.settings, job.tokenizer)
-    found += Findings(write_trees(folder, job.tree))
+    if job.tree == "all" or (folder / "groups.bin").exists():
+        found += Findings(write_trees(folder, job.tree))
     (folder / FINDINGS).write_text(json.dumps(asdict(found)))
 
 
@@ -314,20 +334,3 @@ def notes_on(name: str, found: Findings) -> list[str]:
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""
         notes.append(f"NOTE: {name}: ignored, as nothing uses them: {', '.join(places[:5])}{more}")
     return notes
-
-
-def _key(identity: str, job: Job) -> Key:
-    template, settings = job.tokenizer.chat_template, job.settings
-    return {
-        "dataset": identity,
-        "tokenizer": short_hash(job.tokenizer.backend_tokenizer.to_str()),
-        "tokenizer.special_tokens": json.dumps(job.tokenizer.special_tokens_map, sort_keys=True, default=str),
-        "tokenizer.chat_template": short_hash(json.dumps(template, sort_keys=True)),
-        "template_kwargs": json.dumps(dict(settings.template_kwargs), sort_keys=True, default=str),
-        "train_on": settings.train_on,
-        "on_bad_row": settings.on_bad_row,
-        "max_bad_frac": str(settings.max_bad_frac),
-        "tree": job.tree,
-        "rules": RULES_VERSION,
-        "columns": " ".join(f"{name}:{column.stored}" for name, column in COLUMNS.items()),
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -101,14 +101,24 @@ def train_bpe_tokenizer(
     """Trains a byte-level BPE tokenizer with a chat template on the documents, once; later calls load it."""
     if documents.kind in ("tokens", "rows"):
         raise ConfigError("tokenizer=bpe needs text to train on, and dataset has token ids: use tokenizer=pretrained.")
-    key = {
-        "data": documents.identity,
-        "vocab_size": str(vocab_size),
-        "template": short_hash(CHAT_TEMPLATE),
-    }
+    key = {"data": documents.identity, "vocab_size": str(vocab_size), "template": short_hash(CHAT_TEMPLATE)}
 
     def build(folder: Path) -> None:
-        _train(_document_texts(documents.train), vocab_size).save_pretrained(folder)
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[PAD, END, *ROLES],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(_document_texts(documents.train), trainer)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, pad_token=PAD, eos_token=END, additional_special_tokens=list(ROLES)
+        )
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(folder)
 
     entry = build_once(cache_root(cache_dir), "tokenizers", f"bpe{vocab_size}", key, build)
     return PreTrainedTokenizerFast.from_pretrained(entry.folder)
@@ -135,21 +145,3 @@ def _document_texts(rows: DocumentSet) -> Iterator[str]:
             yield from (text[start : start + step] for start in range(0, len(text), step))
         if num_chars >= MAX_CHARS:
             return
-
-
-def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, END, *ROLES],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=PAD, eos_token=END, additional_special_tokens=list(ROLES)
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer

@@ -23,14 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from automodel_lite.data.tokens.token_rows import RowCounts, Rows, RowsWriter, TokenRows, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import ALONE, RowCounts, Rows, RowsWriter, TokenRows, flatten, load_rows
 from automodel_lite.thd import IGNORE_INDEX
 
 LEAST_SHARED = 64
 """Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a piece of each scan."""
 MODES = ("auto", "off", "all")
-ALONE = -1
-"""Group of a row that shares with none."""
 BLOCK_TREES = 1000
 PAIRED = "answers"
 """The column of rows that an objective compares: all of one group are one unit of packing, and never cut apart."""
@@ -152,7 +150,18 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
     """
     rows = load_rows(folder)
     (folder / "groups.bin").unlink(missing_ok=True)
-    groups = _groups(rows, mode)
+    if mode == "all" and PAIRED not in rows.columns:
+        spans = zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist())
+        keys: list[Any] = [rows.input_ids[start:stop][:LEAST_SHARED].tobytes() for start, stop in spans]
+    elif rows.groups is not None and (mode == "auto" or PAIRED in rows.columns):
+        keys = [("alone", i) if group == ALONE else group for i, group in enumerate(rows.groups.tolist())]
+    else:
+        return RowCounts()
+    # The rows that may share a tree, in the order of their first ones.
+    found: dict[Any, list[int]] = {}
+    for number, key in enumerate(keys):
+        found.setdefault(key, []).append(number)
+    groups = list(found.values())
     if len(groups) == len(rows):
         return RowCounts()
     trees, writer = folder / "trees", RowsWriter(folder / "trees")
@@ -170,33 +179,11 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
     return RowCounts(num_trees=num_trees, num_saved_tokens=saved)
 
 
-def _groups(rows: TokenRows, mode: str) -> list[list[int]]:
-    """The rows that may share a tree, in the order of their first ones."""
-    if mode == "all" and PAIRED not in rows.columns:
-        spans = zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist())
-        keys: list[Any] = [rows.input_ids[start:stop][:LEAST_SHARED].tobytes() for start, stop in spans]
-    elif rows.groups is not None and (mode == "auto" or PAIRED in rows.columns):
-        keys = [("alone", i) if group == ALONE else group for i, group in enumerate(rows.groups.tolist())]
-    else:
-        keys = list(range(len(rows)))
-    found: dict[Any, list[int]] = {}
-    for number, key in enumerate(keys):
-        found.setdefault(key, []).append(number)
-    return list(found.values())
-
-
-def load_trees(folder: Path, most_tokens: int | None = None) -> Rows:
-    """The rows of a folder; where they are trees, none has more tokens than a pack unless one of its rows has."""
-    rows = load_rows(folder)
-    if "branches" not in rows.columns:
-        return rows
-    return TreeRows(rows, None if PAIRED in rows.columns else most_tokens)
-
-
 class TreeRows(Rows):
-    """Trees, of which those over `most_tokens` are cut between rows."""
+    """Trees, of which those over `most_tokens` are cut between rows; none of what an objective compares."""
 
     def __init__(self, trees: TokenRows, most_tokens: int | None = None):
+        most_tokens = None if PAIRED in trees.columns else most_tokens
         self.trees, self.most_tokens = trees, most_tokens
         # Few trees are cut: these are cut once here for the lengths of their parts, and again when a part is read.
         lengths = trees.lengths
@@ -233,8 +220,6 @@ class TreeRows(Rows):
         return cut_tree(whole, self.most_tokens or 0)[part] if is_cut else whole
 
     def __reduce__(self) -> tuple:
-        if self.trees.folder is not None:
-            return load_trees, (self.trees.folder, self.most_tokens)
         return TreeRows, (self.trees, self.most_tokens)
 
 

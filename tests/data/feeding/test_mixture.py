@@ -80,19 +80,6 @@ def test_each_epoch_draws_its_own_documents(tmp_path: Path) -> None:
     assert data.longest == 20
 
 
-def test_weights_that_follow_a_schedule(tmp_path: Path) -> None:
-    sources = {
-        "small": {"dataset": texts(tmp_path / "s.jsonl", "s", 10, 10), "weight": [1, 1, 0]},
-        "large": {"dataset": texts(tmp_path / "l.jsonl", "l", 50, 20), "weight": [1, 3, 1]},
-    }
-    data, _ = mixed(tmp_path, sources)
-    tokens = [data.train_of(epoch).tokens_by_source() for epoch in (0, 1, 2, 7)]
-    alone = {"small": 0, "large": 1000}
-    assert tokens == [{"small": 100, "large": 100}, {"small": 100, "large": 300}, alone, alone]
-    other = {name: source | {"weight": [1, 1, 1]} for name, source in sources.items()}
-    assert mixed(tmp_path, other)[0].fingerprint != data.fingerprint  # though the first epochs are alike
-
-
 def test_what_is_taken_whole_is_not_drawn_again(tmp_path: Path) -> None:
     data, _ = mixed(tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 2}})
     assert data.train_of(1) is data.train
@@ -124,11 +111,6 @@ def test_every_dataset_keeps_its_counts_and_its_validation(tmp_path: Path) -> No
         "a: 100 tokens an epoch, 50.0% of all, 1.00 x its 100",
         "b: 100 tokens an epoch, 50.0% of all, 1.00 x its 100",
     )
-
-
-def test_many_repeats_are_pointed_at(tmp_path: Path) -> None:
-    data, _ = mixed(tmp_path, {"a": {"dataset": texts(tmp_path / "a.jsonl", "a", 4, 10), "repeat": 5}})
-    assert data.notes[-1].endswith("5.00 x its 40 (each document 5.0 times: add data?)")
 
 
 def test_packs_of_a_mixture_hold_its_rows(tmp_path: Path) -> None:
@@ -166,14 +148,7 @@ def test_a_tokenizer_is_trained_on_all_sources(tmp_path: Path) -> None:
         ),
         *(
             ({"weight": weight}, f"dataset.sources.a.weight={weight} must be a number over 0.")
-            for weight in (0, -0.5, float("nan"), float("inf"), "half")
-        ),
-        *(
-            (
-                {"weight": weights},
-                f"dataset.sources.a.weight={weights} must be a list of numbers, one per epoch, all at least 0.",
-            )
-            for weights in ([1, -1], [float("nan")], ["x"], [True])
+            for weight in (0, -0.5, float("nan"), float("inf"), "half", [1, 2])
         ),
         *(
             ({"max_documents": num}, f"dataset.sources.a.max_documents={num} must be a whole number at least 1.")

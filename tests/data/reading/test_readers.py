@@ -240,13 +240,6 @@ def test_a_delimiter_is_not_found_where_there_is_none(tmp_path: Path) -> None:
         documents(str(tmp_path / "b.csv"))
 
 
-def test_a_delimiter_can_be_given(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("question;answer,x\na;b,y\n")
-    assert documents(str(tmp_path / "a.csv"), delimiter="semicolon", columns={"answer": "answer,x"}) == [
-        {"prompt": "a", "completion": "b,y"}
-    ]
-
-
 def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,answer,answer\na,b,c\n")
     with pytest.raises(DataError, match=r"a.csv:1: two columns are called 'answer'"):
