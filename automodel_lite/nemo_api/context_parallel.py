@@ -52,11 +52,7 @@ def make_cp_batch_for_te(
 
 
 def _shard_thd_chunk_for_te(
-    batch: dict[str, Any],
-    cp_mesh: DeviceMesh,
-    qkv_format: str,
-    seq_lens_padding_value: int,
-    padding_token_id: int,
+    batch: dict[str, Any], cp_mesh: DeviceMesh, qkv_format: str, seq_lens_padding_value: int, padding_token_id: int
 ) -> tuple[dict[str, Any], Tensor]:
     """One THD dict -> this rank's part of it, and the positions in the stream of its tokens (int64 [T / cp])."""
     cp_size, cp_rank = cp_mesh.size(), dist.get_rank(group=cp_mesh.get_group())

@@ -46,10 +46,7 @@ def process_input_for_thd(
 
 
 def split_batch_into_thd_chunks(
-    batch: dict[str, Any],
-    num_chunks: int,
-    seq_lens_padding_value: int = SEQ_LENS_PADDING,
-    padding_token_id: int = 0,
+    batch: dict[str, Any], num_chunks: int, seq_lens_padding_value: int = SEQ_LENS_PADDING, padding_token_id: int = 0
 ) -> dict[str, Any]:
     """`process_input_for_thd` of `num_chunks` equal slices of the batch dim, stacked to [num_chunks, ...].
 

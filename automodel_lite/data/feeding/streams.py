@@ -51,13 +51,7 @@ from automodel_lite.data.reading.readers import Placed, RawRows, placed
 from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.findings import check_set
 from automodel_lite.data.tokens.token_rows import flatten
-from automodel_lite.data.tokens.tokenize import (
-    DocumentTokenizer,
-    Job,
-    job_of,
-    notes_on,
-    tokenize_sets,
-)
+from automodel_lite.data.tokens.tokenize import DocumentTokenizer, Job, job_of, notes_on, tokenize_sets
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.data.tokens.trees import trees_of
 from automodel_lite.errors import ConfigError, DataError, one_line, printable
@@ -158,12 +152,13 @@ class StreamingDataset:
             raise ConfigError(
                 f"{self.stream.name} contains token ids, but streams are tokenized during training: use dataset=files."
             )
-        self.val = {name: NormalizedRows(opened.rows, self._detected) for name, opened in val_sources.items()}
+        opened = {name: (one.rows, range(len(one.rows))) for name, one in val_sources.items()}
+        self.val = {name: NormalizedRows(rows, self._detected, every) for name, (rows, every) in opened.items()}
         self.description = f"{self.stream.name}: a stream in {self.num_shards} shards, {self._detected.description}"
         self.description += "".join(f"; {note}" for note in self.notes)
         read_as = f"{self._detected.format.name}{self._detected.source}; {dict(self._detected.renames)}; "
         read_as += f"num_shards={self.num_shards}"
-        val = "; ".join(f"{name}: {opened.identity}" for name, opened in val_sources.items())
+        val = "; ".join(f"{name}: {one.identity}" for name, one in val_sources.items())
         self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
         self.content = f"stream({self.stream.content}; {read_as})"
 

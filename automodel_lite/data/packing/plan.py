@@ -29,13 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from automodel_lite.config.sizes import slot_multiple_of
-from automodel_lite.data.packing.histogram import (
-    ExactFiller,
-    assign,
-    best_fit,
-    fewest_bins,
-    histogram_of,
-)
+from automodel_lite.data.packing.histogram import ExactFiller, assign, best_fit, fewest_bins, histogram_of
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.seed import BLOCK, seeded_order
 

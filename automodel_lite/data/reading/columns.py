@@ -281,12 +281,13 @@ def _describe(found: Format, columns: Sequence[str], renames: Mapping[str, str])
     return printable(description + (f", ignored: {', '.join(ignored)}" if ignored else ""))
 
 
+@dataclass(frozen=True)
 class NormalizedRows:
-    """Raw rows as documents: those of `indices`, in their order, or all."""
+    """Raw rows as documents: those of `indices`, in their order."""
 
-    def __init__(self, raw: RawRows, detected: Detected, indices: np.ndarray | None = None):
-        self.raw, self.detected = raw, detected
-        self.indices = range(len(raw)) if indices is None else indices
+    raw: RawRows
+    detected: Detected
+    indices: Sequence[int] | np.ndarray
 
     def __len__(self) -> int:
         return len(self.indices)

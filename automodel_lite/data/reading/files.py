@@ -125,15 +125,15 @@ class FilesDataset:
         self.train_files = list(source.files)
         columns = sniff_columns(placed(source.rows), f"{source.description}: the file")
         detected = detect(columns, self.format, self.columns)
-        labels = ""
+        labels, every = "", range(len(source.rows))
         if detected.format.kind == "tokens":
-            alignment = self.labels or find_alignment(placed(NormalizedRows(source.rows, detected)))
+            alignment = self.labels or find_alignment(placed(NormalizedRows(source.rows, detected, every)))
             detected = replace(detected, labels=alignment, is_checked=self.labels is None)
             how = {"aligned": "next-token aligned", "unshifted": "unshifted (shifted once here)"}
             labels = f", labels {how[detected.labels]}"
-        val = {name: NormalizedRows(opened.rows, detected) for name, opened in val_sources.items()}
+        val = {name: NormalizedRows(of.rows, detected, range(len(of.rows))) for name, of in val_sources.items()}
         num = min(len(source.rows), self.max_documents or len(source.rows))
-        indices = None if self.max_documents is None else np.arange(num)
+        indices: Sequence[int] | np.ndarray = every[:num]
         if self.val_frac:
             indices, held_out_rows = _split_indices(num, self.val_frac, self.seed)
             val["val"] = NormalizedRows(source.rows, detected, held_out_rows)
@@ -169,10 +169,7 @@ def kind_of_documents(detected: Detected, documents: Iterable[Placed]) -> str:
     if detected.format.kind != "own":
         return detected.format.kind
     first = next((document for _, document in documents if not isinstance(document, DataError)), {})
-    return next((kind for key, kind in _KINDS_BY_KEY.items() if key in first), "messages")
-
-
-_KINDS_BY_KEY = {"messages": "messages", "completion": "prompt_completion", "text": "text"}
+    return "prompt_completion" if "completion" in first else "text" if "text" in first else "messages"
 
 
 def sniff_columns(rows: Iterable[Placed], name: str) -> list[str]:
@@ -183,9 +180,6 @@ def sniff_columns(rows: Iterable[Placed], name: str) -> list[str]:
         empty = DataError(f"{name} is empty: it holds no row.")
         raise next((row for row in first if isinstance(row, DataError)), empty)
     return list(columns)
-
-
-_ANSWERS = ("completion", "output", "answer")
 
 
 def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
@@ -200,7 +194,7 @@ def read_questions(path: str) -> Iterator[tuple[RawRow, Question]]:
         detected = detect(columns, None, None)
         missing: Sequence[str] = ()
     except ConfigError:
-        missing = [name for name in _ANSWERS if name not in columns]
+        missing = [name for name in ("completion", "output", "answer") if name not in columns]
         detected = detect([*columns, *missing], None, None)
     for index in range(len(source.rows)):
         row = source.rows[index]
@@ -235,7 +229,10 @@ def open_rows(
 ) -> OpenedRows:
     """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of validation."""
     paths = [path] if isinstance(path, str) else list(path)
-    paths = [_fetch(one, key) if "://" in one else one for one in paths]
+    if any("://" in one for one in paths):
+        from automodel_lite.data.reading.remote import fetch  # most data are here
+
+        paths = [fetch(one, key) if "://" in one else one for one in paths]
     found, note = find_files(paths, key, held_out)
     if not found:
         if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
@@ -258,12 +255,6 @@ def open_rows(
     return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, files, notes)
 
 
-def _fetch(address: str, key: str) -> str:
-    from automodel_lite.data.reading.remote import fetch  # most data are here
-
-    return fetch(address, key)
-
-
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     name = printable(path.name)
     if path.is_dir():
@@ -274,14 +265,12 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
     if kind not in KINDS:
         raise ConfigError(f"{name}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed.")
     plain = _in_cache(path, name, _decompress) if path.suffix.lower() in COMPRESSIONS else path
-    if kind in (".jsonl", ".ndjson"):
-        return open_spans(plain, name, options.encoding)
+    if kind in (".jsonl", ".ndjson", ".txt"):
+        return open_spans(plain, name, options.encoding, options.text_unit if kind == ".txt" else None)
     if kind == ".json":
         return open_json(plain, name, options.encoding)
     if kind in (".csv", ".tsv"):
         return open_csv(plain, name, "\t" if kind == ".tsv" else ",", options.encoding)
-    if kind == ".txt":
-        return open_spans(plain, name, options.encoding, options.text_unit)
     return TableRows(_in_cache(plain, name, parquet_to_arrow) if kind == ".parquet" else plain, name)
 
 
@@ -292,11 +281,8 @@ def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -
     return build_once(cache_root(), "decompressed", name, key, build).folder / "data"
 
 
-_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # file ending -> pyarrow's name; the others are lzma's
-
-
 def _decompress(path: Path, name: str, target: Path) -> None:
-    codec = _CODECS.get(path.suffix.lower())
+    codec = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(path.suffix.lower())  # the others are lzma's
     try:
         with (
             pyarrow.CompressedInputStream(str(path), codec) if codec else lzma.open(path) as packed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle, takewhile
 from typing import Any
 
 from automodel_lite.data.reading.documents import Document, Message, maybe_json, read_turn, sound_text
@@ -37,11 +38,16 @@ def sharegpt(row: RawRow) -> Document:
 
 def alpaca(row: RawRow) -> Document:
     """`instruction`, optional `input`, `output`, optional `system` and `history` of [question, answer] pairs."""
-    prompt = _alpaca_prompt(row)
-    if row.get("history"):
-        asked = [{"role": "user", "content": prompt}, {"role": "assistant", "content": _text(row, "output")}]
-        return _chat([*_history(row["history"]), *asked], row)
-    return _prompt_completion(row, prompt, "output")
+    prompt, history = _alpaca_prompt(row), row.get("history")
+    if not history:
+        return _prompt_completion(row, prompt, "output")
+    texts: list[str] = []
+    for place, pair in enumerate(history if isinstance(history, list) else [history]):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise DataError(f"column history[{place}] must be a pair of texts, not {_shown(pair)}.")
+        texts += [sound_text(part, f"column history[{place}]") for part in pair]
+    roles, texts = cycle(("user", "assistant")), [*texts, prompt, _text(row, "output")]
+    return _chat([{"role": role, "content": text} for role, text in zip(roles, texts)], row)
 
 
 def _alpaca_prompt(row: RawRow) -> str:
@@ -97,10 +103,19 @@ def preference(row: RawRow) -> Document:
             name: [*before, {"role": "assistant", "content": _text(row, name)}] for name in ("chosen", "rejected")
         }
         return {name: _chat(turns, row) for name, turns in answers.items()}
-    if row.get("prompt") is None and row.get("instruction") is None:
-        return _split_texts(_text(row, "chosen"), _text(row, "rejected"))
-    prompt = _alpaca_prompt(row) if row.get("prompt") is None else _text(row, "prompt")
-    return {name: _prompt_completion(row, prompt, name) for name in ("chosen", "rejected")}
+    if row.get("prompt") is not None or row.get("instruction") is not None:
+        prompt = _alpaca_prompt(row) if row.get("prompt") is None else _text(row, "prompt")
+        return {name: _prompt_completion(row, prompt, name) for name in ("chosen", "rejected")}
+    # Whole texts: what they share, to its last white space, is the prompt.
+    texts = {name: _text(row, name) for name in ("chosen", "rejected")}
+    shared = takewhile(lambda both: both[0] == both[1], zip(*texts.values()))
+    cut = max((place + 1 for place, (character, _) in enumerate(shared) if character.isspace()), default=0)
+    if not cut or any(not text[cut:].strip() for text in texts.values()):
+        raise DataError(_NO_COMMON_PROMPT)
+    return {name: {"prompt": text[:cut], "completion": text[cut:]} for name, text in texts.items()}
+
+
+_NO_COMMON_PROMPT = "column chosen and column rejected must begin with the same prompt, and go on with an answer."
 
 
 def _prompt_turns(row: RawRow) -> list[Message]:
@@ -125,20 +140,8 @@ def _answer_turns(row: RawRow) -> list[list[Message]]:
     while num_shared and chats[0][num_shared - 1]["role"] == "assistant":
         num_shared -= 1
     if not num_shared or any(len(turns) == num_shared or turns[num_shared]["role"] != "assistant" for turns in chats):
-        raise DataError("column chosen and column rejected must begin with the same prompt, and go on with an answer.")
+        raise DataError(_NO_COMMON_PROMPT)
     return [[*({**turn, "weight": 0} for turn in turns[:num_shared]), *turns[num_shared:]] for turns in chats]
-
-
-def _split_texts(chosen: str, rejected: str) -> Document:
-    """Whole texts: what they share, to its last white space, is the prompt."""
-    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
-    cut = max((place + 1 for place in range(shared) if chosen[place].isspace()), default=0)
-    if not cut or not chosen[cut:].strip() or not rejected[cut:].strip():
-        raise DataError("column chosen and column rejected must begin with the same prompt, and go on with an answer.")
-    return {
-        name: {"prompt": chosen[:cut], "completion": text[cut:]}
-        for name, text in (("chosen", chosen), ("rejected", rejected))
-    }
 
 
 SYSTEM = ("system", "system_prompt")
@@ -169,11 +172,13 @@ def own_format(name: str, function: Callable[[RawRow], Any]) -> Format:
     `messages`, with `prompt` and `completion`, or with `text`, as a row of that format has them.
     """
 
+    kinds = ("messages", "prompt_completion", "text")
+
     def normalize(row: RawRow) -> Document:
         made = function(row)
         made = {"messages": made} if isinstance(made, list) else made
         keys = made.keys() if isinstance(made, dict) else ()
-        found = next((known for known in FORMATS if known.kind in OWN_KINDS and {*known.columns} <= {*keys}), None)
+        found = next((known for known in FORMATS if known.kind in kinds and {*known.columns} <= {*keys}), None)
         if found is None:
             raise DataError(
                 f"dataset.format={name} must return a list of messages, or an object with messages, with prompt and "
@@ -182,9 +187,6 @@ def own_format(name: str, function: Callable[[RawRow], Any]) -> Format:
         return found.normalize(made)
 
     return Format(name, "own", (), normalize)
-
-
-OWN_KINDS = ("messages", "prompt_completion", "text")
 
 
 def _turns(row: RawRow, column: str) -> list[Message]:
@@ -211,17 +213,6 @@ def _chat(turns: list[Message], row: RawRow) -> Document:
         is_old = column == "functions"
         document["tools"] = [{"type": "function", "function": tool} for tool in tools] if is_old else tools
     return document
-
-
-def _history(pairs: Any) -> list[Message]:
-    """The turns before the last question: `[["q", "a"], …]`."""
-    turns: list[Message] = []
-    for place, pair in enumerate(pairs if isinstance(pairs, list) else [pairs]):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise DataError(f"column history[{place}] must be a pair of texts, not {_shown(pair)}.")
-        question, answer = (sound_text(part, f"column history[{place}]") for part in pair)
-        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return turns
 
 
 def _prompt_completion(row: RawRow, prompt: str, completion_column: str) -> Document:

@@ -228,16 +228,6 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
     is_row = first.startswith(b"{") and first.endswith(b"}")
     if is_row and (len(lines) != 1 or not _rows_in(parse_json_object(first, lines.where(0), encoding))):
         return lines
-    return RowList(_json_array(path, name, encoding), name)
-
-
-def _rows_in(whole: RawRow) -> list[list[Any]]:
-    """The values of an object that are lists of rows (messages are objects too, but no rows)."""
-    lists = [value for value in whole.values() if isinstance(value, list) and value]
-    return [rows for rows in lists if all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in rows)]
-
-
-def _json_array(path: Path, name: str, encoding: str) -> list[Any]:
     content = path.read_bytes()
     try:
         whole = _read_json(content.decode(encoding))
@@ -246,12 +236,16 @@ def _json_array(path: Path, name: str, encoding: str) -> list[Any]:
         raise DataError(f"{name}:{line}: {undecodable(content[error.start], encoding)}") from error
     except ValueError as error:
         raise DataError(f"{name}: not JSON: {error}.") from error
-    if isinstance(whole, list):
-        return whole
-    arrays = _rows_in(whole) if isinstance(whole, dict) else []
+    arrays = [whole] if isinstance(whole, list) else _rows_in(whole) if isinstance(whole, dict) else []
     if len(arrays) != 1:
         raise DataError(f"{name}: must be an array of JSON objects, an object with one such array, or JSON lines.")
-    return arrays[0]
+    return RowList(arrays[0], name)
+
+
+def _rows_in(whole: RawRow) -> list[list[Any]]:
+    """The values of an object that are lists of rows (messages are objects too, but no rows)."""
+    lists = [value for value in whole.values() if isinstance(value, list) and value]
+    return [rows for rows in lists if all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in rows)]
 
 
 NUM_SNIFFED_LINES = 20

@@ -101,11 +101,11 @@ class ChatRenderer:
                 "tokenizer.chat_template=template.jinja."
             )
         for place in calls if self._arguments_type is str else ():
-            of_turn = [
+            written = [
                 {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
                 for call in messages[place]["tool_calls"]
             ]
-            messages[place] = {**messages[place], "tool_calls": of_turn}
+            messages[place] = {**messages[place], "tool_calls": written}
         turns = self._trained_turns(messages)
         plain, marked = self._templates[bool(tools)]
         render = partial(self._render, tools, plain)

@@ -135,7 +135,12 @@ class MemmapCorpus:
             )
         if self.separator_id > np.iinfo(self.dtype).max:
             raise ConfigError(f"dataset.separator_id={self.separator_id} is not a token of {self.dtype}.")
-        return MemmapRows(file, self.dtype, _offsets_by_separator(_map_tokens(file, self.dtype), self.separator_id))
+        # A document ends behind its separator; what follows the last one is a document too.
+        tokens = _map_tokens(file, self.dtype)
+        blocks = range(0, len(tokens), SCAN_TOKENS)
+        ends = [np.flatnonzero(tokens[i : i + SCAN_TOKENS] == self.separator_id) + i + 1 for i in blocks]
+        offsets = np.unique(np.concatenate([[0], *ends, [len(tokens)]])).astype(np.int64)
+        return MemmapRows(file, self.dtype, offsets)
 
 
 class JoinedRows(ConcatenatedRows, Rows):
@@ -194,16 +199,6 @@ def read_megatron_index(path: Path) -> tuple[str, np.ndarray]:
     if len(bounds) and not 0 <= bounds.min() <= bounds.max() < len(ends):
         raise DataError(f"{path.name}: its documents refer to sequences that do not exist.")
     return dtype, ends[bounds]
-
-
-def _offsets_by_separator(tokens: np.ndarray, separator_id: int) -> np.ndarray:
-    """A document ends behind its separator; what follows the last one is a document too."""
-    ends = [
-        np.flatnonzero(tokens[start : start + SCAN_TOKENS] == separator_id) + start + 1
-        for start in range(0, len(tokens), SCAN_TOKENS)
-    ]
-    offsets = np.concatenate([[0], *ends]).astype(np.int64)
-    return offsets if offsets[-1] == len(tokens) else np.append(offsets, len(tokens))
 
 
 def _map_tokens(path: Path, dtype: str) -> np.ndarray:
