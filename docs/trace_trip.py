@@ -5,7 +5,9 @@
 
 Traced are four stages of the smoke preset on one process: `prepare_data` (reading, tokenizing, the plan of packs), the
 plan of an epoch, the feed of batches, and the forward and backward passes of a step. Functions and methods of
-`automodel_lite/` and of the recipe count once each; comprehensions, lambdas and what dataclasses generate do not.
+`automodel_lite/` and of the recipe count once each; comprehensions, lambdas and what dataclasses generate do not. Nor
+does what `send_counts` enters: messages between the ranks about how many tokens a step has, and whether to stop. A
+line does not pass there.
 """
 
 from __future__ import annotations
@@ -44,21 +46,20 @@ class Tracer:
         code = frame.f_code
         path = Path(code.co_filename)
         is_ours = path.is_relative_to(ROOT / "automodel_lite") or path.is_relative_to(ROOT / "recipes")
-        if event == "call" and is_ours and not code.co_name.startswith("<"):
+        if self.now and event == "call" and is_ours and not code.co_name.startswith("<"):
             self.entered[self.now].add((str(path.relative_to(ROOT)), f"{code.co_name}:{code.co_firstlineno}"))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         outer, self.now = self.now, name
-        sys.setprofile(self)
-        threading.setprofile(self)
+        for setprofile in (sys.setprofile, threading.setprofile):
+            setprofile(self)
         try:
             yield
         finally:
             self.now = outer
-            if not outer:
-                sys.setprofile(None)
-                threading.setprofile(None)
+            for setprofile in (sys.setprofile, threading.setprofile):
+                setprofile(self if outer else None)
 
     def traced(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
         """`function` as a part of `stage`."""
@@ -86,7 +87,9 @@ def trace(folder: Path) -> Entered:
     train_ft.prepare_data = tracer.traced(train_ft.prepare_data, "prepare_data")
     PlannedPacks.plan = tracer.traced(PlannedPacks.plan, "plan")  # type: ignore[method-assign]
     recipe.open_feed = tracer.traced(recipe.open_feed, "feed")
-    train_ft.DeviceFeed.__next__ = tracer.traced(train_ft.DeviceFeed.__next__, "feed")  # type: ignore[method-assign]
+    feed: Any = train_ft.DeviceFeed
+    feed.peek, feed.__next__ = tracer.traced(feed.peek, "feed"), tracer.traced(feed.__next__, "feed")
+    recipe.send_counts = tracer.traced(recipe.send_counts, "")
     recipe.forward_backward = tracer.traced(recipe.forward_backward, "forward and backward")
     with resume.join_ranks(check_config(compose_config("smoke", overrides))) as (config, peers, _):
         recipe(config, peers).train()

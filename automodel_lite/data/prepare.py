@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from automodel_lite.attention.positions import LENGTH_DEPENDENT
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build, build_with
@@ -50,30 +48,26 @@ def check_positions(data: PackSource, model: CausalLM, teacher: CausalLM | None 
     """Raises ConfigError when a document has more tokens than a model has positions (each document starts at 0), or
     when the rows of a tree may need different rotations for the tokens that they share.
     """
-    _check_positions_of("model", data, model.config(data.tokenizer))
-    if teacher:
-        _check_positions_of("teacher", data, teacher.config(data.tokenizer))
-
-
-def _check_positions_of(name: str, data: PackSource, model_config: PretrainedConfig) -> None:
-    longest, text = data.longest, model_config.get_text_config()
-    limit = config_value(text, "max_position_embeddings")
-    rope = config_value(text, "rope_parameters", {})
-    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        kind = parameters.get("rope_type")
-        at_top = config_value(text, "original_max_position_embeddings", limit)
-        original = parameters.get("original_max_position_embeddings") or at_top
-        if data.has_trees and kind in LENGTH_DEPENDENT and longest > original:
+    models = {"model": model} if teacher is None else {"model": model, "teacher": teacher}
+    for name, config in {name: of.config(data.tokenizer) for name, of in models.items()}.items():
+        longest, text = data.longest, config.get_text_config()
+        limit = config_value(text, "max_position_embeddings")
+        rope = config_value(text, "rope_parameters", {})
+        for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+            kind = parameters.get("rope_type")
+            at_top = config_value(text, "original_max_position_embeddings", limit)
+            original = parameters.get("original_max_position_embeddings") or at_top
+            if data.has_trees and kind in LENGTH_DEPENDENT and longest > original:
+                raise ConfigError(
+                    f"{name}.config.rope_parameters.rope_type={kind} rotates rows over {original} tokens differently, "
+                    f"and rows of up to {longest} share their beginnings: set packed_sequence.tree=off."
+                )
+        if limit is not None and longest > limit:
             raise ConfigError(
-                f"{name}.config.rope_parameters.rope_type={kind} rotates rows over {original} tokens differently, and "
-                f"rows of up to {longest} share their beginnings: set packed_sequence.tree=off."
+                f"the longest document has {longest} tokens, the {name} max_position_embeddings={limit}: set "
+                f"packed_sequence.packed_sequence_size={limit} (packed_sequence.overlong drops, truncates or splits "
+                f"longer ones), or scale its positions by {name}.config."
             )
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"the longest document has {longest} tokens, the {name} max_position_embeddings={limit}: set "
-            f"packed_sequence.packed_sequence_size={limit} (packed_sequence.overlong drops, truncates or splits longer "
-            f"ones), or scale its positions by {name}.config."
-        )
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], accept_changes: bool) -> None:

@@ -36,8 +36,10 @@ def process_input_for_thd(
     thd = {
         "input_ids": input_ids.flatten(0, 1),
         "labels": None if batch.get("labels") is None else batch["labels"].flatten(0, 1),
-        "position_ids": _flat_positions(batch.get("position_ids")),
+        "position_ids": batch.get("position_ids"),
     }
+    if (positions := thd["position_ids"]) is not None:
+        thd["position_ids"] = positions.flatten(1)[:, None] if positions.ndim == 3 else positions.flatten()
     if batch.get("seq_lens") is None:
         thd["padding_mask"] = thd_padding_mask_from_token_ids(input_ids, padding_token_id).flatten()
     else:
@@ -124,13 +126,6 @@ def _boundaries(
         "padding_mask": place_in_slot >= all_lens.repeat_interleave(all_slots),
     }
     return result if torch.equal(cu, cu_padded) else result | {"cu_seqlens_padded": cu_padded}
-
-
-def _flat_positions(position_ids: Tensor | None) -> Tensor | None:
-    """[B, S] -> [B * S]; mRoPE [R, B, S] -> [R, 1, B * S]."""
-    if position_ids is None:
-        return None
-    return position_ids.flatten(1)[:, None] if position_ids.ndim == 3 else position_ids.flatten()
 
 
 def _rows_of(key: str, value: Any, rows: int, chunk: slice) -> Any:

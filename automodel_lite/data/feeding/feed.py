@@ -82,8 +82,8 @@ class ReadyStep:
     inputs: list[ThdBatch]  # of the model: this context-parallel rank's tokens of each micro-batch, on the device
 
 
-class DeviceFeed:
-    """An iterator of steps that reads, and copies to the device, one step ahead.
+class DeviceFeed(Iterator[ReadyStep]):
+    """Reads steps, and copies them to the device, one step ahead.
 
         compute stream   step 1 ─────────────▶ step 2 ─────────────▶
         host             stage 2: read ─┐      stage 3: read ─┐
@@ -110,9 +110,6 @@ class DeviceFeed:
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: ReadyStep | None = None
-
-    def __iter__(self) -> Iterator[ReadyStep]:
-        return self
 
     def stage(self) -> None:
         """Reads the next step and starts its copy; nothing when that was done already, or when no step is left."""

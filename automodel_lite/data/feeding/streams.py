@@ -223,7 +223,14 @@ class StreamedPacks(PackSource):
         packer = packer.fitted_to(documents.kind, padding_id(job.tokenizer))
         identity = f"{documents.identity} val"
         val, _, notes = tokenize_sets(documents.val, identity, documents.kind, job, config.cache_dir)
-        notes = (*_look_at_head(documents, job, packer), *notes)
+        # The first documents are judged as a file's are, before a step is taken.
+        head = documents.head(MIN_JUDGED_DOCUMENTS)
+        chunk, name = DocumentTokenizer(job).chunk(head), f"first {len(head):,} documents"
+        check_set(name, documents.kind, chunk.found, job.settings, job.tokenizer)
+        if packer.overlong == "drop":
+            too_long = chunk.lengths[chunk.lengths > packer.packed_sequence_size]
+            packer.check_dropped(int(too_long.sum()), int(chunk.lengths.sum()), name, chunk.lengths)
+        notes = (f"{name}: {chunk.found.counts}", *notes_on(name, chunk.found), *notes)
         val_packs = {name: packer.packs(rows) for name, rows in val.items()}
         has_trees, longest = packer.tree != "off", packer.packed_sequence_size  # at most
         return cls(documents, job, packer, val_packs, notes, batches, config.dataloader, has_trees, longest)
@@ -339,22 +346,6 @@ class StreamedPacks(PackSource):
                 continue
             yield ahead
             ahead = next(read, None)
-
-
-def _look_at_head(documents: StreamingDataset, job: Job, packer: Packer) -> tuple[str, ...]:
-    """Tokenizes the first documents and judges them as a file's are; returns notes to print.
-
-    Raises:
-        DataError: as `check_set` does, or too many tokens that no pack can hold.
-    """
-    head = documents.head(MIN_JUDGED_DOCUMENTS)
-    chunk = DocumentTokenizer(job).chunk(head)
-    name = f"first {len(head):,} documents"
-    check_set(name, documents.kind, chunk.found, job.settings, job.tokenizer)
-    if packer.overlong == "drop":
-        too_long = chunk.lengths[chunk.lengths > packer.packed_sequence_size]
-        packer.check_dropped(int(too_long.sum()), int(chunk.lengths.sum()), name, chunk.lengths)
-    return (f"{name}: {chunk.found.counts}", *notes_on(name, chunk.found))
 
 
 @dataclass

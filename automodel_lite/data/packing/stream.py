@@ -28,7 +28,7 @@ dropped; and tokens of all rows, and of those.
 """
 
 
-class PackStream:
+class PackStream(Iterator[dict[str, Any]]):
     """Iterates over packs of exact_fill, documents in the order of the stream, shifted by about ten places.
 
     read(start): the documents from number `start` on, the same ones at every call; each is a list of the rows
@@ -47,9 +47,6 @@ class PackStream:
         self.packer = packer
         self.lookahead = lookahead
         self.load_state_dict({"cursor": 0, "waiting": []})
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
 
     def __next__(self) -> dict[str, Any]:
         return self.packer.pack_of(flatten(self._held.pop(number)[1] for number in next(self._packs)))

@@ -100,7 +100,7 @@ class ChatRenderer:
                 "be trained on as if it were empty: use a template that renders them, "
                 "tokenizer.chat_template=template.jinja."
             )
-        for place in calls if self._arguments_type is str else ():
+        for place in calls if calls and self._arguments_type is str else ():
             written = [
                 {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
                 for call in messages[place]["tool_calls"]
