@@ -103,7 +103,7 @@ def test_what_changed_is_named_against_the_closest_entry(tmp_path: Path) -> None
 
 def tokenize_toy_chat(cache_dir: Path, log: Path) -> None:
     documents = ToyChat(num_chats=300)
-    documents.train = DocumentList([*documents.train.documents], "toy_chat")
+    documents.train = DocumentList([*documents.train.rows], "toy_chat")
     data = tokenize_documents(documents, Job(byte_tokenizer(MARKED)), cache_dir)
     append(log, f"{data.fingerprint} {data.train.num_tokens} {int(data.train.labels.sum())}")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from automodel_lite.config.rules import Range, Seed
-from automodel_lite.data.reading.readers import RawRows
+from automodel_lite.data.reading.readers import RawRows, RowList
 from automodel_lite.errors import DataError
 
 UNUSED = "unused"  # key of a document: columns of its row that nothing uses and that begin after the first rows
@@ -98,18 +98,8 @@ class Documents(Protocol):
         """What the cache key says of the data; another identity is other data."""
 
 
-@dataclass(frozen=True)
-class DocumentList:
-    """Documents held in memory."""
-
-    documents: Sequence[Document]
-    name: str
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> Document:
-        return self.documents[index]
+class DocumentList(RowList):
+    """Documents held in memory, numbered from 0."""
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"

@@ -67,7 +67,8 @@ class Rows(ABC):
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Rows:
         """The same rows with more columns, [tokens of the flat rows, ...] each."""
         flat = self.flat
-        return TokenRows({**flat.columns, **columns}, flat.offsets, files=flat.files, row_lengths=flat.row_lengths)
+        of_rows: dict[str, Any] = {"lengths": flat.lengths, "row_lengths": flat.row_lengths}
+        return TokenRows({**flat.columns, **columns}, flat.offsets, files=flat.files, **of_rows)
 
     def has_labels(self, doc_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Returns which pieces of documents have a label, bool [P]."""

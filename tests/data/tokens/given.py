@@ -30,7 +30,7 @@ class Given:
 
     @property
     def identity(self) -> str:
-        return f"given({json.dumps(self.train.documents)})"
+        return f"given({json.dumps(self.train.rows)})"
 
 
 def chats(*documents: Any) -> Given:
