@@ -6,8 +6,8 @@
 Traced are four stages of the smoke preset on one process: `prepare_data` (reading, tokenizing, the plan of packs), the
 plan of an epoch, the feed of batches, and the forward and backward passes of a step. Functions and methods of
 `automodel_lite/` and of the recipe count once each; comprehensions, lambdas and what dataclasses generate do not. Nor
-does what `send_counts` enters: messages between the ranks about how many tokens a step has, and whether to stop. A
-line does not pass there.
+does what `send_counts` and `receive_counts` enter: messages between the ranks about how many tokens a step has, and
+whether to stop. A line does not pass there.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def trace(folder: Path) -> Entered:
     feed: Any = train_ft.DeviceFeed
     feed.peek, feed.__next__ = tracer.traced(feed.peek, "feed"), tracer.traced(feed.__next__, "feed")
     recipe.send_counts = tracer.traced(recipe.send_counts, "")
+    guards: Any = train_ft.Guards
+    guards.receive_counts = tracer.traced(guards.receive_counts, "")
     recipe.forward_backward = tracer.traced(recipe.forward_backward, "forward and backward")
     with resume.join_ranks(check_config(compose_config("smoke", overrides))) as (config, peers, _):
         recipe(config, peers).train()

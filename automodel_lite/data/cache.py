@@ -65,9 +65,8 @@ def build_once(cache_dir: Path, kind: str, name: str, key: Key, build: Callable[
     made. An entry appears by one rename, so a killed builder leaves none. The files of an entry are compared with
     their checksums once per start and host.
 
-    Raises:
-        ConfigError: a cache that cannot be written, or a damaged entry that cannot be replaced (names the folder to
-            remove).
+    Raises ConfigError: a cache that cannot be written, or a damaged entry that cannot be replaced (names the folder to
+    remove).
     """
     folder = entry_folder(cache_dir, kind, name, key)
     name, key = scrub(name), {part: scrub(value) for part, value in key.items()}

@@ -137,9 +137,15 @@ def split_of(dataset: Any, split: str) -> Any:
 
 def flat_samples(samples: Any) -> TokenRows:
     """Samples as flat rows, -100 in copies of their labels where loss_mask is 0; the samples are not changed."""
-    rows = _flat_columns(samples) if isinstance(samples, datasets.Dataset) else None
+
+    def masked(sample: dict[str, Any]) -> dict[str, Any]:
+        if "loss_mask" not in sample:
+            return sample
+        labels = np.where(np.asarray(sample["loss_mask"]) == 0, CROSS_ENTROPY_IGNORE_IDX, np.asarray(sample["labels"]))
+        return {"input_ids": sample["input_ids"], "labels": labels}
+
     each = samples if isinstance(samples, Iterable) else (samples[i] for i in range(len(samples)))
-    return flatten(map(_without_masked_labels, each)) if rows is None else rows
+    return flatten(map(masked, each))
 
 
 def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) -> tuple[TokenRows, int]:
@@ -161,35 +167,6 @@ def _fitting_samples(samples: Any, size: int, multiple: int, drop_long: bool) ->
     offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
     columns = {"input_ids": rows.input_ids[tokens], "labels": rows.labels[tokens]}
     return TokenRows(columns, offsets), int(long.sum())
-
-
-def _without_masked_labels(sample: dict[str, Any]) -> dict[str, Any]:
-    if "loss_mask" not in sample:
-        return sample
-    labels = np.where(np.asarray(sample["loss_mask"]) == 0, CROSS_ENTROPY_IGNORE_IDX, np.asarray(sample["labels"]))
-    return {"input_ids": sample["input_ids"], "labels": labels}
-
-
-def _flat_columns(dataset: datasets.Dataset) -> TokenRows | None:
-    """The columns of an Arrow dataset without a Python object a token; None where only its rows say what is meant."""
-    if dataset.format["type"] not in (None, "numpy", "torch", "python") or not len(dataset):
-        return None
-    names = [name for name in ("input_ids", "labels", "loss_mask") if name in dataset.column_names]
-    arrow = dataset.with_format("arrow", columns=names)
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    lengths: list[np.ndarray] = []
-    for table in arrow.iter(batch_size=10_000):
-        widths = [table[name].combine_chunks().value_lengths().to_numpy(zero_copy_only=False) for name in names]
-        if any((w != widths[0]).any() for w in widths):
-            return None  # the way row by row says which one it is
-        lengths.append(widths[0])
-        for name in names:
-            columns[name].append(table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False))
-    flat = {name: np.concatenate(parts) for name, parts in columns.items()}
-    if "loss_mask" in flat:
-        flat["labels"] = np.where(flat["loss_mask"] == 0, CROSS_ENTROPY_IGNORE_IDX, flat["labels"])
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-    return TokenRows({"input_ids": flat["input_ids"], "labels": flat["labels"]}, offsets)
 
 
 def _materialize(

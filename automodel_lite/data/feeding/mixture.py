@@ -47,8 +47,7 @@ class Mixture:
     Every dataset has its own validation sets and its own counts. Documents that are not all taken are drawn anew in
     every epoch, from (seed, epoch) alone.
 
-    Raises:
-        ConfigError: weights for some datasets only, or a number that cannot be.
+    Raises ConfigError: weights for some datasets only, or a number that cannot be.
     """
 
     def __init__(
@@ -66,16 +65,20 @@ class Mixture:
         if weighted and len(weighted) < len(self.sources):
             other = next(name for name in self.sources if name not in weighted)
             raise ConfigError(f"dataset.sources.{other}.weight=null: give all datasets weights, or none.")
+        self.stop, self.seed, self.kind = stop, seed, "mixture"
+        self.datasets: dict[str, Documents] = {name: source.dataset for name, source in self.sources.items()}
         self._check_held_out()
-        self.stop: Stop = stop
-        self.seed = seed
-        self.kind = "mixture"
-        self.questions: Sequence[Question] = [q for source in self.sources.values() for q in source.dataset.questions]
-        self.description = "; ".join(f"{name} = {source.dataset.description}" for name, source in self.sources.items())
+        # The documents of all datasets, one after the other, as a tokenizer is trained on them.
+        self.train: DocumentSet = ConcatenatedRows([dataset.train for dataset in self.datasets.values()])
+        self.val: dict[str, DocumentSet] = _prefixed({name: dataset.val for name, dataset in self.datasets.items()})
+        self.questions: Sequence[Question] = [q for dataset in self.datasets.values() for q in dataset.questions]
+        self.description = "; ".join(f"{name} = {dataset.description}" for name, dataset in self.datasets.items())
+        rules = [f"{n}: {s.dataset.identity} {s.weight} {s.repeat} {s.max_documents}" for n, s in self.sources.items()]
+        self.identity = f"mixture({'; '.join(rules)}; {stop}, seed={seed})"
 
     def _check_held_out(self) -> None:
         """Raises ConfigError for a file that one source trains on and another one validates on."""
-        files = {name: s.dataset for name, s in self.sources.items() if isinstance(s.dataset, FilesDataset)}
+        files = {name: dataset for name, dataset in self.datasets.items() if isinstance(dataset, FilesDataset)}
         for name, dataset in files.items():
             for other, trained in files.items():
                 # The part that one source holds out of a file is trained on where another one takes it whole.
@@ -86,26 +89,6 @@ class Mixture:
                         f"dataset.sources.{other} trains on {shared.path}, which dataset.sources.{name} validates on: "
                         "hold documents out by val_frac in a source of their own, or name other files."
                     )
-
-    @property
-    def datasets(self) -> dict[str, Documents]:
-        return {name: source.dataset for name, source in self.sources.items()}
-
-    @property
-    def train(self) -> DocumentSet:
-        """The documents of all datasets, one after the other, as a tokenizer is trained on them."""
-        return ConcatenatedRows([dataset.train for dataset in self.datasets.values()])
-
-    @property
-    def val(self) -> dict[str, DocumentSet]:
-        return _prefixed({name: dataset.val for name, dataset in self.datasets.items()})
-
-    @property
-    def identity(self) -> str:
-        texts = [
-            f"{name}: {p.dataset.identity} {p.weight} {p.repeat} {p.max_documents}" for name, p in self.sources.items()
-        ]
-        return f"mixture({'; '.join(texts)}; {self.stop}, seed={self.seed})"
 
     def tokenized(self, datasets: Mapping[str, TokenizedData], vocab_size: int) -> TokenizedData:
         rows = {name: data.train for name, data in datasets.items()}

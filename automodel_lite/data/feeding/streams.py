@@ -268,8 +268,7 @@ class StreamedPacks(PackSource):
     def steps(self, cursor: Cursor, mesh: Mesh, costs: CostModel) -> Iterator[StepBatches]:
         """The costs of packs are not used: they are not known together.
 
-        Raises:
-            DataError: the stream ends without a pack.
+        Raises DataError: the stream ends without a pack.
         """
         while True:
             num_steps = 0
@@ -314,8 +313,7 @@ class StreamedPacks(PackSource):
     def _judged(self, counts: Mapping[str, int]) -> str:
         """Returns `stream.jsonl: 1,200 documents read, 12 bad, ...`.
 
-        Raises:
-            DataError: too much of what all shards have read so far cannot be trained on.
+        Raises DataError: too much of what all shards have read so far cannot be trained on.
         """
         name, max_bad_frac = self.documents.stream.name, self.job.settings.max_bad_frac
         text = (

@@ -167,8 +167,7 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
         format_name: or a function from a raw row to messages, or to prompt and completion.
         renames: canonical name -> column of the file (`{"question": "Frage"}`).
 
-    Raises:
-        ConfigError: unknown format, a column that is not there, or columns of no known format.
+    Raises ConfigError: unknown format, a column that is not there, or columns of no known format.
     """
     renames = dict(renames or {})
     if format_name is not None and not isinstance(format_name, str):

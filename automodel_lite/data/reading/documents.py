@@ -127,8 +127,7 @@ def read_turn(turn: Any, where: str) -> Message:
     Args:
         where: its place in the row, `messages[2]`.
 
-    Raises:
-        DataError: names the place and what is wrong there.
+    Raises DataError: names the place and what is wrong there.
     """
     if not isinstance(turn, dict):
         raise DataError(f"{where} must be an object with role and content, not {type(turn).__name__}.")

@@ -57,8 +57,7 @@ ValPath = PathStr | Sequence[PathStr] | Mapping[str, PathStr | Sequence[PathStr]
 class ReadOptions:
     """How files are read.
 
-    Raises:
-        ConfigError: an encoding that is unknown, or in which a line does not end as in ASCII.
+    Raises ConfigError: an encoding that is unknown, or in which a line does not end as in ASCII.
     """
 
     encoding: str = "utf-8"
@@ -82,9 +81,8 @@ class ReadOptions:
 class FilesDataset:
     """Documents from files: JSON lines, JSON, CSV, TSV, text, Parquet, Arrow; or from the hub.
 
-    Raises:
-        ConfigError: nothing at `path`, unknown format, columns of no known format, or a file that is trained on and
-            validated on.
+    Raises ConfigError: nothing at `path`, unknown format, columns of no known format, or a file that is trained on and
+    validated on.
     """
 
     path: PathStr | Sequence[PathStr]  # a file, a folder, a glob, a list of these, or a hub name

@@ -71,8 +71,7 @@ def find_alignment(documents: Iterable[Placed]) -> Alignment:
 
     documents: (place, document), read until one decides.
 
-    Raises:
-        DataError: the labels of a row fit neither (names its place).
+    Raises DataError: the labels of a row fit neither (names its place).
     """
     for where, row in documents:
         for document in [] if isinstance(row, DataError) else row.get("documents", [row]):

@@ -109,9 +109,8 @@ def find_files(paths: Sequence[str], key: str, held_out: Sequence[FileStamp] = (
     A file that is named twice, by links or in a folder and by itself, is taken once. For training, `held_out` files of
     validation are left out of folders and patterns.
 
-    Raises:
-        ConfigError: a path that is missing beside others that are there, a folder without data, or a file of
-            validation that is named for training too.
+    Raises ConfigError: a path that is missing beside others that are there, a folder without data, or a file of
+    validation that is named for training too.
     """
     left_out: dict[str, list[str]] = defaultdict(list)
     taken: dict[tuple[int, int], Path] = {}

@@ -67,9 +67,8 @@ class ChatRenderer:
     Args:
         template_kwargs: more variables for the template, `{"enable_thinking": False}`.
 
-    Raises:
-        ConfigError: a template whose assistant turns end without a special token, after which no model could learn
-            to stop.
+    Raises ConfigError: a template whose assistant turns end without a special token, after which no model could learn
+    to stop.
     """
 
     def __init__(
@@ -89,8 +88,7 @@ class ChatRenderer:
     def renderings(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendering]:
         """The renderings of one chat: one, or one a trained turn when the template rewrites earlier turns.
 
-        Raises:
-            DataError: no assistant turn, or the template refuses the chat or leaves a part of it out.
+        Raises DataError: no assistant turn, or the template refuses the chat or leaves a part of it out.
         """
         messages = list(messages)
         calls = [place for place, message in enumerate(messages) if message.get("tool_calls")]
@@ -319,8 +317,7 @@ class Renderer:
         """The renderings of one document; more than one for a chat whose template rewrites earlier turns, two for a
         preference pair.
 
-        Raises:
-            DataError: the document cannot be rendered (says why, not where).
+        Raises DataError: the document cannot be rendered (says why, not where).
         """
         if "chosen" in document:
             if self._train_on == "all":

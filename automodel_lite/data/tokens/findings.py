@@ -117,8 +117,7 @@ def check_set(
     kind: of the documents, see `Documents`; text is meant to be trained on whole, and what ends given token ids is
     their maker's choice.
 
-    Raises:
-        DataError: too many unusable documents, no row, everything trained on, or no trained stop token.
+    Raises DataError: too many unusable documents, no row, everything trained on, or no trained stop token.
     """
 
     def shown(row: Example | None) -> str:

@@ -60,8 +60,7 @@ class MemmapRows(Rows):
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         """A view of the file's tokens; labels are made here.
 
-        Raises:
-            DataError: the file was cut short since it was mapped; reading on would end the process by a signal.
+        Raises DataError: the file was cut short since it was mapped; reading on would end the process by a signal.
         """
         check_not_cut(self._files)
         tokens = self.tokens[self._offsets[index] : self._offsets[index + 1]]
@@ -154,8 +153,7 @@ class JoinedRows(ConcatenatedRows, Rows):
 def write_memmap(path: Path, documents: Iterable[Sequence[int]], dtype: str = "int32") -> None:
     """Writes `<path>.bin` and `<path>.idx`, a pair of Megatron's; read them with `MemmapCorpus`.
 
-    Raises:
-        DataError: a token that `dtype` (uint16, int32) cannot hold.
+    Raises DataError: a token that `dtype` (uint16, int32) cannot hold.
     """
     most, lengths = np.iinfo(dtype).max, []
     with path.with_suffix(".bin").open("wb") as file:

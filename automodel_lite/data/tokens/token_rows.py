@@ -212,14 +212,8 @@ class RowsWriter:
         self._write("lengths", np.zeros(0, np.int32))
         self._write("offsets", np.zeros(1, np.int64))
 
-    def append(
-        self,
-        columns: Mapping[str, np.ndarray],
-        lengths: np.ndarray,
-        groups: np.ndarray | None = None,
-        row_lengths: np.ndarray | None = None,
-    ) -> None:
-        """Adds documents that lie end to end in each of `columns` [sum(lengths)]; `row_lengths` with all or none."""
+    def append(self, columns: Mapping[str, np.ndarray], lengths: np.ndarray, groups: np.ndarray | None = None) -> None:
+        """Adds documents that lie end to end in each of `columns` [sum(lengths)]."""
         num_tokens = int(lengths.sum(dtype=np.int64))
         for name in [name for name in COLUMNS if name in columns or name in self._files]:
             if name not in self._files:  # the documents before these came without the column
@@ -227,8 +221,6 @@ class RowsWriter:
             values = columns[name] if name in columns else _filled(name, num_tokens)
             assert len(values) == num_tokens
             self._write(name, values)
-        if row_lengths is not None:
-            self._write("row_lengths", row_lengths)
         if groups is not None and "groups" not in self._files:
             self._write("groups", np.full(self._num_rows, ALONE))
         if "groups" in self._files:

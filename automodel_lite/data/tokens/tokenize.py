@@ -115,8 +115,7 @@ class DocumentTokenizer:
     def chunk(self, documents: Iterable[Placed], first: int = 0) -> Chunk:
         """Returns the token rows of some documents, which are number `first` and following of their set.
 
-        Raises:
-            DataError: a bad row, unless they are skipped.
+        Raises DataError: a bad row, unless they are skipped.
         """
         num_rows: list[int] = []  # that each document becomes, before those without a label are left out
         groups: list[int] = []  # of each row
@@ -245,9 +244,8 @@ def tokenize_documents(documents: Documents, job: Job, cache_dir: str | Path | N
     The datasets of a mixture are tokenized one by one, then mixed; a memory-mapped corpus is taken as it is.
     cache_dir: default `$AUTOMODEL_LITE_CACHE`, else `~/.cache/automodel_lite`.
 
-    Raises:
-        DataError: a bad row (names file, line and column), or a set in which nothing, or everything, is trained on, or
-            whose answers do not end on a trained stop token (shows an example).
+    Raises DataError: a bad row (names file, line and column), or a set in which nothing, or everything, is trained on,
+    or whose answers do not end on a trained stop token (shows an example).
     """
     if isinstance(documents, RowDataset):
         datasets = {name: tokenize_documents(dataset, job, cache_dir) for name, dataset in documents.datasets.items()}

@@ -165,13 +165,14 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
         return RowCounts()
     trees, writer = folder / "trees", RowsWriter(folder / "trees")
     grown = (tree for group in groups for tree in grow_trees([rows[i] for i in group], shares=mode != "off"))
-    num_trees = 0
+    num_trees, longest = 0, []
     while block := list(islice(grown, BLOCK_TREES)):
         num_trees += sum("branches" in tree for tree in block)
         flat = flatten(block)
-        row_lengths = longest_rows(flat) if "branches" in flat.columns else flat.lengths
-        writer.append(flat.columns, flat.lengths, row_lengths=row_lengths)
+        writer.append(flat.columns, flat.lengths)
+        longest.append(longest_rows(flat) if "branches" in flat.columns else flat.lengths)
     writer.close()
+    np.concatenate(longest).astype(np.int32).tofile(trees / "row_lengths.bin")
     saved = rows.num_tokens - load_rows(trees).num_tokens
     for file in trees.iterdir():
         file.replace(folder / file.name)

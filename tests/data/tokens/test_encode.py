@@ -52,9 +52,7 @@ def test_the_mask_of_merged_tokens(tmp_path) -> None:
     documents = ToyChat(num_chats=200)
     tokenizer = train_bpe_tokenizer(documents, 384, cache_dir=tmp_path)
     renderer = ChatRenderer(tokenizer, "assistant")
-    renderings = [
-        rendering for chat in documents.train.rows for rendering in renderer.renderings(chat["messages"])
-    ]
+    renderings = [rendering for chat in documents.train.rows for rendering in renderer.renderings(chat["messages"])]
     check_mask(Encoder(tokenizer), renderings)
 
 
