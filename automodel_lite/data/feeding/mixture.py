@@ -21,24 +21,23 @@ from automodel_lite.errors import ConfigError, shown
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MOST_REPEATS = 1000  # more is a typing mistake, and takes memory for each time
-_RULES = {"weight": Range(above=0), "repeat": Range(above=0, most=MOST_REPEATS), "max_documents": Range(least=1)}
+_RULES = {"weight": Range(above=0), "repeat": Range(above=0, most=MOST_REPEATS)}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One dataset of a mixture: `weight` or `repeat`, and a cap on its documents."""
+    """One dataset of a mixture: `weight` or `repeat`."""
 
     dataset: Documents
     weight: float | None = None
     repeat: float = 1.0
-    max_documents: int | None = None
 
 
 class Mixture:
     """Datasets by name.
 
     Args:
-        sources: name -> `{dataset, weight}` or `{dataset, repeat}`, optional `max_documents` (the first ones).
+        sources: name -> `{dataset, weight}` or `{dataset, repeat}`.
             Weights are shares of the tokens of an epoch, of any sum. A repeat of 2 takes every document twice, 0.5
             takes half of them, drawn by `seed`.
         stop: with weights, how long an epoch is: until the first dataset has been taken whole (`first_exhausted`,
@@ -73,7 +72,7 @@ class Mixture:
         self.val: dict[str, DocumentSet] = _prefixed({name: dataset.val for name, dataset in self.datasets.items()})
         self.questions: Sequence[Question] = [q for dataset in self.datasets.values() for q in dataset.questions]
         self.description = "; ".join(f"{name} = {dataset.description}" for name, dataset in self.datasets.items())
-        rules = [f"{n}: {s.dataset.identity} {s.weight} {s.repeat} {s.max_documents}" for n, s in self.sources.items()]
+        rules = [f"{name}: {s.dataset.identity} {s.weight} {s.repeat}" for name, s in self.sources.items()]
         self.identity = f"mixture({'; '.join(rules)}; {stop}, seed={seed})"
 
     def _check_held_out(self) -> None:
@@ -94,7 +93,6 @@ class Mixture:
         rows = {name: data.train for name, data in datasets.items()}
         train = self.mix(rows)
         differs_by_epoch = any(source.weight is not None or source.repeat % 1 for source in self.sources.values())
-        row_lengths = [of.row_lengths[: self.sources[name].max_documents] for name, of in rows.items()]
         notes = [f"{name}: {note}" for name, data in datasets.items() for note in data.notes]
         return TokenizedData(
             train=train,
@@ -103,7 +101,7 @@ class Mixture:
             notes=(*notes, *self.table(train)),
             fingerprint=short_hash(" ".join([self.identity, *(data.fingerprint for data in datasets.values())])),
             drawn=partial(self.mix, rows) if differs_by_epoch else None,
-            longest=max(int(of_source.max(initial=0)) for of_source in row_lengths),
+            longest=max(int(of_source.row_lengths.max(initial=0)) for of_source in rows.values()),
         )
 
     def mix(self, rows: Mapping[str, Rows], epoch: int = 0) -> MixedRows:
@@ -111,8 +109,7 @@ class Mixture:
 
         Raises ConfigError for weights that take a dataset too often.
         """
-        lengths = {name: source_rows.lengths[: self.sources[name].max_documents] for name, source_rows in rows.items()}
-        tokens = {name: int(source_lengths.sum()) for name, source_lengths in lengths.items()}
+        tokens = {name: source_rows.num_tokens for name, source_rows in rows.items()}
         wanted = {name: num_tokens * self.sources[name].repeat for name, num_tokens in tokens.items()}
         weights = {name: s.weight for name, s in self.sources.items() if s.weight is not None}
         if weights:
@@ -128,8 +125,8 @@ class Mixture:
                 )
         drawn_by = [self.seed, epoch] if epoch else [self.seed]
         chosen = [
-            choose_documents(lengths[name], wanted[name], np.random.default_rng([*drawn_by, number]))
-            for number, name in enumerate(rows)
+            choose_documents(source_rows.lengths, wanted[name], np.random.default_rng([*drawn_by, number]))
+            for number, (name, source_rows) in enumerate(rows.items())
         ]
         source_ids = np.repeat(np.arange(len(chosen)), [len(ids) for ids in chosen])
         order = np.random.default_rng([*drawn_by, len(chosen)]).permutation(len(source_ids))
@@ -140,9 +137,9 @@ class Mixture:
         taken = mixed.tokens_by_source()
         total = max(1, sum(taken.values()))
         for name, rows in zip(mixed.names, mixed.sources):
-            own, tokens = int(rows.lengths[: self.sources[name].max_documents].sum()), taken[name]
-            times = tokens / max(1, own)
-            yield f"{name}: {tokens:,} tokens an epoch, {tokens / total:.1%} of all, {times:.2f} x its {own:,}"
+            tokens, times = taken[name], taken[name] / max(1, rows.num_tokens)
+            share = f"{tokens:,} tokens an epoch, {tokens / total:.1%} of all"
+            yield f"{name}: {share}, {times:.2f} x its {rows.num_tokens:,}"
 
 
 class MixedRows(Rows):
@@ -184,10 +181,10 @@ def choose_documents(lengths: np.ndarray, num_tokens: float, rng: np.random.Gene
 
 
 def _source(name: str, settings: Mapping[str, Any]) -> Source:
-    unknown = [key for key in settings if key not in ("dataset", "weight", "repeat", "max_documents")]
+    unknown = [key for key in settings if key not in ("dataset", "weight", "repeat")]
     if unknown or "dataset" not in settings:
         what = f"unknown key {unknown[0]}" if unknown else "dataset is missing"
-        raise ConfigError(f"dataset.sources.{name}: {what}; a source has dataset, weight or repeat, max_documents.")
+        raise ConfigError(f"dataset.sources.{name}: {what}; a source has dataset, and weight or repeat.")
     source = Source(**{key: value for key, value in settings.items() if value is not None or key == "dataset"})
     if isinstance(source.dataset, Mapping | str | None):
         raise ConfigError(
@@ -201,10 +198,10 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
             f"dataset.sources.{name} has weight={source.weight} and repeat={source.repeat}: give one of them."
         )
     for key in [key for key in _RULES if settings.get(key) is not None]:
-        value, rule, what = settings[key], _RULES[key], "a whole number" if key == "max_documents" else "a number"
-        is_number = isinstance(value, int if key == "max_documents" else int | float) and math.isfinite(value)
-        if not is_number or isinstance(value, bool) or rule.problem(value):
-            raise ConfigError(f"dataset.sources.{name}.{key}={shown(value)} must be {what} {rule}.")
+        value, rule = settings[key], _RULES[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or rule.problem(value):
+            raise ConfigError(f"dataset.sources.{name}.{key}={shown(value)} must be a number {rule}.")
     return source
 
 

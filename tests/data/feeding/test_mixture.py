@@ -43,9 +43,8 @@ def mixed(tmp_path: Path, sources: dict[str, dict], **options: Any) -> tuple[Tok
         ({"weight": 1}, {"weight": 3}, "first_exhausted", {"small": 100, "large": 300}),
         ({"weight": 1}, {"weight": 1}, "all_exhausted", {"small": 1000, "large": 1000}),
         ({"weight": 0.2}, {"weight": 0.8}, "all_exhausted", {"small": 250, "large": 1000}),
-        ({"max_documents": 3}, {"max_documents": 20}, "first_exhausted", {"small": 30, "large": 400}),
     ],
-    ids=["as they are", "repeats", "half and half", "one to three", "until all", "until all by share", "caps"],
+    ids=["as they are", "repeats", "half and half", "one to three", "until all", "until all by share"],
 )
 def test_tokens_of_an_epoch(tmp_path: Path, small: dict, large: dict, stop: str, tokens: dict) -> None:
     sources = {
@@ -140,7 +139,7 @@ def test_a_tokenizer_is_trained_on_all_sources(tmp_path: Path) -> None:
         ({"weight": 1, "repeat": 2}, "dataset.sources.a has weight=1 and repeat=2: give one of them."),
         (
             {"weigth": 1},
-            "dataset.sources.a: unknown key weigth; a source has dataset, weight or repeat, max_documents.",
+            "dataset.sources.a: unknown key weigth; a source has dataset, and weight or repeat.",
         ),
         *(
             ({"repeat": repeat}, f"dataset.sources.a.repeat={repeat} must be a number over 0 and at most 1,000.")
@@ -149,10 +148,6 @@ def test_a_tokenizer_is_trained_on_all_sources(tmp_path: Path) -> None:
         *(
             ({"weight": weight}, f"dataset.sources.a.weight={weight} must be a number over 0.")
             for weight in (0, -0.5, float("nan"), float("inf"), "half", [1, 2])
-        ),
-        *(
-            ({"max_documents": num}, f"dataset.sources.a.max_documents={num} must be a whole number at least 1.")
-            for num in (0, -3, 2.5, float("inf"))
         ),
     ],
 )
