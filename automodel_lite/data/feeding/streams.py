@@ -75,8 +75,7 @@ class RawStream:
 
     name: str
     read: ReadShard = field(compare=False)
-    identity: str
-    content: str  # the identity without times and places of files
+    content: str  # what it holds, whatever the times and places of files
 
 
 def read_files(rows: RawRows, shard: int, num_shards: int, start: int) -> Iterator[Placed]:
@@ -137,7 +136,7 @@ class StreamingDataset:
     questions: list[Question] = field(init=False, default_factory=list)
     description: str = field(init=False)
     identity: str = field(init=False)
-    content: str = field(init=False)
+    content: str = field(init=False)  # the identity without validation
     notes: Sequence[str] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -159,8 +158,8 @@ class StreamingDataset:
         read_as = f"{self._detected.format.name}{self._detected.source}; {dict(self._detected.renames)}; "
         read_as += f"num_shards={self.num_shards}"
         val = "; ".join(f"{name}: {one.identity}" for name, one in val_sources.items())
-        self.identity = f"stream({self.stream.identity}; {read_as}; {val}; {options})"
         self.content = f"stream({self.stream.content}; {read_as})"
+        self.identity = f"{self.content}; {val}; {options}"
 
     def read(self, shard: int, start: int) -> Iterator[Placed]:
         """Yields every document of a shard but the first `start`."""
@@ -173,9 +172,8 @@ class StreamingDataset:
     @cached_property
     def train(self) -> DocumentList:
         """The first documents, for whoever wants to look at some (training a tokenizer on them)."""
-        return DocumentList(
-            [d for _, d in self.head(NUM_HEAD_DOCUMENTS) if not isinstance(d, DataError)], self.name or ""
-        )
+        documents = [document for _, document in self.head(NUM_HEAD_DOCUMENTS) if not isinstance(document, DataError)]
+        return DocumentList(documents, self.name or "")
 
     def _document(self, one: Placed) -> Placed:
         place, row = one
@@ -190,17 +188,15 @@ class StreamingDataset:
         if (self.path is None) == (self.generator is None):
             raise ConfigError("dataset.path and dataset.generator: set exactly one of them.")
         if self.generator is not None:
-            return RawStream(self.generator, partial(read_generator, self.generator), self.generator, self.generator)
+            return RawStream(self.generator, partial(read_generator, self.generator), self.generator)
         assert self.path is not None
         if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
             shown = f"{self.path}/{self.name}" if self.name else self.path
-            identity = f"{shown} {self.split}"
-            return RawStream(shown, partial(read_hub, self.path, self.name, self.split), identity, identity)
+            return RawStream(shown, partial(read_hub, self.path, self.name, self.split), f"{shown} {self.split}")
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)
         self.notes = source.notes
         contents = ", ".join(f"{printable(one.path.name)} {one.size} {one.content}" for one in source.files)
-        read = partial(read_files, source.rows)
-        return RawStream(source.description, read, source.identity, f"{contents}, split {self.split}")
+        return RawStream(source.description, partial(read_files, source.rows), f"{contents}, split {self.split}")
 
 
 Pack = dict[str, Any]

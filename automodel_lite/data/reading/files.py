@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import lzma
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from automodel_lite.data.reading.readers import (
 )
 from automodel_lite.data.reading.tables import DatasetRows, TableRows, open_saved, parquet_to_arrow
 from automodel_lite.errors import ConfigError, DataError, one_line, printable
+from automodel_lite.progress import activity
 
 NUM_SNIFFED_ROWS = 20
 TextUnit = Annotated[str, OneOf(TEXT_UNITS)]
@@ -227,10 +229,7 @@ def open_rows(
 ) -> OpenedRows:
     """Opens files, or a hub dataset when nothing local has that name; `held_out` are files of validation."""
     paths = [path] if isinstance(path, str) else list(path)
-    if any("://" in one for one in paths):
-        from automodel_lite.data.reading.remote import fetch  # most data are here
-
-        paths = [fetch(one, key) if "://" in one else one for one in paths]
+    paths = [_fetch(one, key) if "://" in one else one for one in paths]
     found, note = find_files(paths, key, held_out)
     if not found:
         if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
@@ -251,6 +250,32 @@ def open_rows(
         median = int(np.median(np.concatenate(sizes)))
         notes.insert(0, f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)")
     return OpenedRows(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), shown, identity, files, notes)
+
+
+def _fetch(address: str, key: str) -> str:
+    """Returns the copy in the cache of a file at a URL (`s3://bucket/a.jsonl`), or the folder with those of a folder
+    or a pattern; copied again when the remote files have changed. Raises ConfigError when they cannot be read, or the
+    package of the protocol is missing.
+    """
+    import fsspec  # most data are here
+
+    def copy(folder: Path) -> None:
+        for path, name in names.items():
+            (folder / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+            remote.get_file(path, str(folder / "files" / name))
+
+    try:
+        with activity(f"copying {address}"):
+            remote, root = fsspec.url_to_fs(address)
+            files = sorted(path for path in remote.expand_path(root, recursive=True) if remote.isfile(path))
+            names = {path: os.path.relpath(path, os.path.commonpath(map(os.path.dirname, files))) for path in files}
+            content = {"at": address} | {path: remote.ukey(path) for path in files}  # of its size, time or checksum
+            folder = build_once(cache_root(), "fetched", os.path.basename(root), content, copy).folder / "files"
+    except ConfigError:
+        raise
+    except Exception as error:  # of any protocol's package: no such file, no permission, no network, not installed
+        raise ConfigError(f"{key}={address} cannot be read ({one_line(error) or type(error).__name__}).") from error
+    return str(folder / names[root]) if files == [root] else str(folder)
 
 
 def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
