@@ -102,9 +102,7 @@ def test_another_format_is_refused() -> None:
         make_cp_batch_for_te(None, two_documents(), qkv_format="bshd")
 
 
-def test_transformer_engines_own_indices_are_used_when_it_is_there(
-    as_rank: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformer_engines_own_indices_where_it_is_there(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     as_rank(0)
     seen = []
 

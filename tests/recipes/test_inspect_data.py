@@ -1,4 +1,4 @@
-"""prepare_data and inspect_data: what they print, what they leave in the cache, how they exit."""
+"""inspect_data: what it prints, and how it exits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,37 +15,11 @@ from automodel_lite.cli import compose_config, hydra_app
 from automodel_lite.config.check import check_config
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, DataError
-from recipes import inspect_data, prepare_data
+from recipes import inspect_data
 
 
 def config_of(tmp_path: Path, *overrides: str, preset: str = "smoke") -> Config:
     return check_config(compose_config(preset, [f"cache_dir={tmp_path / 'cache'}", *overrides]))
-
-
-def test_preparing_fills_the_cache_that_a_second_call_hits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert prepare_data.main(config_of(tmp_path)) == 0
-    assert "cache: miss (first time)" in capsys.readouterr().out
-    assert prepare_data.main(config_of(tmp_path)) == 0
-    printed = capsys.readouterr().out
-    assert "cache: hit" in printed
-    assert "cache: miss" not in printed
-    assert "fill" in printed
-
-
-@pytest.mark.parametrize("strategy", ["best_fit", "next_fit", "wrapped"])
-def test_a_strategy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture, strategy: str) -> None:
-    few = ["dataset.num_chats=40", f"packed_sequence={strategy}", "packed_sequence.packed_sequence_size=256"]
-    assert prepare_data.main(config_of(tmp_path, *few)) == 0
-    assert f"  strategy            {strategy}, 256 tokens per pack, seed 0" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("recipe", [prepare_data, inspect_data], ids=["prepare", "inspect"])
-def test_one_process_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: ModuleType) -> None:
-    config = config_of(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 processes would each do all of this work"):
-        recipe.main(config)
-    assert not (tmp_path / "cache").exists()
 
 
 def test_the_page_shows_samples_first_and_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

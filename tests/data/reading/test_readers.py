@@ -150,9 +150,7 @@ def test_an_address_that_cannot_be_read_is_a_sentence(address: str, message: str
         FilesDataset(address)
 
 
-def test_files_at_an_address_are_read_and_read_again_when_they_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_at_a_url_are_read_again_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOMODEL_LITE_CACHE", str(tmp_path))
     remote = fsspec.filesystem("memory")
     remote.pipe("/bucket/deep/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
