@@ -188,20 +188,22 @@ class Column:
     padding  what stands where no document is, and in rows without the column; `input_ids` take the tokenizer's
              padding token
     is_optional  stored and batched only where the data bring it; may hold several values per token, [T, K]
+    in_runs      stored as runs of equal values
     """
 
     stored: str
     batched: str
     padding: float
     is_optional: bool = True
+    in_runs: bool = False
 
 
 COLUMNS = {
     "input_ids": Column("int32", "int64", 0, is_optional=False),
     "labels": Column("int32", "int64", IGNORE_INDEX, is_optional=False),
-    "loss_weights": Column("float32", "float32", 1.0),
-    "branches": Column("int32", "int64", 0),
-    "row_labels": Column("int32", "int64", 0),
+    "loss_weights": Column("float32", "float32", 1.0, in_runs=True),
+    "branches": Column("int32", "int64", 0, in_runs=True),
+    "row_labels": Column("int32", "int64", 0, in_runs=True),
     "answers": Column("int8", "int64", 0),
     "reference_log_probs": Column("float32", "float32", 0.0),
     "teacher_ids": Column("int32", "int64", 0),

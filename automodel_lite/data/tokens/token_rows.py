@@ -2,12 +2,12 @@
 
 input_ids   a b c d │ e f g │ …        int32 [total]
 labels      b c d _ │ f g _ │ …        int32 [total], the target of each position; _ = -100, no loss
-…           optional columns of `thd.COLUMNS`, [total] or [total, K], where the data bring them
+…           optional columns of `thd.COLUMNS`, [total] or [total, K], where the data bring them; those in runs as
+            {name}_at, int64 [runs], and {name}, the value from there on
 groups      int64 [N], equal for rows that may share their beginning (trees.py), until trees are made of them; -1 of
             rows that share with none, no array where all do
 offsets     0         4       7 …      int64 [N + 1]
 lengths     4         3         …      int32 [N]
-row_lengths                            int32 [N], of the longest row of each tree; no array where there are none
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
 ALONE = -1  # group of a row that shares with none
 STORED = {name: column.stored for name, column in COLUMNS.items()}
-STORED |= {"lengths": "int32", "row_lengths": "int32", "offsets": "int64", "groups": "int64"}
+STORED |= {f"{name}_at": "int64" for name, column in COLUMNS.items() if column.in_runs}
+STORED |= {"lengths": "int32", "offsets": "int64", "groups": "int64"}
 """The arrays of a folder, a file `<name>.bin` each."""
 
 
@@ -66,9 +67,7 @@ class Rows(ABC):
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Rows:
         """The same rows with more columns, [tokens of the flat rows, ...] each."""
-        flat = self.flat
-        of_rows: dict[str, Any] = {"lengths": flat.lengths, "row_lengths": flat.row_lengths}
-        return TokenRows({**flat.columns, **columns}, flat.offsets, files=flat.files, **of_rows)
+        return TokenRows({**self.flat.columns, **columns}, self.flat.offsets, files=self.flat.files)
 
     def has_labels(self, doc_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Returns which pieces of documents have a label, bool [P]."""
@@ -81,36 +80,62 @@ class Rows(ABC):
         return rows, rows.offsets[:-1], rows.lengths
 
 
+@dataclass(frozen=True)
+class Runs:
+    """A column of few changes: values[i] from token at[i] on, up to the next; a slice of it is an array.
+
+    at  int64 [runs], rising from 0
+    """
+
+    at: np.ndarray
+    values: np.ndarray
+    num_tokens: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.num_tokens)
+        if stop <= start:
+            return self.values[:0]
+        first, last = np.searchsorted(self.at, [start + 1, stop]) - [1, 0]
+        edges = np.concatenate([[start], self.at[first + 1 : last], [stop]])
+        return self.values[first:last].repeat(np.diff(edges))
+
+
 class TokenRows(Rows):
     """Documents end to end: document i is tokens offsets[i] to offsets[i + 1] of every column.
 
     Args:
+        columns: arrays, or Runs.
         folder: where they live; such rows are pickled as its path, so that workers map the same pages.
         files: of what is mapped.
-        lengths, row_lengths, groups: [N], mapped too.
+        lengths: int32 [N], mapped too.
 
     Raises DataError for columns of unequal length or scattered in memory.
     """
 
     def __init__(
         self,
-        columns: Mapping[str, np.ndarray],
+        columns: Mapping[str, Any],
         offsets: np.ndarray,
         folder: Path | None = None,
         files: Sequence[WholeFile] = (),
         lengths: np.ndarray | None = None,
-        row_lengths: np.ndarray | None = None,
         groups: np.ndarray | None = None,
     ):
         sizes = {name: len(values) for name, values in columns.items()}
         if len(set(sizes.values())) > 1 or int(offsets[-1]) > sizes["input_ids"]:
             held = " and ".join(f"{size} {name}" for name, size in sizes.items())
             raise DataError(f"the rows hold {held} for {int(offsets[-1])} tokens: all must be equal.")
-        if not all(values.flags.c_contiguous for values in columns.values()):
+        if not all(values.flags.c_contiguous for values in columns.values() if isinstance(values, np.ndarray)):
             raise DataError(f"{' and '.join(columns)} of flat rows must be contiguous: use np.ascontiguousarray.")
         self.columns, self.offsets, self.folder, self.files, self.groups = columns, offsets, folder, files, groups
-        self.lengths = np.diff(offsets) if lengths is None else lengths
-        self.row_lengths = self.lengths if row_lengths is None else row_lengths
+        self.lengths = self.row_lengths = np.diff(offsets) if lengths is None else lengths
 
     @property
     def flat(self) -> TokenRows:
@@ -145,10 +170,12 @@ class TokenRows(Rows):
 def load_rows(folder: Path) -> TokenRows:
     """Maps the rows of a folder that `RowsWriter` wrote; nothing is read before it is asked for."""
     paths = {name: folder / f"{name}.bin" for name in STORED if (folder / f"{name}.bin").is_file()}
-    arrays = {name: map_array(path, STORED[name]) for name, path in paths.items()}
-    columns, files = {name: arrays[name] for name in COLUMNS if name in arrays}, [*map(WholeFile, paths.values())]
-    of_rows = {name: arrays[name] for name in ("lengths", "row_lengths", "groups") if name in arrays}
-    return TokenRows(columns, arrays["offsets"], folder, files, **of_rows)
+    arrays: dict[str, Any] = {name: map_array(path, STORED[name]) for name, path in paths.items()}
+    offsets, lengths, groups = arrays.pop("offsets"), arrays.pop("lengths"), arrays.pop("groups", None)
+    for name in [name for name in arrays if name.endswith("_at")]:
+        column = name.removesuffix("_at")
+        arrays[column] = Runs(arrays.pop(name), arrays[column], int(offsets[-1]))
+    return TokenRows(arrays, offsets, folder, [WholeFile(path) for path in paths.values()], lengths, groups)
 
 
 def map_array(path: Path, dtype: str) -> np.ndarray:
@@ -206,6 +233,8 @@ class RowsWriter:
         self._files: dict[str, BufferedWriter] = {}
         self._hashes = {name: hashlib.sha256() for name in STORED}
         self._num_tokens = self._num_rows = 0
+        self._last: dict[str, float] = {}  # of columns in runs: the last value, and how many there were
+        self._num_values = dict.fromkeys(COLUMNS, 0)
         for name, column in COLUMNS.items():
             if not column.is_optional:
                 self._write(name, _filled(name, 0))
@@ -233,7 +262,16 @@ class RowsWriter:
     def _write(self, name: str, values: np.ndarray) -> None:
         if name not in self._files:
             self._files[name] = (self._folder / f"{name}.bin").open("wb")
-        data = np.ascontiguousarray(values, STORED[name]).data
+        values = np.ascontiguousarray(values, STORED[name])
+        if f"{name}_at" in STORED:
+            # A run goes on from one call to the next where the value does.
+            changes = np.flatnonzero(np.append(self._last.get(name, np.nan), values[:-1]) != values)
+            if len(values):
+                self._last[name] = float(values[-1])
+            self._write(f"{name}_at", self._num_values[name] + changes)
+            self._num_values[name] += len(values)
+            values = values[changes]
+        data = values.data
         self._files[name].write(data)
         self._hashes[name].update(data)
 
@@ -241,7 +279,7 @@ class RowsWriter:
         for file in self._files.values():
             file.close()
         whole = self._hashes["offsets"]
-        for name in [name for name in COLUMNS if name in self._files]:
+        for name in [name for name in STORED if name in self._files and name not in ("lengths", "offsets", "groups")]:
             whole.update(self._hashes[name].digest())
         (self._folder / CONTENT_HASH).write_text(whole.hexdigest())
 

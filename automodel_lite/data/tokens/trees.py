@@ -122,15 +122,16 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
         else:
             parts[-1].append((own, 0))
         path, num_tokens = np.concatenate([path[:depth], own]), num_tokens + len(own)
-    made = []
-    for runs in parts:
-        taken, repeated = np.concatenate([run for run, _ in runs]), runs[0][1]
-        part = {name: values[taken] for name, values in tree.items()}
-        part["row_labels"][:repeated] += part["labels"][:repeated] != IGNORE_INDEX
-        part["labels"][:repeated] = IGNORE_INDEX
-        part["branches"][: len(runs[0][0])] = 0  # the first row is there whole
-        made.append(part)
-    return made
+    return [_part(tree, part) for part in parts]
+
+
+def _part(tree: Row, runs: Sequence[tuple[np.ndarray, int]]) -> Tree:
+    taken, repeated = np.concatenate([run for run, _ in runs]), runs[0][1]
+    part = {name: values[taken] for name, values in tree.items()}
+    part["row_labels"][:repeated] += part["labels"][:repeated] != IGNORE_INDEX
+    part["labels"][:repeated] = IGNORE_INDEX
+    part["branches"][: len(runs[0][0])] = 0  # the first row is there whole
+    return part
 
 
 def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tree]:
@@ -165,14 +166,12 @@ def write_trees(folder: Path, mode: str) -> RowCounts:
         return RowCounts()
     trees, writer = folder / "trees", RowsWriter(folder / "trees")
     grown = (tree for group in groups for tree in grow_trees([rows[i] for i in group], shares=mode != "off"))
-    num_trees, longest = 0, []
+    num_trees = 0
     while block := list(islice(grown, BLOCK_TREES)):
         num_trees += sum("branches" in tree for tree in block)
         flat = flatten(block)
         writer.append(flat.columns, flat.lengths)
-        longest.append(longest_rows(flat) if "branches" in flat.columns else flat.lengths)
     writer.close()
-    np.concatenate(longest).astype(np.int32).tofile(trees / "row_lengths.bin")
     saved = rows.num_tokens - load_rows(trees).num_tokens
     for file in trees.iterdir():
         file.replace(folder / file.name)
@@ -195,8 +194,7 @@ class TreeRows(Rows):
         self._tree = np.arange(len(lengths)).repeat(num_parts)
         firsts = num_parts.cumsum() - num_parts  # of each tree, its first part
         self._part = np.arange(len(self._tree)) - firsts[self._tree]
-        row_lengths = longest_rows(trees) if trees.row_lengths is lengths else trees.row_lengths
-        self.lengths, self.row_lengths = lengths[self._tree].astype(np.int64), row_lengths[self._tree]
+        self.lengths, self.row_lengths = lengths[self._tree].astype(np.int64), _longest_rows(trees)[self._tree]
         for tree, cut in parts.items():
             first = int(firsts[tree])
             self.lengths[first : first + len(cut)] = [len(part["input_ids"]) for part in cut]
@@ -225,13 +223,15 @@ class TreeRows(Rows):
         return TreeRows, (self.trees, self.most_tokens)
 
 
-def longest_rows(trees: TokenRows) -> np.ndarray:
-    """Returns the tokens of the longest row of each tree, int64 [N]."""
+def _longest_rows(trees: TokenRows) -> np.ndarray:
+    """int64 [N]: tokens of the longest row of each tree."""
     branches = trees.columns["branches"]
-    starts = np.flatnonzero(branches)
+    # Branches of one token, one after the other, are one run of the column.
+    run_lengths = np.diff(np.append(branches.at, branches.num_tokens)) * (branches.values > 0)
+    within = np.arange(run_lengths.sum()) - (run_lengths.cumsum() - run_lengths).repeat(run_lengths)
+    starts, depths = branches.at.repeat(run_lengths) + within, branches.values.repeat(run_lengths) - 1
     begins = np.concatenate([trees.offsets[:-1], starts])
     order = begins.argsort(kind="stable")
-    # What a row holds ends where the next one begins; before it lies the path that it shares.
     lengths = np.diff(np.append(begins[order], trees.num_tokens))
-    lengths += np.concatenate([np.zeros(len(trees), np.int64), branches[starts] - 1])[order]
+    lengths += np.concatenate([np.zeros(len(trees), np.int64), depths])[order]
     return np.maximum.reduceat(lengths, np.flatnonzero(order < len(trees))) if len(trees) else lengths

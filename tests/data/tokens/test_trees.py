@@ -15,7 +15,7 @@ import torch
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.packing.packs import Packer, packed_sequence_thd_collater
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.token_rows import RowsWriter, TokenizedData, flatten, load_rows
+from automodel_lite.data.tokens.token_rows import RowsWriter, Runs, TokenizedData, flatten, load_rows
 from automodel_lite.data.tokens.tokenize import Job, tokenize_documents
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.paths import find_nodes
@@ -86,8 +86,8 @@ def test_random_trees_keep_rows_and_labels(seed: int) -> None:
         assert trained == sum(w[tree["labels"] != IGNORE_INDEX].sum() for w, tree in zip(weights, held))
 
 
-def test_late_columns_are_filled_up(tmp_path: Path) -> None:
-    """What is written in pieces reads as it was; documents without the column have its padding."""
+def test_runs_are_the_column(tmp_path: Path) -> None:
+    """What is written in pieces, in runs, reads as it was; documents without the column have its padding."""
     writer, r = RowsWriter(tmp_path), np.random.default_rng(0)
     columns = {name: [] for name in ("branches", "loss_weights")}
     for piece in range(6):
@@ -100,7 +100,11 @@ def test_late_columns_are_filled_up(tmp_path: Path) -> None:
     writer.close()
     rows = load_rows(tmp_path)
     for name, want in columns.items():
-        assert rows.columns[name].tolist() == want
+        column = rows.columns[name]
+        assert isinstance(column, Runs)
+        for start in range(len(want) + 1):
+            for stop in range(len(want) + 1):
+                assert column[start:stop].tolist() == want[start:stop]
 
 
 QUESTIONS = ["How many seas are there on the round earth, and how deep is each of them, pray?", "Why so?", "And then?"]
