@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from automodel_lite.config.rules import OneOf, Positive, Range, Seed
 from automodel_lite.config.sizes import slot_multiple_of
@@ -44,6 +43,7 @@ StrategyName = Annotated[str, OneOf(STRATEGY_NAMES)]
 Overlong = Annotated[str, OneOf(OVERLONG)]
 Balance = Annotated[str, OneOf(("none", "step", "window"))]
 TreeMode = Annotated[str, OneOf(MODES)]
+Batch = dict[str, Any]
 MAX_PACK_TOKENS = 2**24  # more fit into no memory: 20 times the longest context of today's models
 MAX_DROPPED_FRAC = 0.2  # of the tokens, where the settings do not say overlong: drop
 
@@ -103,9 +103,9 @@ class Packer:
         """Returns the same packing for documents of a kind: raw text is split, and packs are filled up with
         `padding_id`, where the settings say nothing else.
         """
-        is_split = kind == "text" and not self.is_overlong_given
-        fitted = self.resized(self.packed_sequence_size, "split" if is_split else self.overlong)
+        fitted = copy(self)
         fitted.padding_idx = padding_id
+        fitted.overlong = "split" if kind == "text" and not self.is_overlong_given else self.overlong
         return fitted
 
     def check_dropped(self, dropped_tokens: int, tokens: int, name: str, lengths: np.ndarray | None = None) -> None:
@@ -303,7 +303,16 @@ def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPac
         return {}
     dtypes = {name: getattr(torch, c.batched) for name, c in COLUMNS.items() if any(name in row for row in batch)}
     dtypes["position_ids"] = torch.long
-    collated: dict[str, Any] = {name: _stack_rows(name, batch, dtype) for name, dtype in dtypes.items()}
+    lengths = sorted({len(row["input_ids"]) for row in batch})
+    if len(lengths) > 1:
+        raise ValueError(f"input_ids: packs of a batch must have one length, got {lengths}.")
+    collated: dict[str, Any] = {}
+    for name, dtype in dtypes.items():
+        values = [torch.as_tensor(row[name], dtype=dtype) if name in row else None for row in batch]
+        like = next(value for value in values if value is not None)
+        # rows without an optional column get its padding
+        filled = [torch.full_like(like, COLUMNS[name].padding) if value is None else value for value in values]
+        collated[name] = torch.stack(filled)
     for key in ("seq_lens", "seq_lens_padded"):
         collated[key] = torch.nn.utils.rnn.pad_sequence(
             [torch.as_tensor(row[key], dtype=torch.long) for row in batch],
@@ -311,16 +320,3 @@ def packed_sequence_thd_collater(batch: Sequence[Mapping[str, Any]] | StackedPac
             padding_value=SEQ_LENS_PADDING,
         )
     return collated | {"qkv_format": "thd"}
-
-
-def _stack_rows(name: str, rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> Tensor:
-    """A column [B, S] or [B, S, K]; rows without it (an optional one) get its padding."""
-    lengths = sorted({len(row["input_ids"]) for row in rows})
-    if len(lengths) > 1:
-        raise ValueError(f"{name}: packs of a batch must have one length, got {lengths}.")
-    values = [torch.as_tensor(row[name], dtype=dtype) if name in row else None for row in rows]
-    like = next(value for value in values if value is not None)
-    return torch.stack([torch.full_like(like, COLUMNS[name].padding) if value is None else value for value in values])
-
-
-Batch = dict[str, Any]

@@ -122,16 +122,15 @@ def cut_tree(tree: Row, most_tokens: int) -> list[Tree]:
         else:
             parts[-1].append((own, 0))
         path, num_tokens = np.concatenate([path[:depth], own]), num_tokens + len(own)
-    return [_part(tree, part) for part in parts]
-
-
-def _part(tree: Row, runs: Sequence[tuple[np.ndarray, int]]) -> Tree:
-    taken, repeated = np.concatenate([run for run, _ in runs]), runs[0][1]
-    part = {name: values[taken] for name, values in tree.items()}
-    part["row_labels"][:repeated] += part["labels"][:repeated] != IGNORE_INDEX
-    part["labels"][:repeated] = IGNORE_INDEX
-    part["branches"][: len(runs[0][0])] = 0  # the first row is there whole
-    return part
+    made = []
+    for runs in parts:
+        taken, repeated = np.concatenate([run for run, _ in runs]), runs[0][1]
+        part = {name: values[taken] for name, values in tree.items()}
+        part["row_labels"][:repeated] += part["labels"][:repeated] != IGNORE_INDEX
+        part["labels"][:repeated] = IGNORE_INDEX
+        part["branches"][: len(runs[0][0])] = 0  # the first row is there whole
+        made.append(part)
+    return made
 
 
 def trees_of(rows: Sequence[Row], mode: str, most_tokens: int | None) -> list[Tree]:
