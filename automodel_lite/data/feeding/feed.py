@@ -66,9 +66,7 @@ def _exit_later(number: int, frame: FrameType | None) -> None:
 def validation_steps(
     packs: PackedDataset, shape: BatchShape, dp_rank: int, config: DataloaderConfig
 ) -> Iterator[StepBatches]:
-    """Every pack once over all ranks, one micro-batch at a time; ranks that run short get empty packs, so all run
-    equally often.
-    """
+    """Yields every pack once over all ranks, by micro-batches; ranks that run short get empty packs."""
     for batch in read_batches(packs, [assign_to_ranks(np.arange(len(packs)), shape)], dp_rank, config):
         yield StepBatches([batch], [], 0, Cursor(), 0.0)
 

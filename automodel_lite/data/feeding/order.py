@@ -108,8 +108,18 @@ def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int =
     """
     order = np.arange(len(costs))
     step, ranks = shape.global_batch_size, shape.dp_size
-    if balance == "window":
-        order = _mix_windows(costs, step, ranks * shape.micro_batch_size, seed)
+    # Every step of a window gets one group of neighbors in cost from each stratum of the window's packs.
+    num_strata = step // (ranks * shape.micro_batch_size)
+    for number, start in enumerate(
+        range(0, len(costs) // step * step if balance == "window" else 0, WINDOW_STEPS * step)
+    ):
+        num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
+        window = order[start : start + num_steps * step]
+        rising = window[np.argsort(costs[window], kind="stable")]
+        # Stratum k holds a k-th of the window's costs; each step draws one group of it, in an order of its own.
+        strata = enumerate(rising.reshape(num_strata, num_steps, -1))
+        mixed = [stratum[seeded_order(num_steps, seed, number * num_strata + k)] for k, stratum in strata]
+        order[start : start + num_steps * step] = np.stack(mixed, axis=1).reshape(-1)
     if balance == "none" or step == ranks:
         return order
     # Neighbors in cost run at the same time on all ranks, so nobody waits long within a micro-step.
@@ -120,22 +130,6 @@ def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int =
     laid_out[:, :, 1::2] = laid_out[:, :, 1::2, ::-1]  # there and back, so that the sums of micro-batches agree
     laid_out[:, 1::2] = laid_out[:, 1::2, :, ::-1]  # and the sums of steps, where ranks wait once a step only
     order[:whole] = laid_out.swapaxes(2, 3).reshape(-1)
-    return order
-
-
-def _mix_windows(costs: np.ndarray, step: int, group: int, seed: int) -> np.ndarray:
-    """Gives every step of a window one group of neighbors in cost from each stratum of the window's packs."""
-    order = np.arange(len(costs))
-    for number, start in enumerate(range(0, len(costs) // step * step, WINDOW_STEPS * step)):
-        num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
-        window = order[start : start + num_steps * step]
-        rising = window[np.argsort(costs[window], kind="stable")]
-        # Stratum k holds a k-th of the window's costs; each step draws one group of it, in an order of its own.
-        strata = rising.reshape(step // group, num_steps, group)
-        mixed = [
-            stratum[seeded_order(num_steps, seed, number * (step // group) + k)] for k, stratum in enumerate(strata)
-        ]
-        order[start : start + num_steps * step] = np.stack(mixed, axis=1).reshape(-1)
     return order
 
 

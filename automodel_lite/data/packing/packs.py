@@ -100,9 +100,7 @@ class Packer:
         return resized
 
     def fitted_to(self, kind: str, padding_id: int = 0) -> Packer:
-        """Returns the same packing for documents of a kind: raw text is split, and packs are filled up with
-        `padding_id`, where the settings say nothing else.
-        """
+        """Returns the packing for a kind of documents: text is split, unless the settings say otherwise."""
         fitted = copy(self)
         fitted.padding_idx = padding_id
         fitted.overlong = "split" if kind == "text" and not self.is_overlong_given else self.overlong

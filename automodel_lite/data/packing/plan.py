@@ -326,9 +326,7 @@ def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
 
 
 def pack_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]]:
-    """Neighboring packs of about a million entries of doc_ids: these packs, these entries, where among them each pack
-    begins.
-    """
+    """Yields packs of about a million entries of doc_ids: these packs, their entries, where each pack begins in them."""
     first = 0
     while first < len(offsets) - 1:
         last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + BLOCK, side="right")) - 1)
@@ -339,9 +337,7 @@ def pack_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]
 def _cut_at(
     packed: Packed, lengths: np.ndarray, slots: np.ndarray, slot_multiple: int, has_labels: HasLabels | None
 ) -> tuple[Pieces, np.ndarray, dict[str, int]]:
-    """Returns the pieces of documents that lie end to end in `packed.order`, cut at its offsets, which are in slots;
-    the offsets in pieces; and how many pieces train nothing.
-    """
+    """Returns the documents of `packed.order` cut at its offsets, which are in slots; offsets in pieces; and counts."""
     order, pack_starts = packed.order, packed.offsets[:-1]
     ends = np.cumsum(slots[order])
     # A piece begins where a document or a pack begins; `nth` is the document that it belongs to.
@@ -363,9 +359,7 @@ def _cut_at(
 def _fit(
     lengths: np.ndarray, size: int, overlong: str, has_labels: HasLabels | None
 ) -> tuple[Pieces | None, dict[str, int]]:
-    """What `overlong` leaves of the documents, none over `size` tokens (None: all of them), and `PlanCounts` of the
-    rest.
-    """
+    """Returns what `overlong` leaves of the documents (None: all of them), and `PlanCounts` of the rest."""
     if not overlong or lengths.max() <= size:
         return None, {}
     long = lengths > size

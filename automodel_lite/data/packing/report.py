@@ -69,9 +69,7 @@ class PackingReport(PlanCounts):
         return "\n".join(f"  {name:<20}{text}" for name, text in [*lines, *self.remarks()])
 
     def remarks(self) -> list[tuple[str, str]]:
-        """Returns what became of documents that did not fit or were left out, and how packs are shared: (topic, text)
-        of what there is to say.
-        """
+        """Returns what became of documents that are in no pack, and how packs are shared, as (topic, text)."""
         sample = f"keeps a random sample of {self.packs:,} packs; left out {self.left_out_documents:,} documents"
         remarks = [
             (self.left_out_tokens, "max_packs", sample),

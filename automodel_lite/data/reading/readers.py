@@ -119,9 +119,7 @@ TEXT_UNITS = ("file", "paragraph", "line")
 
 
 def open_spans(path: Path, name: str, encoding: str, unit: str | None = None) -> SpanRows:
-    """Indexes the rows of a file: JSON objects, one per line that is not blank, or a `unit` of text: its lines, its
-    paragraphs (blank lines between), or the file as one row.
-    """
+    """Indexes the rows of a file: JSON objects, one per line that is not blank, or a `unit` of text."""
     breaks, num_bytes = [], 0
     with path.open("rb") as file:
         while block := file.read(INDEX_BLOCK_BYTES):
@@ -272,9 +270,7 @@ def find_delimiter(path: Path, usual: str, encoding: str) -> str:
 
 
 def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
-    """Reads a CSV or TSV file with a header line; every value stays the text that it is. `usual` separates values
-    unless another delimiter is found.
-    """
+    """Reads a CSV or TSV file with a header line, separated by `usual` or by what is found; values stay text."""
     csv.field_size_limit(2**31 - 1)
     delimiter = find_delimiter(path, usual, encoding)
     rows: list[RawRow | DataError] = []

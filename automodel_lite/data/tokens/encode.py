@@ -339,8 +339,11 @@ class Renderer:
             renderings = self._chat.renderings(document["messages"], document.get("tools"))
         elif "completion" in document:
             renderings = [self._prompt_completion(document)]
+        elif not (text := document["text"]):
+            renderings = [Rendering("", ())]
         else:
-            renderings = [self._text(document["text"])]
+            whole = text.join(self._framed(text, text))
+            renderings = [Rendering(whole, ((0, len(whole)),))]
         for rendering in renderings:  # roles, names and tools are in it too; the tokenizer's own error is a TypeError
             sound_text(rendering.text, "the text to tokenize")
         return renderings
@@ -358,12 +361,6 @@ class Renderer:
         before = f"{bos}{prompt}{glue}"
         text = f"{before}{completion}{eos}"
         return Rendering(text, ((0 if self._train_on == "all" else len(before), len(text)),))
-
-    def _text(self, text: str) -> Rendering:
-        if not text:
-            return Rendering("", ())
-        whole = text.join(self._framed(text, text))
-        return Rendering(whole, ((0, len(whole)),))
 
     def _framed(self, first: str, last: str) -> tuple[str, str]:
         """Returns what stands before a text that begins with `first`, and behind one that ends with `last`."""

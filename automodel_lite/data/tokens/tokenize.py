@@ -171,9 +171,7 @@ STALL_S = 20.0  # a chat takes a template some 0.0002 s
 
 @contextmanager
 def stall_report() -> Iterator[list[str]]:
-    """Names the row that a chat template stays with, the last that the caller adds to the list: templates may hold
-    loops that never end.
-    """
+    """Names the row, the last in the list, that a chat template stays with: templates may loop for ever."""
     places, is_over = [""], threading.Event()
 
     def watch() -> None:
