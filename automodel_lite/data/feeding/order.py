@@ -110,9 +110,8 @@ def assign_packs(costs: np.ndarray, balance: str, shape: BatchShape, seed: int =
     step, ranks = shape.global_batch_size, shape.dp_size
     # Every step of a window gets one group of neighbors in cost from each stratum of the window's packs.
     num_strata = step // (ranks * shape.micro_batch_size)
-    for number, start in enumerate(
-        range(0, len(costs) // step * step if balance == "window" else 0, WINDOW_STEPS * step)
-    ):
+    windows = range(0, len(costs) // step * step, WINDOW_STEPS * step) if balance == "window" else range(0)
+    for number, start in enumerate(windows):
         num_steps = min(WINDOW_STEPS, (len(costs) - start) // step)
         window = order[start : start + num_steps * step]
         rising = window[np.argsort(costs[window], kind="stable")]

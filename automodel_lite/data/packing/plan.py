@@ -326,7 +326,7 @@ def padding_segments(tail_tokens: int, slot_multiple: int = 1) -> list[int]:
 
 
 def pack_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]]:
-    """Yields packs of about a million entries of doc_ids: these packs, their entries, where each pack begins in them."""
+    """Yields packs of about a million entries of doc_ids: these packs, their entries, where packs begin."""
     first = 0
     while first < len(offsets) - 1:
         last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + BLOCK, side="right")) - 1)
