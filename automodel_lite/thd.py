@@ -470,14 +470,14 @@ def to_thd(batch: dict[str, Any], with_mixers: bool = True) -> ThdBatch:
     label_rows = labeled_rows(batch["labels"].reshape(-1))
     columns = {name: batch[name].flatten(0, 1) for name, c in COLUMNS.items() if c.is_optional and name in batch}
     weights = columns.get("loss_weights")
-    document_lens = _longest_rows(lens, slots, positions, nodes).to(torch.int32).repeat_interleave(slots)
+    document_lens = lens if nodes is None else _longest_rows(lens, slots, positions)
     return ThdBatch(
         input_ids=batch["input_ids"].reshape(-1),
         labels=batch["labels"].reshape(-1),
         # Those of padding run on, in a pack, beyond what a table of learned positions may hold.
         position_ids=positions.where(_is_real(lens, slots), 0),
         label_rows=label_rows,
-        document_lens=document_lens,
+        document_lens=document_lens.to(torch.int32).repeat_interleave(slots),
         cu_seqlens=cumulative(lens),
         cu_seqlens_padded=cu_padded,
         max_seqlen=max_seqlen,
@@ -495,10 +495,8 @@ def _is_real(lens: Tensor, slots: Tensor) -> Tensor:
     return torch.arange(int(slots.sum())) < ends.repeat_interleave(slots)
 
 
-def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor, nodes: Nodes | None) -> Tensor:
+def _longest_rows(lens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """int64 [N]: tokens of each document, or of the longest row of a tree."""
-    if nodes is None:
-        return lens
     document = torch.repeat_interleave(slots)
     starts = slots.cumsum(0) - slots
     firsts = positions[starts.clamp(max=len(positions) - 1)][document]

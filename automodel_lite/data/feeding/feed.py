@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -52,15 +51,15 @@ def worker_options(config: DataloaderConfig) -> dict[str, Any]:
 
 def delay_worker_exit(worker: int) -> None:
     """SLURM signals every process of a job: a worker stays a while, so that the rank can finish its step and save."""
+
+    def exit_later(*_: object) -> None:
+        timer = threading.Timer(_GRACE_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
     signal.set_wakeup_fd(-1)  # the rank's own
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _exit_later)
-
-
-def _exit_later(number: int, frame: FrameType | None) -> None:
-    timer = threading.Timer(_GRACE_S, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
+        signal.signal(number, exit_later)
 
 
 def validation_steps(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from automodel_lite.data.reading.files import (
     open_validation,
     sniff_columns,
 )
-from automodel_lite.data.reading.paths import FileStamp, is_file_name
+from automodel_lite.data.reading.paths import KINDS, FileStamp, kind_of
 from automodel_lite.data.reading.readers import Placed, RawRows, placed
 from automodel_lite.data.reading.tables import without_nulls
 from automodel_lite.data.tokens.findings import check_set
@@ -190,7 +191,7 @@ class StreamingDataset:
         if self.generator is not None:
             return RawStream(self.generator, partial(read_generator, self.generator), self.generator)
         assert self.path is not None
-        if isinstance(self.path, str) and not (looks_local(self.path) or is_file_name(self.path)):
+        if isinstance(self.path, str) and not (looks_local(self.path) or kind_of(Path(self.path)) in KINDS):
             shown = f"{self.path}/{self.name}" if self.name else self.path
             return RawStream(shown, partial(read_hub, self.path, self.name, self.split), f"{shown} {self.split}")
         source = open_rows(self.path, self.name, self.split, "dataset.path", options, held_out)

@@ -28,7 +28,6 @@ from automodel_lite.data.reading.paths import (
     KINDS,
     FileStamp,
     find_files,
-    is_file_name,
     kind_of,
     stamp,
     stamps,
@@ -232,7 +231,7 @@ def open_rows(
     paths = [_fetch(one, key) if "://" in one else one for one in paths]
     found, note = find_files(paths, key, held_out)
     if not found:
-        if len(paths) != 1 or looks_local(paths[0]) or is_file_name(paths[0]):
+        if len(paths) != 1 or looks_local(paths[0]) or kind_of(Path(paths[0])) in KINDS:
             raise ConfigError(f"{key}={path} does not exist (looked in {Path.cwd()}).")
         return _open_hub(paths[0], name, split, key)
     rows, files = [], []
@@ -245,7 +244,8 @@ def open_rows(
     shown = printable(found[0].name) if len(rows) == 1 else f"{len(rows)} files from {printable(found[0].name)}"
     identity = f"{', '.join(map(str, files))}, split {split}"
     notes = [note] if note else []
-    sizes = [one.sizes for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
+    texts = [one for one in rows if isinstance(one, SpanRows) and not one.is_json and len(one)]
+    sizes = [np.diff(one.starts, append=one.num_bytes) for one in texts]
     if sizes:
         median = int(np.median(np.concatenate(sizes)))
         notes.insert(0, f"a document is a {options.text_unit} of text, median {median:,} bytes (dataset.text_unit)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, takewhile
 from typing import Any
 
@@ -26,14 +27,11 @@ class Format:
     optional: tuple[str, ...] = ()
 
 
-def messages(row: RawRow) -> Document:
-    """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, optional `tools`, `system`."""
-    return _chat(_turns(row, "messages"), row)
-
-
-def sharegpt(row: RawRow) -> Document:
-    """`conversations` of `{"from": "human", "value": …}`, optional `tools`, `system`."""
-    return _chat(_turns(row, "conversations"), row)
+def messages(row: RawRow, column: str = "messages") -> Document:
+    """`messages` of `{"role", "content", "tool_calls", "reasoning_content"}`, or ShareGPT's `conversations` of
+    `{"from": "human", "value": …}`; optional `tools`, `system`.
+    """
+    return _chat(_turns(row, column), row)
 
 
 def alpaca(row: RawRow) -> Document:
@@ -151,7 +149,7 @@ FORMATS = (
     Format("packed", "tokens", ("input_ids", "labels", "seq_lens"), packed_tokens, ("seq_lens_padded", "loss_weights")),
     Format("tokens", "tokens", ("input_ids",), tokens, ("labels", "loss_mask", "attention_mask", "loss_weights")),
     Format("messages", "messages", ("messages",), messages, CHAT_EXTRAS),
-    Format("sharegpt", "messages", ("conversations",), sharegpt, CHAT_EXTRAS),
+    Format("sharegpt", "messages", ("conversations",), partial(messages, column="conversations"), CHAT_EXTRAS),
     Format("prompt_completion", "prompt_completion", ("prompt", "completion"), prompt_completion, CHAT_EXTRAS),
     Format("responses", "prompt_completion", ("prompt", "responses"), responses, CHAT_EXTRAS),
     Format("alpaca", "prompt_completion", ("instruction", "output"), alpaca, ("input", "history", *SYSTEM)),

@@ -147,11 +147,6 @@ def kind_of(path: Path) -> str:
     return (path.suffixes[-2] if is_compressed else path.suffix).lower()
 
 
-def is_file_name(path: str) -> bool:
-    """Returns whether a path ends as a file of data does; then it is not the name of a hub dataset."""
-    return kind_of(Path(path)) in KINDS
-
-
 def _found(path: str, key: str, left_out: dict[str, list[str]]) -> tuple[Sequence[Path], bool]:
     """Returns the files of one path, and whether it names one, not a folder or a pattern."""
     if not path.strip():

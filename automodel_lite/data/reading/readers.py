@@ -89,11 +89,6 @@ class SpanRows:
             line = self.line_numbers[index] + span.count(b"\n", 0, error.start)
             raise DataError(f"{self.name}:{line}: {undecodable(span[error.start], self.encoding)}") from error
 
-    @property
-    def sizes(self) -> np.ndarray:
-        """Bytes of each row, line breaks behind it included, int64."""
-        return np.diff(self.starts, append=self.num_bytes)
-
     def span(self, index: int) -> bytes:
         """Returns the bytes of one row, up to where the next one starts."""
         start = int(self.starts[index])
