@@ -75,21 +75,15 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` or nothing: the closest last part in the same group, then the closest group, then any
-    group.
-    """
+    """`; did you mean X?` or "": the closest last part in the same group, the closest group, then any group."""
     known = [k for k in known if not k.split(".")[-1].startswith("_")]
     group, _, last = name.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
     tops = {k.split(".")[0] for k in known}
     anywhere = {k.rpartition(".")[2]: k for k in known}
     top, _, rest = name.partition(".")
-    if close := difflib.get_close_matches(last, here, n=1, cutoff=0.6):
-        near = here[close[0]]
-    elif rest and top not in tops and (close := difflib.get_close_matches(top, tops, n=1, cutoff=0.6)):
-        near = f"{close[0]}.{rest}"
-    elif close := difflib.get_close_matches(last, anywhere, n=1, cutoff=0.75):
-        near = anywhere[close[0]]
-    else:
-        return ""
-    return f"; did you mean {near}?"
+    groups = {} if not rest or top in tops else {other: f"{other}.{rest}" for other in tops}
+    for word, names, cutoff in ((last, here, 0.6), (top, groups, 0.6), (last, anywhere, 0.75)):
+        if close := difflib.get_close_matches(word, names, n=1, cutoff=cutoff):
+            return f"; did you mean {names[close[0]]}?"
+    return ""

@@ -37,9 +37,7 @@ def launched(name: str, default: int) -> int:
 
 
 def check_launched() -> None:
-    """Raises ConfigError for numbers of a launcher that are none, or do not belong together; before anything waits for
-    processes that will never come.
-    """
+    """Raises ConfigError for launcher variables that are invalid or inconsistent, before a rank waits for others."""
     launched("LOCAL_WORLD_SIZE", 1)
     for name in ("RANK", "LOCAL_RANK"):
         if launched(name, 0) >= world_size():

@@ -28,28 +28,21 @@ _SHORTEST = 6  # shorter values, such as `false`, are not secrets and would blot
 
 
 def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Value -> name of the environment variable; paths that exist are not secrets (`SSL_KEY_FILE`), passwords in
-    addresses are (`DATABASE_URL`).
-    """
-    return dict(_secrets(tuple(environment.items())))
-
-
-@lru_cache(maxsize=4)
-def _secrets(environment: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Value -> name of the variable; not of paths that exist (`SSL_KEY_FILE`), but of passwords in addresses."""
     found = {}
-    for name, value in environment:
+    for name, value in environment.items():
         if match := _PASSWORD_IN_URL.search(value):
             found[match[1]] = name
         is_named = _NAMES.search(name) and name not in _FOLDERS
         if is_named and not ("/" in value and os.path.exists(value)):
             found[value.strip()] = name
-    return tuple((value, name) for value, name in found.items() if len(value) >= _SHORTEST)
+    return {value: name for value, name in found.items() if len(value) >= _SHORTEST}
 
 
 @lru_cache(maxsize=4)
 def _search(environment: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[str, str]] | None:
     """One pattern for all spellings of all secrets, the longest first, and spelling -> name."""
-    names = {form: name for value, name in _secrets(environment) for form in _spellings(value)}
+    names = {form: name for value, name in secrets(dict(environment)).items() for form in _spellings(value)}
     if not names:
         return None
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))), names
@@ -85,10 +78,8 @@ def secret_in(text: str) -> str | None:
     """The environment variable whose value stands in a text that must be kept as it is, such as a chat template. Values
     of letters or digits alone are words and numbers (`SORT_KEY=messages`), no secrets.
     """
-    for value, name in secrets().items():
-        if value in text and not value.isalpha() and not value.isdigit():
-            return name
-    return None
+    found = (name for value, name in secrets().items() if value in text and not value.isalpha() and not value.isdigit())
+    return next(found, None)
 
 
 @contextmanager

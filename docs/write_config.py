@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
@@ -19,7 +19,7 @@ from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config import schema
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.signatures import arguments_of, options_of
-from automodel_lite.config.values import describe, rules_of
+from automodel_lite.config.values import describe
 from automodel_lite.errors import shown
 
 PAGE = Path(__file__).resolve().parent / "config.md"
@@ -105,6 +105,16 @@ def _comment_and_body(path: Path) -> tuple[str, str]:
     while top < len(lines) and lines[top].startswith("#"):
         top += 1
     return " ".join(line.lstrip("# ") for line in lines[:top]), "\n".join(lines[top:]).strip()
+
+
+def rules_of(hint: Any) -> Iterator[str]:
+    """Yields the rules that stand in a type annotation: `Annotated[int, Range(1)] | None` -> `at least 1`."""
+    args = get_args(hint)
+    if get_origin(hint) is Annotated:
+        yield from (str(rule) for rule in args[1:] if str(rule))
+    if get_origin(hint) is not Literal:
+        for arg in args:
+            yield from rules_of(arg)
 
 
 def _type(hint: object) -> str:

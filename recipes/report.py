@@ -2,7 +2,7 @@
 
 python recipes/report.py runs/llama_packed                        (written into the run's folder)
 python recipes/report.py runs/a runs/b runs/c --to comparison
-python recipes/report.py runs                                     (runs/index.html: a table of all runs in the folder)
+python recipes/report.py runs                                     (all runs in the folder; written into it)
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_alone()
 
-    from automodel_lite.tools.report import write_index, write_report
+    from automodel_lite.tools.report import write_report
 
     target = args.to or (args.runs[0] if len(args.runs) == 1 else Path("report"))
+    if len(args.runs) == 1 and not (args.runs[0] / "config.yaml").is_file():  # runs that have logged something
+        args.runs = [rows.parent for rows in sorted(args.runs[0].glob("*/metrics.jsonl"))] or args.runs
     try:
-        first = args.runs[0]
-        is_run = len(args.runs) > 1 or args.to or not first.is_dir() or (first / "config.yaml").is_file()
-        print(write_report(args.runs, target) if is_run else write_index(first))
+        print(write_report(args.runs, target))
     except OSError as error:
         raise ConfigError(f"{error.filename or target} cannot be read or written ({error.strerror}).") from error
     except ConfigError:

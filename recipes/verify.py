@@ -248,7 +248,10 @@ class Verification:
 
     def say_what_is_checked(self) -> None:
         self.console.say("model", f"{self.plan.config.model_type}, {self.layers_text}")
-        self.console.say("sample", self.sample.description)
+        size, training_size = self.sample.packer.packed_sequence_size, self.sample.training_size
+        text = f"{len(self.sample.documents)} documents in {len(self.sample.packs)} packs of {size}"
+        cut = f" (training packs {training_size}; longer documents are cut here)" if size < training_size else ""
+        self.console.say("sample", text + cut)
         self.console.say("data", f"ids and labels of all {len(self.sample.documents)} documents are those of the data")
         alone = "one process: start it like the training run (--nproc ...) to check its mesh"
         shape = self.mesh.shape

@@ -25,8 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.line import allow_new_key, chosen_options, group_of, option_problem
-from automodel_lite.cli.permissions import check_granted, check_hydra_settings, is_typed
+from automodel_lite.cli.line import allow_new_key, chosen_options, group_of, option_problem, split
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.schema import Config
@@ -36,6 +35,17 @@ from automodel_lite.errors import ConfigError, shown
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.
 hydra_version.setbase("1.3")  # as `@hydra.main(version_base="1.3")` does
 ConfigStore.instance().store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)))
+
+# A preset may come from a stranger: with a data set, a run's folder, a bug report. Hydra configures Python's logging,
+# builds callbacks, launchers and sweepers, and makes folders before the recipe sees a single key.
+COMMAND_LINE_ONLY = ("security.allow_targets", "model.trust_remote_code")
+_OF_SWEEPS = re.compile(  # settings of plugins that are plain numbers and names
+    r"hydra\.(sweeper\.(n_trials|n_jobs|direction|max_batch_size|study_name|max_failure_rate|params\..+|sampler\.[a-z]\w*)"
+    r"|launcher\.(n_jobs|timeout_min|nodes|tasks_per_node|partition|qos|account|constraint|exclude|gres|comment"
+    r"|array_parallelism|signal_delay_s|max_num_timeout|(cpus|gpus|mem)_(per_)?\w+))"
+)
+_PLAIN = re.compile(r"[\w.,:+*%/() -]*")  # the text of a launcher becomes a line of a shell script
+_CODE = ("_target_", "()", "class", "filename")
 
 
 class Loader(ConfigLoaderImpl):
@@ -67,7 +77,9 @@ class Loader(ConfigLoaderImpl):
             if found := _NOT_THERE.search(text):
                 text = f"~{found[1]}: no file sets it, so there is nothing to remove."
             raise ConfigError(text.partition(" Config search path:")[0]) from None
-        check_granted(raw, self.typed)
+        for key in COMMAND_LINE_ONLY:  # permissions, which no file grants
+            if OmegaConf.select(raw, key, throw_on_missing=False) and not is_typed(key, self.typed):
+                raise ConfigError(f"{key} is set in a file, but only the command line may set it: {key}=... .")
         with open_dict(raw):
             for key, value in with_options(OmegaConf.to_container(without_hydra(raw), resolve=False)).items():
                 raw[key] = value
@@ -89,11 +101,32 @@ class Loader(ConfigLoaderImpl):
 _NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")
 
 
-def compose(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig:
-    """Returns what Hydra makes of the preset and the overrides, Hydra's own settings included.
+def check_hydra_settings(content: Any, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for code that a file makes Hydra run, and for files that it makes Hydra write."""
+    ours, theirs = (
+        list(flatten(OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)))
+        for file in (read(CONF_DIR / "base.yaml"), content)
+    )
+    changed = [
+        (key, value)
+        for key, value in theirs
+        if (key, value) not in ours
+        and not is_typed(key, overrides)
+        and not (_OF_SWEEPS.fullmatch(key) and _PLAIN.fullmatch(str(value)))
+    ]
+    if changed:  # the sentence is about what names code or a file, if anything does
+        key, value = min(changed, key=lambda leaf: leaf[0].rpartition(".")[2] not in _CODE)
+        raise ConfigError(f"{key}={value} is set in a file, but only the command line may set it: {key}=... .")
 
-    Raises ConfigError, with a line for each override that cannot be read and each option that does not exist.
-    """
+
+def is_typed(key: str, overrides: Sequence[str]) -> bool:
+    """Returns whether the key, or a group around it, is set on the command line."""
+    names = [split(text)[0] for text in overrides]
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def compose(loader: Loader, preset: str, overrides: Sequence[str]) -> DictConfig:
+    """Returns what Hydra makes of the preset and the overrides, its own settings included; raises ConfigError."""
     setup_globals()  # the resolvers of Hydra, `${hydra:...}`
     check_overrides(loader, overrides)
     return loader.load_configuration(preset, list(overrides), RunMode.RUN)

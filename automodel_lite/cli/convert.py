@@ -132,15 +132,12 @@ def _set(answer: str, value: Any, groups: Mapping[str, Any], chosen: dict[str, s
         if is_set and key in groups:
             chosen[key] = text
             continue
-        ours = yaml.safe_load(text) if is_set else _number(value)
+        ours = yaml.safe_load(text) if is_set else value
+        if not is_set and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+            ours = float(value)  # 1e-5, which YAML reads as text
+        if not is_set and isinstance(ours, float) and ours.is_integer():
+            ours = int(ours)  # 3.0 epochs
         if key in settings and settings[key] != ours and key != "name":
             return f"{key} is {shown(settings[key])} already, by another key"
         settings[key] = ours
     return ""
-
-
-def _number(value: Any) -> Any:
-    """Returns `1e-5`, which YAML reads as text, as a number, and 3.0 epochs as 3."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        value = float(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -12,7 +12,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
+
+import yaml
 
 from automodel_lite.cli.line import for_installed_cli
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RunStoppedError
@@ -24,17 +27,8 @@ from automodel_lite.run.stopping import INTERRUPTED_EXIT, PREEMPTED_EXIT, STOP_S
 SAVED = "stopped and saved: run the same command again to continue"
 _SIGPIPE_EXIT = 141  # as a shell reports a command whose reader left
 _AFTER_RANK_0_S = 2.0
-_LIMITS = {  # of the machine: nothing in the program is wrong, and a traceback would only hide the number
-    errno.ENOSPC: "make room on this disk (`df -h` and, for the number of files, `df -i`), or use another one",
-    errno.EDQUOT: "your quota of this disk is full: make room, or use another one",
-    errno.EFBIG: "the limit for the size of a file is too low: raise `ulimit -f`",
-    errno.EMFILE: "the limit for open files is too low: raise `ulimit -n`, to 4096 or more",
-    errno.ENFILE: "the host has too many open files: close other programs",
-    errno.ENOMEM: "the host has no memory left: give the process more, or less work",
-    errno.ELOOP: "this link leads to itself: remove it",
-    errno.EACCES: "give this user the permission, or use another folder",
-    errno.EROFS: "use a folder that can be written",
-}
+_LIMITS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text(encoding="utf-8"))
+"""Of the machine: nothing in the program is wrong, and a traceback would only hide the number."""
 
 
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
@@ -71,7 +65,7 @@ def end(work: Callable[[], int]) -> NoReturn:
     except MemoryError as error:
         exit_with(f"the host has no memory left ({error or 'of this size'}): give the process more, or less work.", 1)
     except Exception as error:
-        if isinstance(error, OSError) and (cure := _LIMITS.get(error.errno or 0)):
+        if isinstance(error, OSError) and (cure := _LIMITS.get(errno.errorcode.get(error.errno or 0, ""))):
             where = f"{error.filename}: " if error.filename else ""
             exit_with(f"{where}{error.strerror}: {cure}.", 1)
         if isinstance(error, BrokenPipeError):  # the screen's, whose reader is gone, or another one
@@ -89,4 +83,3 @@ def hide_secrets() -> None:
     """Replaces the standard streams: nothing that this process prints shows a secret."""
     if not isinstance(sys.stdout, ScrubbedStream):
         sys.stdout, sys.stderr = ScrubbedStream(sys.stdout), ScrubbedStream(sys.stderr)
-

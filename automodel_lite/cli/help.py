@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from automodel_lite.cli.line import EXAMPLES, argument_parser, for_installed_cli
+from automodel_lite.cli.line import EXAMPLES, argument_parser, for_installed_cli, parser
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.errors import ConfigError, did_you_mean
@@ -24,8 +24,9 @@ def help_of(recipe: Recipe, sources: Sources) -> str:
     if recipe.main == "recipes.train_ft:main":
         lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES)]
         lines += ["", "dry_run=true checks everything, estimates memory and stops."]
-    lines += ["", "--cfg job prints the whole configuration and stops; --hydra-help lists Hydra's flags."]
+    lines += ["", "--cfg job prints the whole configuration and stops; --multirun sweeps, seed=0,1."]
     lines += ["--nproc 8 (or gpu) starts 8 processes (or one per GPU) on this machine."]
+    lines += ["", parser().format_usage().replace("usage", "all flags").rstrip()]
     return for_installed_cli("\n".join(lines))
 
 
@@ -45,10 +46,10 @@ def ls(argv: list[str]) -> int:
     automodel-lite ls optimizer/adamw
     automodel-lite ls finetune > my_conf/mine.yaml     # train --config-dir my_conf --config-name mine
     """
-    parser = argument_parser(ls.__doc__)
-    parser.add_argument("name", nargs="?", help="a group, a preset or group/option")
-    parser.add_argument("--config-dir", "-cd", help="a folder of your own presets and options")
-    args = parser.parse_args(argv)
+    found = argument_parser(ls.__doc__)
+    found.add_argument("name", nargs="?", help="a group, a preset or group/option")
+    found.add_argument("--config-dir", "-cd", help="a folder of your own presets and options")
+    args = found.parse_args(argv)
     sources = Sources.of(args.config_dir)
     known = groups_of(sources)
     if args.name is None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -73,7 +72,7 @@ def answer(main: str, argv: Sequence[str]) -> int:
     if line.shell_completion and any(text.startswith("query=") for text in line.overrides):
         print("\n".join(answer_query()))
         return 0
-    if not line.shell_completion and not line.hydra_help:
+    if not line.shell_completion:
         check_preset(sources, line.config_name, line.overrides)
     loader = Loader(sources, line.overrides)
     GlobalHydra.instance().clear()
@@ -118,7 +117,7 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
 
 
 def show(hydra: Hydra, line: Namespace) -> int:
-    """Answers Hydra's own questions; each does what Hydra's documentation says."""
+    """Answers Hydra's own questions: --shell-completion and --cfg."""
     typed = list(line.overrides)
     if line.shell_completion:
         sys.argv[0] = sys.argv[0].split()[0]  # not `automodel-lite train`
@@ -127,14 +126,7 @@ def show(hydra: Hydra, line: Namespace) -> int:
             print("autoload -Uz bashcompinit; bashcompinit")
         hydra.shell_completion(line.config_name or "base", typed)
         return 0
-    if line.hydra_help:
-        arguments = get_args_parser()
-        hydra.hydra_help(None, arguments, arguments.parse_args([text for text in typed if text.startswith("hydra")]))
-        return 0
     assert isinstance(hydra.config_loader, Loader)
     check_overrides(hydra.config_loader, typed, line.is_multirun)
-    if line.info:
-        hydra.show_info(line.info, line.config_name, typed)
-    else:
-        hydra.show_cfg(line.config_name, typed, line.cfg or "job", line.package, line.resolve)
+    hydra.show_cfg(line.config_name, typed, line.cfg, None, line.resolve)
     return 0

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,6 @@ _RANK = (  # Ctrl-C ends it without a traceback until our own handlers are there
     "import sys; from automodel_lite.cli import run_recipe; run_recipe(sys.argv.pop(1))"
 )
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of a torchrun with one process
-_signals: list[int] = []  # that were forwarded
 _NOTICED_WITHIN_S = 60.0
 _SHUTDOWN_S = 240  # that ranks get to save after another one has left
 
@@ -56,7 +55,7 @@ def launch(main: str, nproc: str, argv: list[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     for room in ("elastic", "launcher"):
         logging.getLogger(f"torch.distributed.{room}").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="automodel_lite_ranks_") as logs, _forwarding():
+    with tempfile.TemporaryDirectory(prefix="automodel_lite_ranks_") as logs, _forwarding() as forwarded:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -72,7 +71,7 @@ def launch(main: str, nproc: str, argv: list[str]) -> int:
         try:
             elastic_launch(config, sys.executable)("-c", _RANK, main, *argv)
         except ChildFailedError as error:
-            return _report_first_failure(error)
+            return _report_first_failure(error, forwarded)
     return 0
 
 
@@ -91,32 +90,33 @@ def num_processes(text: str) -> int:
 
 
 @contextmanager
-def _forwarding() -> Iterator[None]:
-    """Signals go on to the ranks, which save and exit; before there are any, they end this process."""
+def _forwarding() -> Iterator[list[int]]:
+    """Forwards signals to the ranks, which save and exit, and lists them; before there are any, ends this process."""
+    forwarded: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        forwarded.append(number)
+        tasks = Path("/proc/self/task").glob("*/children")
+        ranks = [int(pid) for children in tasks for pid in children.read_text().split()]
+        if not ranks and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not ranks:
+            raise StoppedEarly(number)
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     numbers = {*STOP_SIGNALS, *([signal.SIGUSR2] if "SUBMITIT_EXECUTOR" in os.environ else [])}
     heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
-    before = {number: signal.signal(number, _forward) for number in heard}  # HUP is ignored under nohup
+    before = {number: signal.signal(number, forward) for number in heard}  # HUP is ignored under nohup
     try:
-        yield
+        yield forwarded
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _forward(number: int, frame: FrameType | None) -> None:
-    _signals.append(number)
-    tasks = Path("/proc/self/task").glob("*/children")
-    ranks = [int(pid) for children in tasks for pid in children.read_text().split()]
-    if not ranks and number == signal.SIGINT:
-        raise KeyboardInterrupt
-    if not ranks:
-        raise StoppedEarly(number)
-    for pid in ranks:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _report_first_failure(error: ChildFailedError) -> int:
+def _report_first_failure(error: ChildFailedError, forwarded: Sequence[int]) -> int:
     """Returns the exit code of a run that was stopped; raises the error of the rank that failed first."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float, int]:
@@ -133,7 +133,7 @@ def _report_first_failure(error: ChildFailedError) -> int:
         if text and text != SAVED:
             print(f"\n{text}", file=sys.stderr)
         return first.exitcode
-    if -first.exitcode in _signals:
+    if -first.exitcode in forwarded:
         raise StoppedEarly(-first.exitcode)
     if first.exitcode == MISTAKE_EXIT and text:
         raise ConfigError(text) if rank == 0 else DataError(f"[rank {rank}] {text}")

@@ -52,12 +52,10 @@ def argument_parser(recipe_doc: str | None) -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """A mistake is a sentence, without the usage."""
 
-    lists = "the arguments"  # what --help does
-
     def error(self, message: str) -> NoReturn:
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
         near = did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
-        raise ConfigError(f"{message}{near.rstrip('?')} (--help lists {self.lists}).")
+        raise ConfigError(f"{message}{near.rstrip('?')} (--help lists the arguments).")
 
 
 _UNQUOTED = re.compile(r"[\w/\\+.$%*@?|: \t-]*", re.ASCII)
@@ -88,9 +86,7 @@ def allow_new_key(override: str, known: Mapping[str, Sequence[str]]) -> str:
 
 
 def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: bool = False) -> str | None:
-    """Returns the sentence for an option that does not exist, `group=x: no such option ...`, and for several values
-    where there is one run.
-    """
+    """Returns the sentence for an option that does not exist, or for several values where there is one run."""
     group, (key, value) = group_of(text, known), split(text)
     if value is not None and not key:
         return f"{text}: cannot be read as key=value (there is no key)."
@@ -140,41 +136,32 @@ def is_sweep(override: str) -> bool:
         return False
 
 
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_SWITCHES = (("--help", "-h"), ("--hydra-help",), ("--version",), ("--resolve",))
+_SWITCHES = (("--help", "-h"), ("--version",), ("--resolve",))
 _RUNS = (("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc"))
-_TEXTS = (("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
+_TEXTS = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"), ("--nproc",), ("--html",))
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of a recipe that is configured by Hydra."""
     found = _Parser(add_help=False, allow_abbrev=False)
-    found.lists = "the settings, --hydra-help the flags"
     found.add_argument("overrides", nargs="*")
     one_of = found.add_mutually_exclusive_group()
     for group, switches in ((found, _SWITCHES), (one_of, _RUNS)):
         for names in switches:
             group.add_argument(*names, action="store_true")
-    for names in (*_TEXTS, ("--nproc",), ("--html",)):
+    for names in _TEXTS:
         found.add_argument(*names)
     one_of.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    one_of.add_argument("--info", "-i", const="all", nargs="?", choices=INFO)
     return found
 
 
 def read_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the flags by their names, `overrides`, and two that follow from them.
-
-    is_question   there is something to show, and nothing to run
-    is_multirun   it is a sweep
-
-    Raises ConfigError for a flag that does not exist, or two that exclude each other.
-    """
+    """Returns the flags, `overrides`, `is_question` (nothing is run) and `is_multirun`; raises ConfigError."""
     line = parser().parse_intermixed_args(list(argv))
-    if (line.package or (line.resolve and not line.help)) and not line.cfg:
-        raise ConfigError(f"{'--package' if line.package else '--resolve'} belongs to --cfg job|hydra|all.")
+    if line.resolve and not line.help and not line.cfg:
+        raise ConfigError("--resolve belongs to --cfg job|hydra|all.")
     line.config_name = line.config_name and line.config_name.removesuffix(".yaml")
-    line.is_question = any((line.help, line.hydra_help, line.version, line.shell_completion, line.cfg, line.info))
+    line.is_question = any((line.help, line.version, line.shell_completion, line.cfg))
     line.is_multirun = line.multirun or "hydra.mode=MULTIRUN" in line.overrides
     return line
 

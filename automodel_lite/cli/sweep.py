@@ -163,9 +163,7 @@ OmegaConf.register_new_resolver(
 
 
 def results_of(folder: Path) -> dict[str, float]:
-    """Returns the last values that a run has logged, as far as the table shows them; `val_loss` is the mean over the
-    validation sets.
-    """
+    """Returns the last values of a run for the table; `val_loss` is the mean over the validation sets."""
     last = {key: value for row in RunFolder(folder).rows() for key, value in row.items()}
     losses = {key: value for key, value in last.items() if key.startswith("val_loss/")}
     mean = {"val_loss": sum(losses.values()) / len(losses)} if losses else {}

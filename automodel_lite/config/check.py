@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,10 +24,8 @@ from automodel_lite.config.components import (
 )
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
-from automodel_lite.config.sizes import global_batch_size_of, mesh_shape, slot_multiple_of
 from automodel_lite.config.values import value_problems
 from automodel_lite.errors import ConfigError, did_you_mean, shown
-from automodel_lite.launched import world_size
 from automodel_lite.redact import secret_in
 
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
@@ -67,18 +65,10 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         if not is_refused or part["_target_"] in list(own_targets()):
             problems += _part_problems(key, part, allowed)
     if problems:
-        raise ConfigError("\n".join([*problems, *_size_problems(plain, problems)]))
+        raise ConfigError("\n".join(problems))
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     assert isinstance(config, Config)
     return config
-
-
-def with_defaults(raw: DictConfig) -> DictConfig:
-    """The configuration with the defaults of the schema and of the parts; keys that neither knows stay."""
-    plain = with_options(OmegaConf.to_container(raw, resolve=False))
-    merged = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(Config)), plain)
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _unresolved(raw: DictConfig) -> Iterator[str]:
@@ -122,38 +112,8 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
             yield from value_problems(path, value, hints[key])
 
 
-def _size_problems(plain: dict[str, Any], problems: Sequence[str]) -> Iterator[str]:
-    """Sizes that do not fit one another or the processes of this job, beside the problems that are known: the keys of
-    these count as not set. A dry run answers for other processes.
-    """
-    wrong = {line.partition("=")[0].partition(":")[0] for line in problems}
-    rest = {
-        group: {key: value for key, value in plain[group].items() if f"{group}.{key}" not in wrong}
-        for group in ("mesh", "training", "packed_sequence")
-        if isinstance(plain.get(group), dict)
-    }
-    try:
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config(name="x")), rest))
-    except OmegaConfBaseException:
-        return
-    size, multiple = (config.packed_sequence.get(key) for key in ("packed_sequence_size", "slot_multiple"))
-    checks: list[Callable[[], object]] = []
-    if plain.get("dry_run") is not True:
-        checks.append(lambda: global_batch_size_of(config.training, mesh_shape(config.mesh, world_size()).dp))
-    if isinstance(size, int) and (multiple is None or isinstance(multiple, int)):  # another type is named elsewhere
-        checks.append(lambda: slot_multiple_of(size, multiple, config.mesh.cp))
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            yield str(error)
-
-
 def _unsound_values(plain: dict[str, Any]) -> Iterator[str]:
-    """Values that no key can take: numbers that are not finite or too large for a machine word, zero bytes in a text.
-
-    An infinite number may stand in `model.config`: some families have a limit that is none.
-    """
+    """Values that no key can take; an infinite one may stand in `model.config`, as a limit that is none."""
     for path, value in walk(plain):
         if isinstance(value, float) and not math.isfinite(value):
             if math.isnan(value) or not path.startswith("model.config."):

@@ -11,18 +11,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NewType
 
+import yaml
+
 from automodel_lite.errors import ConfigError, did_you_mean
 
-EXTRAS = {  # optional package -> the extra that brings it
-    "bitsandbytes": "qlora",
-    "flash_attn": "flash",
-    "mlflow": "mlflow",
-    "peft": "peft",
-    "tensorboard": "tensorboard",
-    "torchao": "ao",
-    "transformer_engine": "te",
-    "wandb": "wandb",
-}
+EXTRAS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("extras.yaml").read_text(encoding="utf-8"))
 
 
 def missing_package(wanted_by: str, package: str) -> str:

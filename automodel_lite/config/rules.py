@@ -165,10 +165,7 @@ PathStr = Annotated[str, PATH]
 
 
 def looks_local(path: str) -> bool:
-    """Is this meant as a file or folder of this machine, and not as the name of a hub repository (`owner/name`)?
-
-    By its form, or because it is there, or would be in a folder that is there.
-    """
+    """Is this meant as a file or folder, not as a hub name? By its form, or because it or its folder is there."""
     given = Path(path).expanduser()
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or "*" in path
     return by_form or given.exists() or ("/" in path and given.parent.is_dir())

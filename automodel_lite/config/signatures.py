@@ -130,8 +130,11 @@ class _Source(dict[str, Any]):
             return self._of_function(node.args, 0)
         if node is None:
             return {}
-        bases = [path for base in node.bases if isinstance(base, ast.Name) and (path := self._origin_of(base.id))]
-        inherited = {key: item for path in bases for key, item in arguments_of(path).items()}
+        inherited: dict[str, Argument] = {}
+        for base in map(ast.unparse, node.bases):  # of this package: where the module imports it, or its own
+            imports = [n for n in self.body if isinstance(n, ast.ImportFrom) and base in {a.name for a in n.names}]
+            origin = str(imports[0].module) if imports else self.module
+            inherited |= arguments_of(f"{origin}.{base}") if origin.startswith("automodel_lite.") else {}
         for method in node.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                 return self._of_function(method.args, 1)
@@ -160,13 +163,6 @@ class _Source(dict[str, Any]):
         """Returns the comments behind the lines of an argument or a field."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
         return " ".join(line.partition("  # ")[2].strip() for line in lines if "  # " in line)
-
-    def _origin_of(self, name: str) -> str | None:
-        """Returns the path of a class of this package that the module defines or imports."""
-        for node in self.body:
-            if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-                return f"{node.module}.{name}" if str(node.module).startswith("automodel_lite.") else None
-        return f"{self.module}.{name}"
 
 
 @cache

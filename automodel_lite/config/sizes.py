@@ -31,9 +31,7 @@ class MeshShape:
 
 
 def mesh_shape(config: MeshConfig, num_processes: int) -> MeshShape:
-    """Fills in dp_shard=-1; raises ConfigError that shows the arithmetic when the axes do not multiply to the
-    processes.
-    """
+    """Fills in dp_shard=-1; raises ConfigError, with the arithmetic, unless the axes multiply to the processes."""
     fixed = config.dp_replicate * config.cp * config.tp
     tp = f" x mesh.tp={config.tp}" if config.tp > 1 else ""
     dp_shard = config.dp_shard

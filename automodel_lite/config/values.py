@@ -79,13 +79,3 @@ def describe(hint: Any) -> str:
     if (origin or hint) in _GROUPS:
         return "a group of keys"
     return _NAMES.get(hint, "a block with a _target_")
-
-
-def rules_of(hint: Any) -> Iterator[str]:
-    """Yields the rules that stand in a type annotation: `Annotated[int, Range(1)] | None` -> `at least 1`."""
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is Annotated:
-        yield from (str(rule) for rule in args[1:] if str(rule))
-    if typing.get_origin(hint) is not typing.Literal:
-        for arg in args:
-            yield from rules_of(arg)

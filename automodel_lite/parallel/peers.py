@@ -12,6 +12,7 @@ A process group would not do: a failed rank does not join the collective in whic
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import platform
 import socket
@@ -39,10 +40,9 @@ _LOOK_EVERY_S = 0.5
 _OWN_ERROR_S = 2.0  # for a rank to raise the same error itself
 _CAUSE_WITHIN_S = 5.0  # for the rank that failed first to record it
 _BEAT_EVERY_LOOKS = 10
-_SILENT_S, _DEAD_S = 25.0, 60.0  # without a heartbeat: named, and taken for dead
+_DEAD_S = 60.0  # without a heartbeat
 _START_S = 600.0  # for a rank that has not started
 _LATEST_S = 3600.0  # for one that has: reading data may take as long on a slow node
-_SILENT = f"no heartbeat for {_DEAD_S:.0f} s: its host may be down"
 _GONE = "ended without a message (killed, out of memory, or a crash)"
 MAY_DIFFER = ("cache_dir", "training.num_threads")
 """Settings that may differ between nodes."""
@@ -57,9 +57,7 @@ class Peers:
         self._is_over = threading.Event()
 
     def join(self) -> None:
-        """Makes this rank known to the others and watches them from now on; raises ConfigError when another process has
-        the same number.
-        """
+        """Makes this rank known, and watches the others; raises ConfigError when another process has its number."""
         if self._store is None:
             return
         mine = this_process()
@@ -73,13 +71,12 @@ class Peers:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def compare(self, topic: str, facts: Mapping[str, Any]) -> None:
-        """Every rank calls it. Raises RanksDifferError on all of them when any rank's facts are not those of rank 0,
-        and PeerError when a rank fails meanwhile or does not come.
-        """
+        """Raises RanksDifferError on all ranks unless all have the same facts, PeerError when one fails or is late."""
         store = self._store
         if store is None:
             return
-        mine = {key: _text(value) for key, value in {"WORLD_SIZE": world_size(), **facts}.items()}
+        values = {"WORLD_SIZE": world_size(), **facts}
+        mine = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in values.items()}
         here, lines = f"rank {rank()} ({socket.gethostname()})", list[str]()
         try:
             # rank 0 alone compares, one rank after the other: the store has little to do, whatever their number
@@ -107,9 +104,7 @@ class Peers:
             )
 
     def _wait(self, store: dist.Store, topic: str, ranks: range) -> None:
-        """Waits for what the first of these ranks writes, with a line every 30 s that names those that are missing;
-        raises PeerError when one has failed, or is too late.
-        """
+        """Waits for the first of these ranks; names those that are missing every 30 s, raises PeerError in the end."""
         began = time.monotonic()
         next_line = began + LINE_EVERY_S
         while not store.check([f"{topic}/{ranks[0]}"]):
@@ -181,8 +176,9 @@ class Peers:
                 looks += 1
                 if looks % _BEAT_EVERY_LOOKS == 0:
                     store.add(f"beats/{rank()}", 1)
-                    if rank() == 0 and (dead := _longest_silent(store, beats)) is not None:
-                        self._record(dead, _host_of(store, dead), _SILENT, 1)
+                    if rank() == 0 and (dead := _silent_rank(store, beats)) is not None:
+                        host = json.loads(store.get(f"process/{dead}"))["host"]
+                        self._record(dead, host, f"no heartbeat for {_DEAD_S:.0f} s: its host may be down", 1)
                 for other in range(first, last):
                     if other not in neighbors and other != rank() and store.check([f"process/{other}"]):
                         neighbors[other] = ProcessId(**json.loads(store.get(f"process/{other}")))
@@ -197,32 +193,20 @@ class Peers:
                 self.on_failure(_no_store(error))
 
 
-def _longest_silent(store: dist.Store, beats: dict[int, tuple[int, float]]) -> int | None:
-    """Returns a rank that is taken for dead; names those that are silent. Called by rank 0 in each of its rounds, in
-    which the seconds are counted: a job that is suspended as a whole (a laptop, SLURM) goes on as if none had passed.
-
-    beats   rank -> its last count of heartbeats, and the seconds without another
+def _silent_rank(store: dist.Store, beats: dict[int, tuple[int, float]]) -> int | None:
+    """Returns a rank that is taken for dead. Rank 0 calls it in each of its rounds, which count the seconds: a job that
+    is suspended as a whole (a laptop, SLURM) goes on. `beats` has the last count of each rank, and the seconds since.
     """
-    round_s = _LOOK_EVERY_S * _BEAT_EVERY_LOOKS
     for other in range(1, world_size()):
         count = store.add(f"beats/{other}", 0)
         last, silent_s = beats.get(other, (0, 0.0))
-        silent_s = silent_s + round_s if count == last else 0.0
-        beats[other] = count, silent_s
-        if count == 0 or silent_s < _SILENT_S or store.check([f"left/{other}"]):
-            continue  # not started yet (who waits for it says so), or heard of
-        if silent_s >= _DEAD_S:
+        beats[other] = count, silent_s + _LOOK_EVERY_S * _BEAT_EVERY_LOOKS if count == last else 0.0
+        if count and beats[other][1] >= _DEAD_S and not store.check([f"left/{other}"]):  # who has not started has none
             return other
-        if silent_s % LINE_EVERY_S < round_s:
-            _print(f"rank {other} on {_host_of(store, other)} is silent ({silent_s:.0f} s)")
     return None
 
 
-def _host_of(store: dist.Store, other: int) -> str:
-    return str(json.loads(store.get(f"process/{other}"))["host"])
-
-
-_jobs_begun = 0
+_JOBS = itertools.count(1)
 
 
 def open_peers() -> Peers:
@@ -230,11 +214,10 @@ def open_peers() -> Peers:
 
     A client of the store for itself alone: one that waits in a `get` holds its lock, and `check` would wait with it.
     """
-    global _jobs_begun
-    _jobs_begun += 1
+    number = next(_JOBS)
     if world_size() == 1:
         return Peers(None)
-    return Peers(dist.PrefixStore(f"peers of job {_jobs_begun}", launchers_store().clone()))  # type: ignore[attr-defined]
+    return Peers(dist.PrefixStore(f"peers of job {number}", launchers_store().clone()))  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -270,10 +253,6 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _no_store(error: BaseException) -> PeerError:
     return PeerError(f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}", 1)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _named(ranks: list[int]) -> str:

@@ -69,9 +69,7 @@ class _Save:
 
 @dataclass
 class Checkpointer:
-    """Every rank calls every method. `control` and `saver` are control groups of their own, so that a save in the
-    background and the training never wait in one another's messages.
-    """
+    """Saves and loads; every rank calls every method. A save in the background has control messages of its own."""
 
     run: RunFolder
     run_config: Config
@@ -91,10 +89,6 @@ class Checkpointer:
         self._token = self.control.on_first(lambda: uuid.uuid4().hex[:8])
 
     @property
-    def folder(self) -> Path:
-        return self.run.checkpoints
-
-    @property
     def newest_name(self) -> str | None:
         return self.newest.name if self.newest else None
 
@@ -109,12 +103,10 @@ class Checkpointer:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: JsonState, *, wait: bool = False
     ) -> bool:
-        """Starts a checkpoint of this step. In `mode=sync`, or with `wait`, it is done on return: True when it is on
-        disk. A failure is reported, never raised.
-        """
+        """Starts a checkpoint (`mode=sync`, or `wait`: writes it); returns whether it is on disk. Reports a failure."""
         began = time.monotonic()
         self.finish()
-        path = self.folder / on_disk.name_of(step)
+        path = self.run.checkpoints / on_disk.name_of(step)
         if self.newest == path:
             return True
         tensors, scalars = flat_state(model, optimizer)
@@ -140,9 +132,7 @@ class Checkpointer:
 
     @torch.no_grad()
     def _stage(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns copies on the host, which the training does not change while they are written; made at the first save
-        and used again by every other. Raises an error for memory that the host does not have.
-        """
+        """Returns copies on the host for the thread that writes; their memory is taken once, and may not be there."""
         for key, part in parts.items():
             if key not in self._copies:
                 # page-locked memory takes a GPU's copy at 25 GB/s and more, other at 3 to 6; to lock it takes longer
@@ -155,7 +145,7 @@ class Checkpointer:
 
     def holds(self, step: int) -> bool:
         """Is the newest checkpoint, loaded or written, of this step?"""
-        return self.newest == self.folder / on_disk.name_of(step) and self.newest.is_dir()
+        return self.newest == self.run.checkpoints / on_disk.name_of(step) and self.newest.is_dir()
 
     def is_busy(self) -> bool:
         """Is this rank still writing?"""
@@ -177,7 +167,9 @@ class Checkpointer:
             if self.control.is_first and self.run.status.is_file():
                 with suppress(OSError):
                     self.run.write_status("running", current.step, checkpoint=current.path.name)
-            self.say(f"{current.step:7d}  saved {current.path.name} ({_size(current.num_bytes)}, {took_s:.1f} s)")
+            gib = current.num_bytes / 2**30
+            size = f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 2**10:.1f} MiB"
+            self.say(f"{current.step:7d}  saved {current.path.name} ({size}, {took_s:.1f} s)")
         else:
             self.failed_step = current.step
             text = scrub(_cause(current.error))
@@ -185,7 +177,7 @@ class Checkpointer:
 
     def _write(self, current: _Save, parts: dict[str, Tensor], texts: dict[str, str]) -> None:
         """The whole of a save, in this thread; the outcome is left in `current`, alike on all ranks."""
-        temporary = self.folder / f".tmp-{self._token}-{current.path.name}"
+        temporary = self.run.checkpoints / f".tmp-{self._token}-{current.path.name}"
 
         def begin() -> None:
             self.fence()
@@ -202,7 +194,7 @@ class Checkpointer:
 
         def delete_old() -> None:
             try:
-                on_disk.delete_old(self.folder, self.run_config.checkpoint)
+                on_disk.delete_old(self.run.checkpoints, self.run_config.checkpoint)
             except OSError as error:
                 self.say(f"WARNING: old checkpoints could not be deleted ({error}); will retry after the next save")
 
@@ -226,11 +218,10 @@ class Checkpointer:
     # ------------------------------------------------------------------------------------------------------ loading
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> JsonState | None:
         """Restores the newest checkpoint that is complete and loads, and returns its JSON state; None without any.
-
-        Reports which it skipped and why. Raises ConfigError when there are some and none loads.
+        Reports which it skipped and why; raises ConfigError when there are some and none loads.
         """
-        self.control.on_first(lambda: on_disk.clean(self.folder))
-        complete, skipped = self.control.on_first(lambda: on_disk.survey(self.folder))
+        self.control.on_first(lambda: on_disk.clean(self.run.checkpoints))
+        complete, skipped = self.control.on_first(lambda: on_disk.survey(self.run.checkpoints))
         for sentence in skipped:
             self.say(sentence)
         reasons = []
@@ -245,7 +236,7 @@ class Checkpointer:
             return state
         if reasons := [*reasons, *skipped]:
             raise ConfigError(
-                f"{self.folder} has no loadable checkpoint (" + "; ".join(reasons) + "): restore one from a backup, "
+                f"{self.run.checkpoints} has no loadable checkpoint ({'; '.join(reasons)}): restore one from a backup, "
                 "move the folder away to start from step 0, or start a new run with name=... ."
             )
         return None
@@ -263,14 +254,17 @@ class Checkpointer:
             read_tensors(path / on_disk.TENSORS, index, tensors)
 
         self.control.on_all(read)
-        _set_flat_state(model, optimizer, tensors, state.pop("optimizer_scalars"))
+        weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+        set_model_state_dict(model, weights, options=_TRAINED)
+        # the optimizer's tensors are its own, already loaded in place: setting them would cast 8-bit codes to fp32
+        if scalars := state.pop("optimizer_scalars"):
+            values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+            set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
         return state
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Restores the trained weights alone from a checkpoint, in place, in one process: for export. Of a run with
-    training.ema_decay it is their average.
-    """
+    """Restores the trained weights alone, in one process, for export; with training.ema_decay their average."""
     index = read_index(path / on_disk.TENSORS)
     weights: dict[str, Any] = dict(_weights(model))
     averages = {name: f"optimizer.state.{name}.ema" for name in weights}
@@ -303,20 +297,5 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _set_flat_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: JsonState
-) -> None:
-    weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    set_model_state_dict(model, weights, options=_TRAINED)
-    # the optimizer's tensors are its own, already loaded in place: setting them would cast 8-bit codes to fp32
-    if scalars:
-        values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
-        set_optimizer_state_dict(model, optimizer, values | scalars, options=_FLAT)
-
-
 def _cause(error: BaseException) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -157,9 +157,7 @@ def delete_old(folder: Path, rules: CheckpointConfig) -> None:
 
 
 def steps_to_delete(losses: Mapping[int, float | None], rules: CheckpointConfig) -> list[int]:
-    """Steps that none of the rules keeps. `losses` is the validation loss of each checkpoint's step, None where none
-    was taken.
-    """
+    """Returns the steps that no rule keeps; `losses` has each step's validation loss, None where none was taken."""
     steps = sorted(losses)
     rated = sorted((loss, step) for step, loss in losses.items() if loss is not None and loss == loss)
     kept = set(steps[-rules.keep_last :]) | {step for _, step in rated[: rules.keep_best]}
@@ -176,28 +174,19 @@ def exported_folder(source: str) -> str:
     run = Path(source).expanduser()
     if not (run / "config.yaml").is_file():
         return str(run) if run.is_dir() else source
-    files = (run / "hf/config.json", run / "adapter/adapter_config.json")
-    found = [path.parent for path in files if path.is_file()]
-    for folder in found:
-        if not is_stale(folder):
-            return str(folder)
-    if found:
-        step = _step(found[0])
-        raise ConfigError(
-            f"{found[0]} is of {'an earlier step' if step is None else f'step {step}'}, and {source} was trained "
-            f"further since: python recipes/export_hf.py {source} writes it again."
-        )
-    raise ConfigError(f"{source} has no hf/ or adapter/ yet: python recipes/export_hf.py {source} writes them.")
+    for path in (run / "hf/config.json", run / "adapter/adapter_config.json"):
+        if path.is_file() and not is_stale(path.parent):
+            return str(path.parent)
+    raise ConfigError(
+        f"{source} has no hf/ or adapter/ of its newest checkpoint: python recipes/export_hf.py {source} writes it."
+    )
 
 
 def is_stale(folder: Path) -> bool:
     """Is there a checkpoint of a later step than the export's? Of one without a mark nobody knows."""
-    steps = [step_of(path.parent) or 0 for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}")]
-    return max(steps, default=0) > (_step(folder) or 0)
-
-
-def _step(folder: Path) -> int | None:
     try:
-        return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
+        exported = int(json.loads((folder / MARK).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        exported = 0
+    steps = [step_of(path.parent) or 0 for path in folder.parent.glob(f"checkpoints/*/{MANIFEST}")]
+    return max(steps, default=0) > exported

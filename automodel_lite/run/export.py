@@ -33,7 +33,7 @@ from automodel_lite.models.loss import CrossEntropy, LossModel
 from automodel_lite.models.source import CausalLM, describe, embedding_rows, is_remote_code
 from automodel_lite.parallel.control import all_ranks
 from automodel_lite.parallel.mesh import Mesh
-from automodel_lite.parallel.sharding import ParallelModel, fully_shard_model
+from automodel_lite.parallel.sharding import fully_shard_model
 from automodel_lite.run.checkpoint_folder import MARK
 from automodel_lite.run.durable import write_file
 from automodel_lite.run.weight_files import stored_dtypes, take_over, write_weights
@@ -47,9 +47,7 @@ _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|
 
 @contextmanager
 def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
-    """Where an export is written: it gets its name when the block ends well, and is removed otherwise; the user's own
-    files in the folder come along. Every rank enters.
-    """
+    """A temporary folder, which takes the place of `folder` when the block ends well, with the user's own files."""
     folder = folder.resolve()  # hf/ may be a link to a larger disk
     temporary, aside = folder.with_name(f".tmp-{folder.name}"), folder.with_name(f".old-{folder.name}")
 
@@ -65,7 +63,11 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
         ours = sorted(path.name for path in temporary.iterdir())
         write_file(temporary / MARK, json.dumps({"step": step, "files": ours}))
         if folder.is_dir():
-            for path in _users_own(folder, ours):
+            try:
+                before = set(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):  # without a mark, weights are ours too
+                before = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
+            for path in sorted(path for path in folder.iterdir() if path.name not in {*before, *ours, MARK}):
                 if path.is_dir() and not path.is_symlink():
                     shutil.copytree(path, temporary / path.name, symlinks=True)
                 else:
@@ -85,36 +87,10 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
         raise
 
 
-def _users_own(folder: Path, ours: list[str]) -> list[Path]:
-    """What is neither of the old export nor of the new one; of an export without a mark, weights are ours too."""
-    try:
-        before = set(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
-        names = {path.name for path in folder.iterdir()} - before
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        names = {path.name for path in folder.iterdir() if not _WEIGHTS.fullmatch(path.name)}
-    return [folder / name for name in sorted(names - {*ours, MARK})]
-
-
 _PROBE_TOKENS = 16
 _FP8_STD = 0.5
 """Standard deviations that a model whose products round to fp8 may be off from its own weights in bf16: an 80-step
 llama_tiny is off by 0.17; another model by 3 and more."""
-
-
-def export(
-    folder: Path,
-    model: ParallelModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    step: int,
-    adapter: LoraAdapter | None = None,
-) -> Path:
-    """`folder`/hf, or `folder`/adapter when only an adapter was trained; every rank calls it. Returns which."""
-    if adapter:
-        export_adapter(folder / "adapter", model.loss_model, adapter, tokenizer, step)
-        return folder / "adapter"
-    export_hf(folder / "hf", model.loss_model, tokenizer, dtype, model.logits, step, model.sharded_over)
-    return folder / "hf"
 
 
 def check_exportable(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -48,8 +48,8 @@ def record_failures(
     memory: Callable[[], str],
     place: Callable[[], Place] = lambda: (None, None),
 ) -> Iterator[None]:
-    """Records an error that passes; replaces a consequence by its cause, and errors with a known cure by a sentence.
-    Nothing is left in a folder that is another job's, or that a mistake has kept from being made.
+    """Records an error that passes, in no folder that is another job's or that a mistake has kept from being made;
+    replaces a consequence by its cause, and errors with a known cure by a sentence.
 
     memory   what a full memory held, and what to change: see memory.out_of_memory_text
     """

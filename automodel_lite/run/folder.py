@@ -30,10 +30,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from automodel_lite.config.check import with_defaults
 from automodel_lite.config.components import flatten
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
+from automodel_lite.config.signatures import with_options
 from automodel_lite.errors import ConfigError, one_line, shown
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
@@ -86,7 +86,8 @@ class RunFolder:
 
     def _changes(self, config: Config) -> list[tuple[str, Any, Any]]:
         """Settings that shape the numbers and differ; one that the run's version did not know yet had its default."""
-        saved: Any = OmegaConf.to_container(with_defaults(OmegaConf.create(saved_config(self.config))))
+        defaults = OmegaConf.to_container(OmegaConf.structured(Config))
+        saved: Any = OmegaConf.to_container(OmegaConf.merge(defaults, with_options(saved_config(self.config))))
         old, new = dict(flatten(saved)), dict(flatten(plain(config)))
         changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         resumable = tuple(f"{key}." for key in resumable_settings())  # keys, and whole groups
@@ -115,7 +116,10 @@ class RunFolder:
     @property
     def shown(self) -> str:
         """The path as one types it: relative to the working directory where it is inside."""
-        return _near(self.path, ".")
+        with suppress(OSError):  # the working directory may be gone
+            if self.path.is_relative_to(Path.cwd()):
+                return os.path.relpath(self.path)
+        return str(self.path)
 
     def write_facts(self, lines: Sequence[tuple[str, str]]) -> None:
         """run.json: the command line, and the (topic, text) lines that the run printed at its start."""
@@ -130,7 +134,9 @@ class RunFolder:
             return [f"{command}   # {f'continues from {checkpoint}' if checkpoint else 'starts again'}"]
         if state != "finished":
             return []
-        run, ours = shlex.quote(self.shown), typed_program()
+        script = Path(sys.executable).with_name("automodel-lite")
+        ours = _typed(script) if script.exists() else f"{_typed(Path(sys.executable))} -m automodel_lite"
+        run = shlex.quote(self.shown)
         fresh = [name for name in ("hf", "adapter") if (self.path / name).is_dir() and not is_stale(self.path / name)]
         generate, export = f'{ours} generate {run} "..."', f"{ours} export {run}"
         if not fresh:
@@ -143,9 +149,7 @@ class RunFolder:
         return [row for row in map(_object, lines) if type(row.get("step")) is int]
 
     def rewind_metrics(self, step: int) -> None:
-        """Drops the rows after `step` from metrics.jsonl: a continued run writes them again. A torn last line goes
-        too.
-        """
+        """Drops the rows after `step`, which a continued run writes again, and a torn last line."""
         if self.metrics.is_file():
             kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
             write_atomically(self.metrics, "".join(kept))
@@ -229,25 +233,10 @@ def typed_command() -> str:
     return shlex.join([_typed(Path(python)), *rest])
 
 
-def typed_program() -> str:
-    """`automodel-lite`, or its path where its environment is not active."""
-    script = Path(sys.executable).with_name("automodel-lite")
-    return _typed(script) if script.exists() else f"{_typed(Path(sys.executable))} -m automodel_lite"
-
-
 def _typed(program: Path) -> str:
-    """Its name, if that is what the shell finds; otherwise its path, the shorter one."""
-    if (found := shutil.which(program.name)) and Path(found).parent == program.parent:
-        return program.name
-    return _near(program, "..")
-
-
-def _near(path: Path, top: str) -> str:
-    """Relative to the working directory where it is below `top` of it, which may be gone."""
-    with suppress(OSError):
-        if path.is_relative_to(Path(top).resolve()):
-            return os.path.relpath(path)
-    return str(path)
+    """Its name, if that is what the shell finds; otherwise its path."""
+    found = shutil.which(program.name)
+    return program.name if found and Path(found).parent == program.parent else str(program)
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -81,9 +81,16 @@ class RunLock:
         return True
 
     def acquire(self, pulse_s: float = PULSE_S) -> str:
-        """Takes the lock and returns its token; raises ConfigError when another live job holds it, or the folder cannot
-        be written.
-        """
+        """Takes the lock and returns its token; raises ConfigError: it is another's, or cannot be written."""
+
+        def beat() -> None:  # into the lock's own file: when another job's has taken its name, nobody reads ours
+            while not self._stop.wait(pulse_s):
+                self._mine = replace(self._mine, pulse=self._mine.pulse + 1)
+                with suppress(OSError):  # a disk that is full or away: the next pulse may get through
+                    os.pwrite(self._file, json.dumps(asdict(self._mine)).encode(), 0)
+                    os.fsync(self._file)
+                    self.is_lost = not self.is_held()
+
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while True:
@@ -93,7 +100,7 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"output_dir={self.path.parent} cannot be written: {error.strerror}.") from None
         self.token = self._mine.token
-        threading.Thread(target=self._heartbeat, args=(pulse_s,), daemon=True).start()
+        threading.Thread(target=beat, daemon=True).start()
         return self.token
 
     def is_held(self) -> bool:
@@ -131,23 +138,25 @@ class RunLock:
 
     def _chain(self) -> list[Holder]:
         """The holder in the lock, who claims to succeed it, and so on: a claimer may die before it is in the lock."""
-        chain, path = [], self.path
-        while holder := _read(path):
-            chain.append(holder)
-            path = self._claim_path(holder)
+        chain, path = list[Holder](), self.path
+        with suppress(FileNotFoundError, NotADirectoryError):
+            while True:
+                try:
+                    chain.append(Holder(**json.loads(path.read_bytes())))
+                except (ValueError, TypeError, RecursionError):  # a disk fault has torn it: its holder is dead
+                    chain.append(Holder("", "", 0, "", token=_TORN, job=""))
+                path = self._claim_path(chain[-1])
         return chain
 
     def _claim_path(self, holder: Holder) -> Path:
         return self.path.with_name(f"{self.path.name}.{holder.token}")
 
     def _take_over(self, dead: Holder) -> bool:
-        """Takes the place of a dead holder. Of all who try, one can link the claim; who comes late, when the claim has
-        become the lock, finds that the chain does not end with the dead one and itself.
-        """
+        """Takes the place of a dead holder; False when another one has."""
         claim = self._claim_path(dead)
-        if not self._create(claim):
+        if not self._create(claim):  # of all who try, one can link it
             return False
-        chain = self._chain()
+        chain = self._chain()  # of who comes late, when the claim has become the lock, it ends otherwise
         if [holder.token for holder in chain[-2:]] != [dead.token, self._mine.token]:
             claim.unlink(missing_ok=True)
             return False
@@ -171,22 +180,3 @@ class RunLock:
             os.unlink(aside)
         self._file = descriptor
         return True
-
-    def _heartbeat(self, pulse_s: float) -> None:
-        """Writes the pulse into the lock's own file: when another job's has taken its name, nobody reads ours."""
-        while not self._stop.wait(pulse_s):
-            self._mine = replace(self._mine, pulse=self._mine.pulse + 1)
-            with suppress(OSError):  # a disk that is full or away: the next pulse may get through
-                os.pwrite(self._file, json.dumps(asdict(self._mine)).encode(), 0)
-                os.fsync(self._file)
-                self.is_lost = not self.is_held()
-
-
-def _read(path: Path) -> Holder | None:
-    """None for no lock; one that a disk fault has torn is a dead one."""
-    try:
-        return Holder(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, TypeError, RecursionError):
-        return Holder("", "", 0, "", token=_TORN, job="")

@@ -12,9 +12,7 @@ _NUM_BLOCKS = 32  # of a file of weights; its header is the first
 
 
 def local_folder(source: str | None, revision: str | None = None) -> Path | None:
-    """Returns the folder that holds a model: `source` itself, or a hub model's cached snapshot; None for a model from
-    scratch, or one that is not here.
-    """
+    """Returns the folder of a model: `source`, or a hub model's cached snapshot; None for one that is not here."""
     if not source or Path(source).is_dir():
         return Path(source) if source else None
     try:
@@ -25,27 +23,25 @@ def local_folder(source: str | None, revision: str | None = None) -> Path | None
 
 
 def model_files(pretrained: str | None, revision: str | None = None) -> dict[str, str]:
-    """Returns name -> digest of each configuration and weight file of a `local_folder`.
-
-    Small files are hashed whole, large ones by their size and 32 blocks spread over them, the header among them:
-    weights that were trained further differ in each block.
+    """Returns name -> digest of each configuration and weight file of a `local_folder`; of large ones their size and 32
+    blocks are hashed, the header among them: weights that were trained further differ in each block.
     """
     folder = local_folder(pretrained, revision)
     if folder is None:
         return {}
     found = sorted(path for pattern in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(pattern))
-    return {path.name: _sampled_digest(path) for path in found if not path.name.startswith(("tokenizer", "special_"))}
-
-
-def _sampled_digest(path: Path) -> str:
-    """Returns 16 hex digits of a file's size and some of its blocks; all of them, when it is small."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        if size <= _BLOCK_BYTES * _NUM_BLOCKS:
-            digest.update(file.read())
-        else:
-            for number in range(_NUM_BLOCKS):
-                file.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()[:16]
+    digests = {}
+    for path in found:
+        if path.name.startswith(("tokenizer", "special_")):
+            continue
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with open(path, "rb") as file:
+            if size <= _BLOCK_BYTES * _NUM_BLOCKS:
+                digest.update(file.read())
+            else:
+                for number in range(_NUM_BLOCKS):
+                    file.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1))
+                    digest.update(file.read(_BLOCK_BYTES))
+        digests[path.name] = digest.hexdigest()[:16]
+    return digests

@@ -73,9 +73,7 @@ class NonfiniteSteps:
         self._watched = (step, pack_ids, batches, numbers)
 
     def settle(self) -> None:
-        """Waits for the step under watch: a bad one is dumped; raises RunStoppedError when it is one too many in a
-        row.
-        """
+        """Waits for the step under watch and dumps a bad one; raises RunStoppedError for one too many in a row."""
         if self._watched is None:
             return
         (step, pack_ids, batches, numbers), self._watched = self._watched, None
@@ -84,10 +82,17 @@ class NonfiniteSteps:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        where = self.folder / f"step_{step:08d}"
+        where, name = self.folder / f"step_{step:08d}", f"rank_{self.rank:05d}"
         facts = {"step": step, "pack_ids": list(pack_ids), "loss_sum": loss_sum, "grad_norm": grad_norm}
+        tensors = {
+            f"{column}_{number}": vars(batch)[column].cpu().contiguous().clone()
+            for number, batch in enumerate(batches)
+            for column in ("input_ids", "labels", "position_ids", "cu_seqlens")
+        }
         try:
-            _dump(where, self.rank, facts, batches)
+            where.mkdir(parents=True, exist_ok=True)
+            (where / f"{name}.json").write_text(json_line(facts))
+            save_file(tensors, where / f"{name}.safetensors")
         except (OSError, SafetensorError) as error:
             self.say(f"WARNING: {where} cannot be written: {error}")
         packs = ", ".join(map(str, pack_ids[:8])) + (f" and {len(pack_ids) - 8} more" if len(pack_ids) > 8 else "")
@@ -99,13 +104,3 @@ class NonfiniteSteps:
                 "since the last good step. Look at the data, lower optimizer.lr, or raise the warm-up."
             )
         self.say(f"{step:7d}  WARNING: {what}: not applied; packs {packs}, dumped in {where}")
-
-
-def _dump(where: Path, rank: int, facts: dict[str, object], batches: Sequence[ThdBatch]) -> None:
-    where.mkdir(parents=True, exist_ok=True)
-    (where / f"rank_{rank:05d}.json").write_text(json_line(facts))
-    tensors = {}
-    for number, batch in enumerate(batches):
-        for name in ("input_ids", "labels", "position_ids", "cu_seqlens"):
-            tensors[f"{name}_{number}"] = vars(batch)[name].cpu().contiguous().clone()
-    save_file(tensors, where / f"rank_{rank:05d}.safetensors")

@@ -53,10 +53,16 @@ class StopSignals:
 
     def install(self) -> None:
         """From now on TERM, USR1, INT and HUP are handled here."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.received = number
+            if not self._is_deferred:
+                raise StoppedEarly(number)
+
         # submitit's name for preemption is USR2
         for number in _STOPPING if "SUBMITIT_EXECUTOR" in os.environ else STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup, tmux
-                signal.signal(number, self._handle)
+                signal.signal(number, handle)
 
     def defer(self) -> None:
         """From now on signals do not end the process: `received` is checked at every step boundary."""
@@ -65,10 +71,8 @@ class StopSignals:
             raise StoppedEarly(self.received)
 
     def watch(self, last_words: Callable[[str, str], None]) -> None:
-        """From now on a second Ctrl-C ends this process wherever it is. In a thread: where the main thread waits in a
-        collective, no Python handler runs.
-
-        last_words   is called with the state and the reason before the process ends
+        """From now on a second Ctrl-C ends this process wherever it is, after `last_words(state, reason)`. In a thread:
+        where the main thread waits in a collective, no Python handler runs.
         """
         ours, theirs = os.pipe()
         os.set_blocking(theirs, False)
@@ -87,11 +91,6 @@ class StopSignals:
                     os._exit(INTERRUPTED_EXIT)
 
         threading.Thread(target=wait, daemon=True).start()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        if not self._is_deferred:
-            raise StoppedEarly(number)
 
 
 SIGNALS = StopSignals()
@@ -149,9 +148,7 @@ class StepBoundary:
         self._receive = self.ranks.start_sum([*wishes, self.saves.is_busy(), self.lock.is_lost, *counts])
 
     def receive(self) -> list[float]:
-        """Returns the sums of the counts. Sets `stop_reason`; closes a save that all ranks have written. Raises
-        RunStoppedError when any has noticed that the folder is another job's.
-        """
+        """Returns the sums; sets `stop_reason`, closes a save that all have written. Raises RunStoppedError."""
         assert self._receive is not None
         *wishes, any_busy, any_lost = (sums := self._receive())[: len(_REASONS) + 2]
         self._receive = None

@@ -26,7 +26,6 @@ from typing import TextIO
 
 _SIGNAL = signal.SIGRTMAX - 3  # unused elsewhere: USR1 is the scheduler's, USR2 submitit's
 _LOOK_EVERY_S = 0.5  # for the death of the rank
-_END_S = 2.0
 
 
 class Watchdog:
@@ -50,7 +49,7 @@ class Watchdog:
         self._timer = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
         assert self._timer.stdin
         os.set_blocking(self._timer.stdin.fileno(), False)  # a timer that hangs must not hold up its rank
-        threading.Thread(target=self._write_all_stacks, args=(self._timer,), daemon=True).start()
+        threading.Thread(target=self._write_all_stacks, args=(self._timer, self._file), daemon=True).start()
         self.enter(self.doing)
 
     def enter(self, doing: str) -> None:
@@ -68,7 +67,7 @@ class Watchdog:
         self._send("")
         timer, self._timer = self._timer, None
         try:
-            timer.wait(_END_S)
+            timer.wait(timeout=2)
         except subprocess.TimeoutExpired:
             timer.kill()  # its signal would end this process, once nobody handles it
         faulthandler.unregister(_SIGNAL)
@@ -78,7 +77,7 @@ class Watchdog:
             with suppress(OSError):  # it is gone, or hangs: the training goes on without it
                 os.write(self._timer.stdin.fileno(), doing.encode() + b"\n")
 
-    def _write_all_stacks(self, timer: subprocess.Popen[bytes]) -> None:
+    def _write_all_stacks(self, timer: subprocess.Popen[bytes], log: TextIO) -> None:
         """In a thread: writes the stacks of all others whenever the timer says that the rank is late."""
         from automodel_lite.redact import scrub  # not in the other process, which has no packages
 
@@ -90,8 +89,7 @@ class Watchdog:
                 if number != threading.get_ident():
                     lines += [f"Thread {names.get(number, number)}:\n", *traceback.format_stack(frame)]
             with suppress(OSError, ValueError):  # the disk is full, or the process ends
-                assert self._file
-                self._file.write(scrub("".join(lines)))
+                log.write(scrub("".join(lines)))
 
 
 def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
@@ -107,8 +105,7 @@ def keep_time(run: Path, rank: int, token: str, after_s: float) -> None:
                 doing, due = lines[-1].decode(), time.monotonic() + after_s
             elif os.getppid() == parent:
                 time.sleep(_LOOK_EVERY_S / 10)  # a closed pipe is always ready
-        if after_s and time.monotonic() >= due:
-            now = time.monotonic()
+        if after_s and (now := time.monotonic()) >= due:
             due = now + after_s
             with suppress(OSError):  # it is gone
                 # seldom: a signal may meet the interpreter while it makes a frame, which faulthandler then reads

@@ -54,14 +54,19 @@ def _original(lm: transformers.PreTrainedModel) -> Path | None:
 
 
 def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each weight of `model` in an export of `dtype`, by the names of its state dict.
-
-    fp32 for what the family keeps so, whatever is read (the biases by which routers choose), and for what the original
-    checkpoint has in fp32.
+    """The dtype of each weight in an export of `dtype`, by the names of the state dict: fp32 for what the family keeps
+    so (the biases by which routers choose), and for what the original checkpoint has in fp32.
     """
     plan = model._get_dtype_plan(dtype)
     kept = re.compile("|".join(key.replace("*", ".*") for key in plan)) if plan else None
-    wide = _wide_keys(model) if dtype != torch.float32 else set()
+    # keys of the original checkpoint in fp32, none if all of it is
+    folder = _original(model) if dtype != torch.float32 else None
+    by_dtype: dict[str, set[str]] = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder else ():
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                by_dtype.setdefault(file.get_slice(key).get_dtype(), set()).add(key)
+    wide = by_dtype.get("F32", set()) if by_dtype.keys() - {"F32"} else set()
     result = {}
     for name, value in model.state_dict().items():
         if not value.is_floating_point():
@@ -74,17 +79,6 @@ def stored_dtypes(model: transformers.PreTrainedModel, dtype: torch.dtype) -> di
     return result
 
 
-def _wide_keys(model: transformers.PreTrainedModel) -> set[str]:
-    """Keys of the original checkpoint in fp32, none if all of it is."""
-    folder = _original(model)
-    by_dtype: dict[str, set[str]] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder else ():
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                by_dtype.setdefault(file.get_slice(key).get_dtype(), set()).add(key)
-    return by_dtype.get("F32", set()) if by_dtype.keys() - {"F32"} else set()
-
-
 def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the model under the names, and in the parts, that its checkpoints have."""
     from transformers.core_model_loading import revert_weight_conversion  # brings the models' code
@@ -94,9 +88,7 @@ def as_saved(model: transformers.PreTrainedModel, weights: dict[str, Tensor]) ->
 
 
 def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
-    """Gives an export what only the original checkpoint has: weights that are not part of the model, bit by bit, the
-    settings of processors, and its own config.json where no setting was changed.
-    """
+    """Gives an export what only the original checkpoint has: see the top of this file; config.json where unchanged."""
     original = _original(lm)
     if original is None or original == folder:
         return
@@ -111,22 +103,13 @@ def take_over(lm: transformers.PreTrainedModel, folder: Path) -> None:
     ignored = lm._keys_to_ignore_on_load_unexpected or ()
     ours, theirs = weight_files(folder), weight_files(original)
     left = {key for key in theirs.keys() - ours.keys() if any(re.search(pattern, key) for pattern in ignored)}
-    if left and not quantization_of(lm.config):
-        _add(folder, ours, {key: theirs[key] for key in left})
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys that do not describe the model."""
-    kept = {key: value for key, value in config.items() if key not in _NO_SETTINGS}
-    return {key: _settings(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-def _add(folder: Path, ours: dict[str, Path], theirs: dict[str, Path]) -> None:
-    """One file more, and the index of all."""
+    if not left or quantization_of(lm.config):
+        return
+    # one file more, and the index of all
     weights: dict[str, Tensor] = {}
-    for path in sorted(set(theirs.values())):
+    for path in sorted({theirs[key] for key in left}):
         with safe_open(path, "pt") as file:
-            weights |= {key: file.get_tensor(key) for key, at in theirs.items() if at == path}
+            weights |= {key: file.get_tensor(key) for key in sorted(left) if theirs[key] == path}
     files = sorted(set(ours.values()))
     names = [f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number in range(1, len(files) + 2)]
     for path, name in zip(files, names):
@@ -137,6 +120,12 @@ def _add(folder: Path, ours: dict[str, Path], theirs: dict[str, Path]) -> None:
     total = sum((folder / name).stat().st_size for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that do not describe the model."""
+    kept = {key: value for key, value in config.items() if key not in _NO_SETTINGS}
+    return {key: _settings(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 LARGEST_FILE_BYTES = 1 << 30
@@ -210,9 +199,7 @@ def plan_files(groups: list[Group], ranks: int) -> list[WeightFile]:
 def gathered_files(
     lm: transformers.PreTrainedModel, files: list[WeightFile], dtypes: dict[str, torch.dtype], rank: int, ranks: int
 ) -> Iterator[tuple[WeightFile, dict[str, Tensor]]]:
-    """Gathers one group of parameters after the other (a collective), and yields the files that `rank` writes with
-    their weights on the host.
-    """
+    """Gathers one group after the other (a collective); yields the files of `rank`, with their weights on the host."""
     state = _unique(lm)
     # In rounds of a file for each rank, the first group of each, then the second: all are full at the same time, so
     # that a rank which writes keeps nobody waiting for its part of the next gather.
@@ -245,9 +232,7 @@ def _unique(lm: transformers.PreTrainedModel) -> dict[str, Tensor]:
 
 
 def groups_of(lm: transformers.PreTrainedModel, dtypes: dict[str, torch.dtype]) -> list[Group]:
-    """One for each layer, as checkpoints fuse parameters of a layer (Ernie's experts of text and of images), and one
-    for each parameter beside the layers.
-    """
+    """One for each layer, whose parameters a checkpoint may fuse (Ernie's experts), and each parameter beside them."""
     described = {
         name: torch.empty(x.shape, dtype=dtypes.get(name, x.dtype), device="meta") for name, x in _unique(lm).items()
     }

@@ -7,7 +7,6 @@ that fails is switched off with a warning; one may end the run early, as if the 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,31 +26,27 @@ class JsonlLogger:
     """Appends rows to a file. Those for which the disk has no room wait for the next one, with a warning."""
 
     def __init__(self, path: Path, is_silent: bool = False, say: Callable[[str], None] = print) -> None:
-        self._file = None if is_silent else open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
-        self._path, self._say = path, say
+        self._path, self._is_silent, self._say = path, is_silent, say
         self._pending = b""
+        if not is_silent:
+            path.touch()
 
     def log(self, row: dict[str, Any]) -> None:
-        if self._file:
+        if not self._is_silent:
             self._write(json_line(row).encode(), is_first=not self._pending)
 
     def close(self) -> None:
-        if self._file:
+        if self._pending:
             self._write(b"", is_first=False)
-            if num_lost := self._pending.count(b"\n"):
-                self._say(f"WARNING: {num_lost} rows of metrics.jsonl are lost: there was no room for them")
-            self._file.close()
+        if num_lost := self._pending.count(b"\n"):
+            self._say(f"WARNING: {num_lost} rows of metrics.jsonl are lost: there was no room for them")
 
     def _write(self, line: bytes, is_first: bool) -> None:
-        assert self._file
         self._pending += line
-        if os.fstat(self._file.fileno()).st_nlink == 0 and self._path.parent.is_dir():
-            self._say(f"WARNING: {self._path.name} was removed during the run: the rows before this one are lost")
-            self._file.close()
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
         try:
-            while self._pending:
-                self._pending = self._pending[self._file.write(self._pending) or 0 :]
+            with open(self._path, "ab", buffering=0) as file:
+                while self._pending:
+                    self._pending = self._pending[file.write(self._pending) or 0 :]
         except OSError as error:
             if is_first:
                 self._say(f"WARNING: metrics.jsonl cannot be written ({error.strerror}); its rows wait for room")
@@ -93,9 +88,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """The config node `callbacks.early_stopping`: ends the run when a number has stopped falling, or (`loss_leap`) has
-    leapt up.
-    """
+    """Ends the run when a number has stopped falling (`callbacks=early_stopping`) or has leapt up (`loss_leap`)."""
 
     def __init__(
         self,
@@ -202,10 +195,8 @@ class MetricsLog:
 def open_metrics(
     config: Config, folder: RunFolder, ranks: Control, step: int, state: dict[str, Any], say: Callable[[str], None]
 ) -> MetricsLog:
-    """metrics.jsonl, and on the first rank the configured callbacks; one that does not start costs a warning. Every
-    rank calls it.
-
-    state   what `MetricsLog.state()` was at the checkpoint that the run continues from, {} for a fresh run
+    """Opens metrics.jsonl, and on the first rank the configured callbacks with the `state` of their checkpoint; one
+    that does not start costs a warning. Every rank calls it.
     """
     is_first = ranks.is_first
     with folder.being_written():

@@ -201,6 +201,9 @@ class Meter:
         step_s = self.busy_s / len(self.counts)
         time_s = self.clock.seconds()
         flops_per_s = self.flops.of(tokens, labels, pairs) / self.busy_s
+        # the time left is by the mean of all steps of this process, their validation and checkpoints included
+        self._total_s += self.busy_s + time_s.get("validation", 0.0) + time_s.get("checkpoint", 0.0)
+        self._total_steps += len(self.counts)
         row = StepMetrics(
             step=step,
             epoch=epoch,
@@ -218,18 +221,12 @@ class Meter:
             step_s=step_s,
             data_wait_s=self.wait_s / len(self.counts),
             memory_gib=peak_memory_gib(self.mesh.device),
-            eta_s=self._eta_s(time_s, max_steps - step),
+            eta_s=self._total_s / self._total_steps * (max_steps - step),
             time_s=time_s,
             parts={name: float(part) / counts.divisor for name, part in result.parts.items()},
         )
         self._reset()
         return row
-
-    def _eta_s(self, time_s: dict[str, float], steps_left: int) -> float:
-        """By the mean of all steps of this process, their validation and checkpoints included."""
-        self._total_s += self.busy_s + time_s.get("validation", 0.0) + time_s.get("checkpoint", 0.0)
-        self._total_steps += len(self.counts)
-        return self._total_s / self._total_steps * steps_left
 
     def close(self) -> None:
         """The training is over: a profile that is under way is written."""

@@ -32,17 +32,15 @@ class MlflowTracker(Callback):
         if uri == beside:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a laptop needs no database
         self.client, self.artifact = mlflow.MlflowClient(tracking_uri=uri), artifact
-        self.run_id: str = run.state.get("run_id") or self._new_run(scrub(experiment), run)
+        self.run_id: str = run.state.get("run_id", "")
+        if not self.run_id:
+            known = self.client.get_experiment_by_name(scrub(experiment))
+            experiment_id = known.experiment_id if known else self.client.create_experiment(scrub(experiment))
+            self.run_id = self.client.create_run(experiment_id, run_name=run.name).info.run_id
+            params = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in flatten(run.config)]
+            for start in range(0, len(params), 100):  # MLflow's limit of a request
+                self.client.log_batch(self.run_id, params=params[start : start + 100])
         self.client.update_run(self.run_id, status="RUNNING")
-
-    def _new_run(self, experiment: str, run: RunInfo) -> str:
-        known = self.client.get_experiment_by_name(experiment)
-        experiment_id = known.experiment_id if known else self.client.create_experiment(experiment)
-        run_id: str = self.client.create_run(experiment_id, run_name=run.name).info.run_id
-        params = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in flatten(run.config)]
-        for start in range(0, len(params), 100):  # MLflow's limit of a request
-            self.client.log_batch(run_id, params=params[start : start + 100])
-        return run_id
 
     def log(self, row: Row) -> None:
         now_ms = int(time.time() * 1000)

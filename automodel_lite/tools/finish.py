@@ -7,14 +7,14 @@ from pathlib import Path
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.errors import RunStoppedError, is_lost_peer, is_out_of_memory, one_line
+from automodel_lite.errors import ConfigError, RunStoppedError, is_lost_peer, is_out_of_memory, one_line
 from automodel_lite.models.generate import load_generator
 from automodel_lite.models.source import is_remote_code
 from automodel_lite.run.export import check_exportable as check_model_exportable
-from automodel_lite.run.export import export
+from automodel_lite.run.export import export_adapter, export_hf
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
-from automodel_lite.tools.hub import publish
+from automodel_lite.tools.hub import push, write_card
 from automodel_lite.tools.report import LiveReport
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.evaluation import questions_of
@@ -30,9 +30,8 @@ def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> Non
 def finish(
     run: Guards, built: BuiltModel, data: PackSource, metrics: MetricsLog, console: Console, page: LiveReport
 ) -> None:
-    """Exports the trained model and answers the held-out questions with it; every rank calls it.
-
-    Raises RunStoppedError when what was trained is not finite, or is not on the disk at the end.
+    """Exports the trained model and answers the held-out questions with it; every rank calls it. Raises RunStoppedError
+    when what was trained is not finite, or is not on the disk at the end.
     """
     run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
@@ -47,7 +46,13 @@ def finish(
                 answers, scores = build(run.config.evaluation).ask(generator, questions_of(data.documents))
                 console.print(answers)
                 metrics.log({"step": run.state.num_steps, **scores})
-            publish(run.folder.path, exported, run.config.hub, console.say)
+            hub = run.config.hub
+            write_card(run.folder.path, exported, hub.push)
+            if hub.push:
+                try:
+                    console.say("uploaded", push(run.folder.path, exported, hub.push, hub.private))
+                except ConfigError as error:
+                    console.say("uploaded", f"WARNING: {error}")
         metrics.exported(exported)
     run.check_saved()
     if run.ranks.is_first:
@@ -62,15 +67,20 @@ def finish(
 
 def _exported(run: Guards, built: BuiltModel, data: PackSource) -> Path:
     """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
-    dtype = built.plan.parts.model.dtype
+    model, step, adapter = built.model, run.state.num_steps, run.folder.path / "adapter"
     try:
-        return export(run.folder.path, built.model, data.tokenizer, dtype, run.state.num_steps, built.adapter)
+        if built.adapter:
+            export_adapter(adapter, model.loss_model, built.adapter, data.tokenizer, step)
+            return adapter
+        dtype, mesh = built.plan.parts.model.dtype, model.sharded_over
+        export_hf(run.folder.hf, model.loss_model, data.tokenizer, dtype, model.logits, step, mesh)
+        return run.folder.hf
     except (OSError, ValueError, RuntimeError) as error:
         if is_lost_peer(error) or is_out_of_memory(error):
             raise
         folder = run.folder.path
         cure = f"make room in {folder}, and run the same command again to continue from there."
-        if run.checkpointer.holds(run.state.num_steps):
+        if run.checkpointer.holds(step):
             cure = f"python recipes/export_hf.py {folder} exports it, and so does the same command again."
         reason = one_line(error)
         raise RunStoppedError(f"the export failed ({reason}): {run.newest_text()[:-1]}; {cure}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from huggingface_hub.utils import disable_progress_bars
 from omegaconf import OmegaConf
 
 from automodel_lite.config.rules import looks_local
-from automodel_lite.config.schema import HubConfig
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.redact import scrub
 from automodel_lite.run.folder import RunFolder
@@ -73,20 +71,9 @@ def _is_hub_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not looks_local(name)
 
 
-def publish(run: Path, folder: Path, hub: HubConfig, say: Callable[[str, str], None]) -> None:
-    """Writes the model card, and uploads the export if that is configured; an upload that fails is a warning."""
-    write_card(run, folder, hub.push)
-    if hub.push:
-        try:
-            say("uploaded", push(run, folder, hub.push, hub.private))
-        except ConfigError as error:
-            say("uploaded", f"WARNING: {error}")
-
-
 def push(run: Path, folder: Path, repo: str, is_private: bool) -> str:
-    """Uploads an exported folder, the repository made if there is none; returns its address.
-
-    What the hub holds already is not sent again. Raises ConfigError, with the cure, when it refuses or is not reached.
+    """Uploads what the hub does not hold of an exported folder, to a repository that is made if there is none; returns
+    its address. Raises ConfigError, with the cure, when it refuses or is not reached.
     """
     if not sys.stderr.isatty():  # the hub's bars are for a terminal; a log gets a line every 30 seconds
         disable_progress_bars()

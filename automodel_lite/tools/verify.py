@@ -55,15 +55,12 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table.
-
-    is_fault  the step was broken on purpose: the row passes when the difference shows it
-    """
+    """One row of the table."""
 
     name: str
     difference: Difference
     limit: float
-    is_fault: bool = False
+    is_fault: bool = False  # the step was broken on purpose: the row passes when the difference shows it
 
     @property
     def passed(self) -> bool:
@@ -159,14 +156,6 @@ class Sample:
                 ids, labels, weights = (torch.from_numpy(row[x]) for x in ("input_ids", "labels", "loss_weights"))
                 yield ids, labels, weights
 
-    @property
-    def description(self) -> str:
-        """One line for the screen."""
-        size = self.packer.packed_sequence_size
-        text = f"{len(self.documents)} documents in {len(self.packs)} packs of {size}"
-        is_cut = size < self.training_size
-        return f"{text} (training packs {self.training_size}; longer documents are cut here)" if is_cut else text
-
     def packed_otherwise(self) -> list[Pack]:
         """The same documents in other company and order, in packs half as large again."""
         multiple = self.packer.slot_multiple
@@ -177,10 +166,8 @@ class Sample:
 
 
 def draw_sample(config: Config, shape: MeshShape) -> Sample:
-    """The first packs of the first epoch's order; smaller ones than training's when those are large.
-
-    The number of packs is a multiple of the data-parallel ranks; a last rank that runs short gets an empty pack, as in
-    training.
+    """The first packs of the first epoch's order, a multiple of the data-parallel ranks (a last one may be empty, as in
+    training); smaller ones than training's when those are large.
     """
     packer = build_packer(config)
     training_size, multiple = packer.packed_sequence_size, packer.slot_multiple
@@ -199,9 +186,7 @@ def draw_sample(config: Config, shape: MeshShape) -> Sample:
 
 
 def _documents(packs: PackedDataset, order: list[int]) -> TokenRows:
-    """What the plan put into these packs, document by document; raises DataError when a document in a pack is not,
-    token by token, the row of the data.
-    """
+    """What the plan put into these packs; raises DataError when a document is not, token by token, its row."""
     plan = packs.plan
     held = [name for name in COLUMNS if name in packs[order[0]]]
     # Packs show branches by their positions; here they say where rows begin.

@@ -16,7 +16,7 @@ from automodel_lite.config.components import own_targets
 from automodel_lite.config.rules import DURATION, PATH, UP_TO_THE_CORES, OneOf, Range, Seed
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import arguments_of
-from automodel_lite.config.values import rules_of
+from docs.write_config import rules_of
 from tests.runs import problems
 
 WRONG = {

@@ -6,7 +6,6 @@ import pytest
 
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.config.sizes import fitted_batch_size, global_batch_size_of
-from tests.runs import problems
 
 
 @pytest.mark.parametrize(("micro", "dp", "size"), [(1, 1, 8), (1, 16, 16), (2, 3, 6), (4, 1, 8)])
@@ -20,16 +19,3 @@ def test_auto_is_eight_packs_or_whole_micro_batches(micro: int, dp: int, size: i
 )
 def test_few_packs_get_smaller_batches(smallest: int, packs: int, epochs: int, size: int) -> None:
     assert fitted_batch_size(smallest, 8, packs, epochs) == size
-
-
-def test_sizes_that_do_not_divide_are_named_with_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    found = problems(
-        "training.max_stepz=3", "training.global_batch_size=7", "mesh.cp=2", "packed_sequence.packed_sequence_size=63",
-        "training.micro_batch_size=2",
-    )  # fmt: skip
-    assert found[0] == "training.max_stepz=3: unknown key; did you mean training.max_steps?"
-    assert found[1].startswith("training.global_batch_size=7 must be a multiple of 2 ")
-    assert found[2] == "packed_sequence.packed_sequence_size=63 must be a multiple of 4 (2 * mesh.cp): use 64."
-    assert len(found) == 3
-    assert len(problems("training.max_stepz=3", "mesh.dp_shard=16", "dry_run=true")) == 1  # of any number of processes

@@ -256,7 +256,7 @@ def _fall_silent(rank: int, world_size: int) -> str:
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     heard: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"_LOOK_EVERY_S": 0.05, "_BEAT_EVERY_LOOKS": 2, "_SILENT_S": 0.5, "_DEAD_S": 2.0}.items():
+        for name, value in {"_LOOK_EVERY_S": 0.05, "_BEAT_EVERY_LOOKS": 2, "_DEAD_S": 2.0}.items():
             patch.setattr(f"automodel_lite.parallel.peers.{name}", value)
         peers = open_peers()
         peers.on_failure = lambda error: heard.append(str(error))

@@ -21,7 +21,7 @@ from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.sharded import RowFile
 from automodel_lite.parallel.mesh import Mesh, MeshShape, init_mesh
 from automodel_lite.parallel.sharding import parallelize
-from automodel_lite.run.export import export
+from automodel_lite.run.export import export_hf
 from automodel_lite.seed import seed_all
 from automodel_lite.training.build import assemble, build_model, check_model
 from automodel_lite.training.plan import build_parts
@@ -261,7 +261,10 @@ def peaks_of_a_rank(rank: int, world: int, config: Config) -> tuple[float, float
     built = build_model(build_parts(config), tokenizer(8), mesh)
     start, num_read = _peak_gib() - before, _bytes_read() - num_read
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    export(Path(config.output_dir), built.model, tokenizer(8), built.plan.parts.model.dtype, 1, None)
+    model, dtype = built.model, built.plan.parts.model.dtype
+    export_hf(
+        Path(config.output_dir) / "hf", model.loss_model, tokenizer(8), dtype, model.logits, 1, model.sharded_over
+    )
     return start, _peak_gib() - before, built.plan.size.parameters * 4 / 2**30, num_read / 2**30
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_lite.cli import compose_config
-from automodel_lite.config.check import check_config, known_keys, with_defaults
+from automodel_lite.config.check import check_config, known_keys
 from automodel_lite.data.prepare import check_sizes
 from automodel_lite.errors import ConfigError
 from automodel_lite.training.plan import build_parts
@@ -63,7 +63,7 @@ def keys_of(raw: DictConfig) -> list[str]:
             leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}.{key}" if prefix else str(key))
         ]
 
-    found = leaves(OmegaConf.to_container(with_defaults(raw), resolve=False), "")
+    found = leaves(OmegaConf.to_container(raw, resolve=False), "")
     return sorted({*found, *known_keys(), *MODEL} - {"security.allow_targets"})
 
 

@@ -94,7 +94,7 @@ def _cut_checkpoint(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
-    "no export": (lambda f: shutil.rmtree(f / "hf"), {"generate": "has no hf/ or adapter/ yet"}),
+    "no export": (lambda f: shutil.rmtree(f / "hf"), {"generate": "has no hf/ or adapter/ of its newest checkpoint"}),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), {"export_hf": "has no complete checkpoint"}),
     "a checkpoint cut": (_cut_checkpoint, {"export_hf": "has no complete checkpoint.\nstep_00000002 is skipped: "}),
     "config of nothing": (_write("config.yaml", b""), {"export_hf": "cannot be read", "report": "cannot be read"}),

@@ -18,7 +18,6 @@ from automodel_lite.tools.report import (
     read_run,
     samples_of,
     warnings_of,
-    write_index,
     write_report,
 )
 from recipes import report as report_recipe
@@ -111,24 +110,16 @@ def test_answers_are_grouped_by_prompt_newest_first(tmp_path: Path):
     assert samples_of(record) == [("Hi", [(4, "Hello"), (2, "x")]), ("Bye", [(4, "Bye")])]
 
 
-def test_an_index_lists_runs_and_is_kept_up_to_date(tmp_path: Path):
-    run = run_folder(tmp_path / "b")
+def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path):
+    run_folder(tmp_path / "b")
     run_folder(tmp_path / "a<i>")
     (tmp_path / "notes").mkdir()
-    page = LiveReport(run, True, lambda topic, text: pytest.fail(text))
-    page.update(is_last=True)
-    assert not (tmp_path / "index.html").exists()  # made by hand once
     assert report_recipe.main([str(tmp_path)]) == 0
-    text = (tmp_path / "index.html").read_text()
-    assert '<a href="b/report.html">b</a>' in text
-    assert "a&lt;i&gt;" in text
-    assert "<td>0.5000</td>" in text
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write("\n" + json.dumps({"step": 6, "loss": 0.25}) + "\n")
-    page.update(is_last=True)
-    assert "<td>0.2500</td>" in (tmp_path / "index.html").read_text()
-    with pytest.raises(ConfigError, match="holds no run"):
-        write_index(tmp_path / "notes")
+    text = (tmp_path / "report.html").read_text()
+    assert "<h1>2 runs</h1>" in text
+    assert "<th>a&lt;i&gt;</th><th>b</th>" in text
+    with pytest.raises(ConfigError, match="notes is not a run's folder"):
+        report_recipe.main([str(tmp_path / "notes")])
 
 
 def test_what_is_noted_and_what_to_do_next(tmp_path: Path):

@@ -1,7 +1,6 @@
 """report.html: one self-contained page of a run, or of several, drawn by the browser; live while a run goes on.
 
 page.html.j2         the page, with page.css and page.js inside; the script draws the charts from the JSON in the page
-index.html.j2        a table of all runs of a folder; once made, every run there keeps it up to date
 inspection.html.j2   the data before a run
 """
 
@@ -10,13 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from automodel_lite.config.components import flatten
-from automodel_lite.errors import ConfigError
 from automodel_lite.progress import duration
 from automodel_lite.redact import scrub
 from automodel_lite.run.durable import write_atomically
@@ -33,7 +30,6 @@ def differences(records: list[RunRecord]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in table if len(set(values)) > 1]
 
 
-INDEX = "index.html"
 MOST_POINTS = 1500  # of one curve in the page: twice the pixels of a wide chart
 REFRESH_S = 10
 _OVERHEAD_FRAC = 0.01  # of the run's time that drawing may take
@@ -47,10 +43,7 @@ _CURVES = ("loss", "grad_norm", "lr", "fill_frac", "memory_gib", *_RATES)
 
 @dataclass
 class LiveReport:
-    """The page of a run that goes on, written again at logged steps; drawing takes at most 1 % of the run's time.
-
-    A page that cannot be drawn never ends a run: it costs one warning.
-    """
+    """The page of a run that goes on: takes at most 1 % of its time, and costs a warning when it cannot be drawn."""
 
     run: Path
     is_drawn: bool
@@ -64,8 +57,6 @@ class LiveReport:
             return
         try:
             write_report([self.run], self.run, refresh_s=None if is_last else REFRESH_S)
-            if is_last and (self.run.parent / INDEX).is_file():
-                write_index(self.run.parent)
         except Exception as error:
             self.is_drawn = False
             self.warn("report", f"WARNING: not drawn: {type(error).__name__}: {error}")
@@ -74,10 +65,7 @@ class LiveReport:
 
 
 def write_report(runs: list[Path], to: Path, refresh_s: int | None = None) -> Path:
-    """Writes `to`/report.html and returns its path; with `refresh_s`, the page reloads itself that often.
-
-    Raises ConfigError when a folder is not a run's.
-    """
+    """Writes `to`/report.html, which reloads itself every `refresh_s`; returns its path. Raises ConfigError."""
     page = page_of([read_run(path) for path in runs], refresh_s)
     to.mkdir(parents=True, exist_ok=True)
     write_atomically(to / "report.html", page)
@@ -89,10 +77,24 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
     facts = [facts_of(record) for record in records]
     names = dict.fromkeys(name for of_run in facts for name, _ in of_run)
     first = records[0]
+    # steps done over steps planned, from the rows' own estimate of the time left
+    done, left, step_s = first.rows[-1]["step"], first.last("eta_s") or 0.0, first.last("step_s")
+    data = []  # of the charts
+    for record in records:
+        keys = [*_CURVES, *(f"{kind}{key[8:]}" for kind in _VALIDATED for key in record.validation_keys())]
+        about = {
+            "name": record.name,
+            "curves": {key: curve for key in keys if (curve := _thinned(*record.curve(key)))[0]},
+            "axes": {name: _thinned(*curve) for name, curve in record.axes().items()},
+            "phases": record.time_s(),
+            "lengths": record.lengths,
+            "packSize": record.packing.get("packed_sequence_size", 0),
+        }
+        data.append(about)
     return _template("page.html.j2").render(
         runs=records,
         refresh_s=refresh_s,
-        progress=progress_frac(first),
+        progress=done / (done + left / step_s) if step_s and done else float(not left and done > 0),
         facts=facts,
         results=[(name, [dict(of_run).get(name, "-") for of_run in facts]) for name in names],
         differences=differences(records),
@@ -101,25 +103,8 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
         packing=packing_of(first),
         settings=[(key, value) for key, value in flatten(first.config) if value not in (None, {}, [])],
         next=RunFolder(first.path).next_commands(first.status.get("state", "")),
-        data={"runs": [_run_data(record) for record in records]},
+        data={"runs": data},
     )
-
-
-def write_index(folder: Path) -> Path:
-    """Writes `folder`/index.html, a table of the runs in it that links to their pages; returns its path.
-
-    Raises ConfigError when the folder holds no run.
-    """
-    records = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
-        with suppress(ConfigError, OSError):  # other folders, and runs that have logged nothing
-            records.append(read_run(path))
-    if not records:
-        raise ConfigError(f"{folder} holds no run that has logged a step.")
-    facts = [dict(facts_of(record)) for record in records]
-    names = list(dict.fromkeys(name for of_run in facts for name in of_run))
-    write_atomically(folder / INDEX, _template("index.html.j2").render(runs=records, facts=facts, names=names))
-    return folder / INDEX
 
 
 def write_inspection(
@@ -169,13 +154,6 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     return facts
 
 
-def progress_frac(record: RunRecord) -> float:
-    """Steps done over steps planned, from the rows' own estimate of the time left; 0..1."""
-    done, left = record.rows[-1]["step"], record.last("eta_s") or 0.0
-    step_s = record.last("step_s")
-    return done / (done + left / step_s) if step_s and done else float(not left and done > 0)
-
-
 def samples_of(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
     """Returns (prompt, [(step, answer), ...]) of everything that the model was asked, the newest answer first."""
     asked: dict[str, list[tuple[int, str]]] = {}
@@ -203,20 +181,6 @@ def packing_of(record: RunRecord) -> list[tuple[str, str]]:
     if saved and of_rows:
         lines.append(("saved by trees", f"{saved:,.0f} tokens of {of_rows:,.0f}, {saved / of_rows:.0%}"))
     return lines
-
-
-def _run_data(record: RunRecord) -> dict[str, Any]:
-    keys = [*_CURVES, *(f"{kind}{key[8:]}" for kind in _VALIDATED for key in record.validation_keys())]
-    curves = {key: curve for key in keys if (curve := _thinned(*record.curve(key)))[0]}
-    size = record.packing.get("packed_sequence_size", 0)
-    return {
-        "name": record.name,
-        "curves": curves,
-        "axes": {name: _thinned(*curve) for name, curve in record.axes().items()},
-        "phases": record.time_s(),
-        "lengths": record.lengths,
-        "packSize": size,
-    }
 
 
 def _thinned(steps: list[int], values: list[float]) -> Curve:
