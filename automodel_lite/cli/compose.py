@@ -86,10 +86,23 @@ class Loader(ConfigLoaderImpl):
         return raw
 
     def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
-        """Reads a file of presets or options; raises ConfigError for what a file of the user's may not set."""
+        """Reads a file; raises ConfigError for code that Hydra would run, or files it would write, for a user's."""
         found = super()._load_single_config(default, repo)
-        if found.path.startswith("file://") and found.path != f"file://{CONF_DIR}":
-            check_hydra_settings(found.config, self.typed)
+        if not found.path.startswith("file://") or found.path == f"file://{CONF_DIR}":
+            return found
+        files: list[Any] = [read(CONF_DIR / "base.yaml"), found.config]
+        blocks = [OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False) for file in files]
+        ours, theirs = ([*flatten(block)] for block in blocks)
+        changed = [
+            (key, value)
+            for key, value in theirs
+            if (key, value) not in ours
+            and not is_typed(key, self.typed)
+            and not (_OF_SWEEPS.fullmatch(key) and _PLAIN.fullmatch(str(value)))
+        ]
+        if changed:  # the sentence is about what names code or a file, if anything does
+            key, value = min(changed, key=lambda leaf: leaf[0].rpartition(".")[2] not in _CODE)
+            raise ConfigError(f"{key}={value} is set in a file, but only the command line may set it: {key}=... .")
         return found
 
     def _process_config_searchpath(self, config_name: Any, parsed_overrides: list[Override], repo: Any) -> None:
@@ -99,24 +112,6 @@ class Loader(ConfigLoaderImpl):
 
 
 _NOT_THERE = re.compile(r"Could not delete (?:from config\. )?'(.+)'(?: does not exist)?\.")
-
-
-def check_hydra_settings(content: Any, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for code that a file makes Hydra run, and for files that it makes Hydra write."""
-    ours, theirs = (
-        list(flatten(OmegaConf.to_container(OmegaConf.masked_copy(file, "hydra"), resolve=False)))
-        for file in (read(CONF_DIR / "base.yaml"), content)
-    )
-    changed = [
-        (key, value)
-        for key, value in theirs
-        if (key, value) not in ours
-        and not is_typed(key, overrides)
-        and not (_OF_SWEEPS.fullmatch(key) and _PLAIN.fullmatch(str(value)))
-    ]
-    if changed:  # the sentence is about what names code or a file, if anything does
-        key, value = min(changed, key=lambda leaf: leaf[0].rpartition(".")[2] not in _CODE)
-        raise ConfigError(f"{key}={value} is set in a file, but only the command line may set it: {key}=... .")
 
 
 def is_typed(key: str, overrides: Sequence[str]) -> bool:

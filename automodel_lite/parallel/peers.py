@@ -31,9 +31,8 @@ import torch.distributed as dist
 import automodel_lite
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RanksDifferError, one_line
-from automodel_lite.launched import launched, rank, world_size
+from automodel_lite.launched import ProcessId, launched, rank, this_process, world_size
 from automodel_lite.parallel.mesh import LINE_EVERY_S, launchers_store
-from automodel_lite.parallel.processes import ProcessId, this_process
 from automodel_lite.redact import scrub
 
 _LOOK_EVERY_S = 0.5

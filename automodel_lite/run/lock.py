@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from automodel_lite.errors import ConfigError, RunStoppedError
-from automodel_lite.parallel.processes import ProcessId, this_process
+from automodel_lite.launched import ProcessId, this_process
 
 PULSE_S = 5.0
 _TORN = "torn"

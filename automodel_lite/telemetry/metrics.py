@@ -201,6 +201,9 @@ class Meter:
         step_s = self.busy_s / len(self.counts)
         time_s = self.clock.seconds()
         flops_per_s = self.flops.of(tokens, labels, pairs) / self.busy_s
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # resident memory
+        if self.mesh.device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self.mesh.device)
         # the time left is by the mean of all steps of this process, their validation and checkpoints included
         self._total_s += self.busy_s + time_s.get("validation", 0.0) + time_s.get("checkpoint", 0.0)
         self._total_steps += len(self.counts)
@@ -220,7 +223,7 @@ class Meter:
             mfu_frac=None if self.peak is None else flops_per_s / self.peak,
             step_s=step_s,
             data_wait_s=self.wait_s / len(self.counts),
-            memory_gib=peak_memory_gib(self.mesh.device),
+            memory_gib=peak_bytes / 2**30,
             eta_s=self._total_s / self._total_steps * (max_steps - step),
             time_s=time_s,
             parts={name: float(part) / counts.divisor for name, part in result.parts.items()},
@@ -286,13 +289,6 @@ def visible_pairs(batch: ThdBatch, costs: CostModel) -> float:
     places = np.arange(lengths.sum()) + (starts - (lengths.cumsum() - lengths)).repeat(lengths)
     depths = batch.position_ids.numpy()[places]
     return float((costs.pairs(depths + 1) - costs.pairs(depths)).sum())
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak GPU memory of this process, or its peak resident memory on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
 _NUM_ROWS = 30

@@ -50,11 +50,7 @@ class Trained:
 
 
 def load_trained(
-    run: Path,
-    checkpoint_name: str | None = None,
-    *,
-    allow_targets: Sequence[str] = (),
-    trust_remote_code: bool = False,
+    run: Path, checkpoint_name: str | None = None, *, allow_targets: Sequence[str] = (), trust_remote_code: bool = False
 ) -> Trained:
     """Builds the model of a run's config.yaml, which may be a stranger's, with a checkpoint, the newest by default.
 
@@ -63,7 +59,6 @@ def load_trained(
     folder = RunFolder(run)
     config = load_run_config(folder, allow_targets, trust_remote_code)
     checkpoint = find_checkpoint(folder, checkpoint_name)
-    check_unharmed(checkpoint)
     # the exported tokenizer, or the one that the configuration makes
     exported = [str(path) for path in (folder.path / "adapter", folder.hf) if path.is_dir()]
     made = {"documents": build(config.dataset), "cache_dir": config.cache_dir} if not exported else {}
@@ -110,7 +105,10 @@ def load_run_config(folder: RunFolder, allow_targets: Sequence[str] = (), trust_
 
 
 def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
-    """A complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on."""
+    """Returns a complete checkpoint by its name, or the newest; nothing is cleaned up, as the run may be going on.
+
+    Raises ConfigError without one, and when a file of it has other bytes than were written.
+    """
     found, skipped = survey(folder.checkpoints)
     if not found:
         raise ConfigError("\n".join([f"{folder.path} has no complete checkpoint.", *skipped]))
@@ -119,19 +117,15 @@ def find_checkpoint(folder: RunFolder, name: str | None) -> Path:
         raise ConfigError("\n".join([*newer, f"To use the one before it, choose --checkpoint {found[0].name}."]))
     if name and name not in by_name:
         raise ConfigError(f"{folder.path} has no complete checkpoint {name}: there are {', '.join(by_name)}.")
-    return by_name[name] if name else found[0]
-
-
-def check_unharmed(checkpoint: Path) -> None:
-    """Raises ConfigError when a file of the checkpoint has other bytes than were written."""
+    checkpoint = by_name[name] if name else found[0]
     try:
         broken = broken_files(checkpoint, 0, 1)
     except OSError as error:
         broken = [f"{error.filename} ({error.strerror})"]
-    if not broken:
-        return
-    others = [path.name for path in survey(checkpoint.parent)[0] if path != checkpoint]
-    cure = f"choose --checkpoint {others[0]}" if others else "restore it from a backup"
-    raise ConfigError(
-        f"{checkpoint}: {broken[0]} does not match its checksum, so its weights are not the trained ones: {cure}."
-    )
+    if broken:
+        others = [path.name for path in found if path != checkpoint]
+        cure = f"choose --checkpoint {others[0]}" if others else "restore it from a backup"
+        raise ConfigError(
+            f"{checkpoint}: {broken[0]} does not match its checksum, so its weights are not the trained ones: {cure}."
+        )
+    return checkpoint

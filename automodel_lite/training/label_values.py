@@ -37,7 +37,7 @@ from automodel_lite.models.loss import Loss, LossInputs, LossOutput, PlainLoss, 
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.progress import Progress
-from automodel_lite.run.model_files import model_files
+from automodel_lite.run.weight_files import model_files
 from automodel_lite.thd import COLUMNS, to_thd
 from automodel_lite.training.build import BuiltModel
 

@@ -21,7 +21,7 @@ from automodel_lite.launched import is_first_here
 from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
 from automodel_lite.run.exits import exit_with
 from automodel_lite.run.folder import RunFolder, plain
-from automodel_lite.run.model_files import model_files
+from automodel_lite.run.weight_files import model_files
 from automodel_lite.telemetry.callbacks import MetricsLog, open_metrics
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.telemetry.metrics import STARTUP

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.errors import ConfigError, DataError, PeerError, RanksDifferError
+from automodel_lite.launched import this_process
 from automodel_lite.parallel.control import open_control
 from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
-from automodel_lite.parallel.processes import this_process
 from tests.ranks import run_ranks
 from tests.runs import train_quick
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.run.model_files import model_files
+from automodel_lite.run.weight_files import model_files
 
 
 def _folder(path: Path, num_bytes: int, rope_theta: float = 1e4) -> Path:

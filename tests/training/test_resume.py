@@ -77,7 +77,7 @@ def _train_on_a_node(rank: int, world_size: int, folder: str, node: str) -> str:
 
 
 def _files(name: str, revision: str | None) -> dict[str, str]:
-    from automodel_lite.run.model_files import model_files
+    from automodel_lite.run.weight_files import model_files
 
     return model_files(name, revision)
 
