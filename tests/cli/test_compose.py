@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from automodel_lite.cli import compose_config
+from automodel_lite.cli import compose_config, run_recipe
 from automodel_lite.cli.compose import Loader, beaten_options, compose
+from automodel_lite.cli.hydra_app import answer
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
+from automodel_lite.errors import ConfigError
+from tests.ranks import in_a_process
 
 SGD = "_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n"
 
@@ -51,11 +55,6 @@ def test_options_of_the_project_are_told_too(folder: Path) -> None:
     assert lines(folder, "llama_packed") == []
 
 
-def test_a_users_file_hides_the_projects_file_of_the_same_name(folder: Path) -> None:
-    (folder / "optimizer/adamw.yaml").write_text(SGD)
-    assert compose_config("finetune", [], config_dir=str(folder)).optimizer.momentum == 0.9
-
-
 FILLED = ["name=x", "model.pretrained=x", "dataset.path=x"]
 
 
@@ -71,3 +70,92 @@ def test_every_preset_composes_with_every_group_option(preset: str) -> None:
         raw = compose_config(preset, [*(f"{group}={option}" for group, option in chosen.items()), *FILLED])
         assert raw.name == "x"
         assert {group for group in chosen if OmegaConf.is_missing(raw, group)} == set()
+
+
+RECIPES = ["train_ft", "inspect_data", "prepare_data", "verify"]
+
+
+WRITER = """\
+  {group}:
+    version: 1
+    formatters: {{f: {{format: 'echo owned'}}}}
+    handlers: {{h: {{class: logging.FileHandler, formatter: f, filename: {target}}}}}
+    root: {{level: DEBUG, handlers: [h]}}
+"""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("group", ["hydra_logging", "job_logging"])
+def test_a_strangers_preset_writes_no_file(recipe: str, group: str, tmp_path: Path) -> None:
+    target = tmp_path / ".bashrc"
+    block = WRITER.format(group=group, target=target)
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n{block}")
+    options = ["--config-dir", str(tmp_path), "--config-name", "strange", "dry_run=true"]
+    code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options)
+    assert (code, target.exists()) == (2, False), screen
+    assert f"hydra.{group}.handlers.h." in screen
+    assert "is set in a file, but only the command line may set it" in screen
+
+
+SETTINGS = [
+    ("callbacks:\n    mine:\n      _target_: os.system", "hydra.callbacks.mine._target_=os.system"),
+    ("callbacks:\n    mine:\n      _target_: logging.FileHandler", "hydra.callbacks.mine._target_=logging.FileHandler"),
+    ("callbacks:\n    mine:\n      _target_: automodel_lite.cli.hydra_app.Job", "hydra.callbacks.mine._target_="),
+    ("sweeper:\n    sampler: {_target_: hydra_plugins.x.y}", "hydra.sweeper.sampler._target_=hydra_plugins.x.y"),
+    ("job_logging:\n    handlers:\n      x:\n        (): os.getpid", "hydra.job_logging.handlers.x.()=os.getpid"),
+    ("job_logging: {filters: {x: {level: 1}}}", "hydra.job_logging.filters.x.level=1"),
+    ("job:\n    env_set:\n      LD_PRELOAD: x.so", "hydra.job.env_set.LD_PRELOAD=x.so"),
+    ("output_subdir: ../../home", "hydra.output_subdir=../../home"),
+    ("sweep: {dir: /tmp}", "hydra.sweep.dir=/tmp"),
+    ("job: {name: ../../x}", "hydra.job.name=../../x"),
+    ("sweeper: {storage: 'sqlite:////x'}", "hydra.sweeper.storage=sqlite:////x"),
+    ("launcher: {setup: [./evil]}", "hydra.launcher.setup=['./evil']"),
+    ('launcher: {partition: "a\\ncurl x | sh"}', "hydra.launcher.partition=a"),
+]
+
+
+@pytest.mark.parametrize(("block", "key"), SETTINGS, ids=[key for _, key in SETTINGS])
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--multirun", "seed=0,1"]], ids=" ".join)
+def test_a_file_sets_nothing_that_runs_or_writes(
+    block: str, key: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_ft.py"])
+    monkeypatch.chdir(tmp_path)
+    group, _, rest = block.partition(":")
+    more = {"sweeper": ["hydra/sweeper=optuna"], "launcher": ["hydra/launcher=submitit_slurm"]}.get(group, [])
+    flags = flags or ["--multirun", "seed=0,1"] if more else flags
+    (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  {group}:{rest}\n")
+    with pytest.raises(ConfigError, match="is set in a file, but only the command line may") as error:
+        answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *more, *flags])
+    assert str(error.value).startswith(key)
+    assert [path.name for path in tmp_path.iterdir()] == ["strange.yaml"]
+
+
+def test_an_option_of_a_sweep_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_ft.py"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "optimizer").mkdir()
+    block = WRITER.format(group="job_logging", target=tmp_path / "out")
+    header = "# @package _global_\n"
+    (tmp_path / "optimizer/evil.yaml").write_text(f"{header}optimizer: {{lr: 1.0}}\nhydra:\n{block}")
+    (tmp_path / "mine.yaml").write_text("defaults: [smoke, _self_]\n")
+    line = ["--config-dir", ".", "--config-name", "mine", "--multirun", "optimizer=adamw,evil"]
+    with pytest.raises(ConfigError, match="may set it"):
+        answer("recipes.train_ft:main", line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_a_sweep_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_ft.py"])
+    block = "launcher: {partition: gpu, nodes: 2, timeout_min: 60}\n  sweeper: {n_trials: 3, sampler: {seed: 1}}"
+    defaults = "[smoke, override hydra/launcher: submitit_slurm, override hydra/sweeper: optuna, _self_]"
+    (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nhydra:\n  {block}\n")
+    raw = compose(Loader(Sources.of(str(tmp_path))), "mine", [])
+    assert raw.hydra.launcher.nodes == 2
+
+
+def test_a_reference_is_no_way_around(tmp_path: Path) -> None:
+    block = "defaults: [smoke, _self_]\nhydra: ${evil}\nevil: {callbacks: {mine: {_target_: os.system}}}\n"
+    (tmp_path / "mine.yaml").write_text(block)
+    with pytest.raises(ConfigError, match=r"hydra=\$\{evil\} is set in a file"):
+        compose(Loader(Sources.of(str(tmp_path))), "mine", [])

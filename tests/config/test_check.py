@@ -69,21 +69,6 @@ def test_every_preset_is_valid(preset: str) -> None:
     assert check_config(compose_config(preset, filled if is_open else [])).seed == 0
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("dataset.path=", "dataset.path= must be a path, and it is empty: was a shell variable not set?"),
-        ("dataset.path=null", "dataset.path=null must be text or a list of texts."),
-        ("dataset.path=[a,7]", "dataset.path=['a', 7] must be text or a list of texts."),
-        ("dataset.path=x dataset.val_path={easy: 3}", "dataset.val_path={'easy': 3} must be text or a list of texts or a group of keys or null."),
-        ("dataset.path=x dataset.val_frac=1", "dataset.val_frac=1 must be at least 0 and below 1."),
-    ],
-    ids=["empty", "null", "list", "by name", "fraction"],
-)  # fmt: skip
-def test_a_wrong_dataset(override: str, sentence: str) -> None:
-    assert sentence in problems("dataset=files", "~dataset.num_chats", *override.split(" ", 1))
-
-
 def test_keys_and_sizes_are_named_together() -> None:
     found = problems("training.max_stepz=3", "optimizer.lr=-1", "mesh.cp=0", "loss.chunk_tokens=0", "optimizer.lrr=2")
     keys = sorted(line.split("=")[0] for line in found)

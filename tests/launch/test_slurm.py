@@ -118,7 +118,7 @@ def test_a_job_goes_before_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     cluster.call("scancel", job)
 
 
-def test_dry_run_prints_the_command_and_keeps_arguments_as_they_are() -> None:
+def test_dry_run_prints_the_command_as_it_was_typed() -> None:
     for script in ("slurm.sbatch", "slurm_torchrun.sbatch", "local.sh"):
         told = subprocess.run(
             ["bash", f"launch/{script}", "--config-name", "smoke", "dataset.path='a b'", "name=x$y"],

@@ -86,7 +86,7 @@ def test_the_head_of_a_language_model_that_is_whole_inside_a_composite() -> None
     assert text_decoder(model) is model.language_model.model
 
 
-def test_weights_that_are_fused_of_several_parameters_are_written_layer_by_layer() -> None:
+def test_fused_weights_are_written_layer_by_layer() -> None:
     """Ernie's checkpoints hold the experts of text and those of images in one list."""
     model = tiny_model("ernie4_5_vl_moe")
     dtypes = stored_dtypes(model, torch.bfloat16)

@@ -47,11 +47,11 @@ def _waits_s(rank: int, world_size: int) -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
-def test_a_rank_that_writes_is_waited_for_an_hour_whatever_the_timeout_of_a_step() -> None:
+def test_a_rank_that_writes_is_waited_for_an_hour() -> None:
     assert run_ranks(_waits_s, 2) == [[7.0, 3600.0]] * 2
 
 
-def test_equal_facts_pass_and_others_are_named_with_both_values_on_every_rank() -> None:
+def test_facts_that_differ_are_named_with_both_values() -> None:
     same = {"seed": 0, "optimizer.lr": 1e-3, "list": [1, None]}
     assert {text for text, _ in run_ranks(_compare, 3, [same] * 3)} == {""}
     other = {"seed": 0, "optimizer.lr": 2e-3, "list": [1, None], "more": "x"}
@@ -138,7 +138,7 @@ run_recipe("recipes.train_ft:main")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["train_ft.prepare_data", "train_ft.TrainFinetuneRecipe.step"])
-def test_under_torchrun_it_is_printed_by_that_rank_and_by_rank_0_and_ends_all(tmp_path: Path, where: str) -> None:
+def test_an_error_is_printed_by_its_rank_and_by_rank_0(tmp_path: Path, where: str) -> None:
     script = tmp_path / "hooked.py"
     script.write_text(SCRIPT.format(where=where))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]

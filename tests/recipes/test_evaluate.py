@@ -49,7 +49,7 @@ def evaluate_on_rank(rank: int, world_size: int, run: Path, overrides: list[str]
     return printed.getvalue()
 
 
-def test_the_loss_of_the_exported_model_is_the_one_that_training_logged(run: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_exported_model_has_the_loss_that_was_logged(run: Path, capfd: pytest.CaptureFixture[str]):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [row["val_loss/held_out"] for row in rows if "val_loss/held_out" in row][-1]
     assert evaluate.main(evaluation_of(run, "evaluation=exact_match")) == 0

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_lite.errors import RunStoppedError
-from automodel_lite.run import durable
-from tests.run.jobs import finish, launch, status_of
-from tests.runs import train_quick
+from tests.run.jobs import finish, launch
 
 
 @pytest.mark.system
@@ -66,30 +63,3 @@ def test_out_of_memory_on_one_rank_ends_all_with_its_report(tmp_path: Path) -> N
     assert "out of memory" in screen
     assert "tried to allocate 2.00 GiB" in screen
     assert "Try, in this order:\n  1. " in screen
-
-
-def test_a_disk_that_is_full_at_the_end_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = durable.free_bytes
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "free_bytes", lambda folder: 0 if list(folder.glob("step_00000004")) else real(folder))
-        with pytest.raises(RunStoppedError, match=r"the last step, 6, could not be saved: .* step_00000004. Make room"):
-            train_quick(tmp_path)
-    status = status_of(tmp_path)
-    assert (status["state"], status["checkpoint"]) == ("failed", "step_00000004")
-    code, screen = train_quick(tmp_path)
-    assert code == 0
-    assert "continues from step_00000004" in screen
-
-
-def test_a_last_step_that_is_only_exported_is_saved_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later starts said "nothing to do", and never wrote the checkpoint."""
-    real, options = durable.free_bytes, ["checkpoint.export_hf=true"]
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "free_bytes", lambda folder: 0 if list(folder.glob("step_00000004")) else real(folder))
-        code, screen = train_quick(tmp_path, *options)
-    assert code == 0
-    assert "the last step is exported, but not saved as a checkpoint" in screen
-    assert status_of(tmp_path)["is_saved"] is False
-    assert train_quick(tmp_path, *options)[0] == 0
-    assert status_of(tmp_path)["checkpoint"] == "step_00000006"
-    assert "nothing to do" in train_quick(tmp_path, *options)[1]

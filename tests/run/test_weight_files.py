@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -14,6 +16,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.config.schema import Config
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.run import export, weight_files
+from automodel_lite.run.weight_files import model_files
 from automodel_lite.tools.load_run import load_trained
 from automodel_lite.training.build import assemble
 from automodel_lite.training.plan import build_parts
@@ -83,3 +86,42 @@ def export_untrained(rank: int, world: int, config: Config, folder: Path) -> Non
     model, _ = assemble(parts, tokenizer(), mesh, "fsdp", torch.float32)
     install(model.loss_model.lm, ReferenceAttention())
     export.export_hf(folder, model.loss_model, tokenizer(), parts.model.dtype, model.logits, 0, model.sharded_over)
+
+
+def _folder(path: Path, num_bytes: int, rope_theta: float = 1e4) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"rope_theta": rope_theta}))
+    with open(path / "model.safetensors", "wb") as file:
+        file.truncate(num_bytes)  # sparse
+    return path
+
+
+def test_sixteen_gigabytes_cost_less_than_half_a_second(tmp_path: Path) -> None:
+    for number in range(4):
+        _folder(tmp_path / str(number), 4 << 30)
+    began = time.perf_counter()
+    found = [model_files(str(tmp_path / str(number))) for number in range(4)]
+    assert time.perf_counter() - began < 0.5
+    assert found[0] == found[3]
+    assert found[0].keys() == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("at", [0, 100_000_000, (1 << 30) - 1], ids=["header", "inside", "end"])
+def test_trained_weights_have_another_digest(tmp_path: Path, at: int) -> None:
+    """Training changes every block; a single byte in an unread one is not seen."""
+    one, other = _folder(tmp_path / "one", 1 << 30), _folder(tmp_path / "other", 1 << 30)
+    with open(other / "model.safetensors", "r+b") as file:
+        file.seek(at)
+        file.write(b"x" * min(1 << 26, (1 << 30) - at))
+    differing = {name for name, digest in model_files(str(one)).items() if model_files(str(other))[name] != digest}
+    assert differing == {"model.safetensors"}
+
+
+def test_a_changed_configuration_has_another_digest(tmp_path: Path) -> None:
+    one, other = _folder(tmp_path / "one", 10), _folder(tmp_path / "other", 10, rope_theta=1e6)
+    assert model_files(str(one))["config.json"] != model_files(str(other))["config.json"]
+
+
+def test_no_model_has_no_files() -> None:
+    assert model_files(None) == {}
+    assert model_files("nobody/has-this-model") == {}

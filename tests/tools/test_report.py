@@ -1,13 +1,11 @@
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from automodel_lite.errors import ConfigError
-from automodel_lite.run.folder import RunFolder, typed_command
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.report import (
     LiveReport,
     _thinned,
@@ -140,49 +138,6 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
     slow, nonfinite = warnings_of(record)[1:]
     assert slow == "step 50: rank 1 on b takes 2 s for a layer"
     assert nonfinite == "the loss was not finite at steps 5"
-
-
-def test_only_an_export_of_the_newest_checkpoint_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = run_folder(tmp_path / "runs" / "a")
-    monkeypatch.chdir(tmp_path)
-    for name in ("hf", "adapter"):
-        (run / name).mkdir()
-        (run / name / "automodel_lite.json").write_text('{"step": 3, "files": []}')
-    checkpoint = run / "checkpoints" / "step_00000003"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "COMPLETE.json").write_text("{}")
-    folder = RunFolder(run)
-    assert folder.next_commands("finished")[1] == "vllm serve runs/a/hf"
-    (run / "hf" / "automodel_lite.json").write_text('{"step": 2, "files": []}')
-    assert folder.next_commands("finished")[1].endswith("export runs/a   # the adapter merged, for vLLM")
-    checkpoint.rename(checkpoint.with_name("step_00000004"))
-    export, generate = folder.next_commands("finished")
-    assert "export runs/a   # writes the newest checkpoint" in export
-    assert generate.endswith('generate runs/a "..."')
-
-
-TYPED = {
-    "python": (["python", "recipes/train_ft.py", "a=b c"], "python recipes/train_ft.py 'a=b c'"),
-    "installed": (["/venv/bin/python", "/venv/bin/automodel-lite", "train"], "/venv/bin/automodel-lite train"),
-    "module": (["/venv/bin/python3", "-m", "automodel_lite", "train"], "/venv/bin/python3 -m automodel_lite train"),
-}
-
-
-@pytest.mark.parametrize(("words", "command"), TYPED.values(), ids=TYPED)
-def test_the_command_of_a_run_can_be_typed_again(monkeypatch: pytest.MonkeyPatch, words: list[str], command: str):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(sys, "orig_argv", words)
-    assert typed_command() == command
-
-
-def test_the_command_of_a_rank_is_its_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    code = "from automodel_lite.run.folder import typed_command; print(typed_command())"
-    launcher = tmp_path / "launcher.py"
-    launcher.write_text(f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}])")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    command = ["python", str(launcher), "--nproc", "2"]
-    out = subprocess.run(command, executable=sys.executable, capture_output=True, text=True, check=True).stdout
-    assert out == f"python {launcher} --nproc 2\n"
 
 
 def test_long_curves_keep_their_spikes():

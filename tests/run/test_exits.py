@@ -1,0 +1,51 @@
+"""The message that the last word of a launcher quotes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_exit_codes import ROOT
+
+SIZES = [
+    (
+        "packed_sequence.packed_sequence_size=63 mesh.cp=2",
+        "packed_sequence.packed_sequence_size=63 must be a multiple of 4 (2 * mesh.cp): use 64.",
+    ),
+    (
+        "training.global_batch_size=7",
+        "training.global_batch_size=7 must be a multiple of 2 (training.micro_batch_size=1 x 2 data-parallel ranks): use 8.",
+    ),
+    ("mesh.cp=3 packed_sequence.packed_sequence_size=126", "mesh.dp_replicate=1 x mesh.cp=3 = 3 must divide the number of processes, 2: start 3 (torchrun --nproc-per-node), or lower these."),
+    ("training.max_stepz=3", "training.max_stepz=3: unknown key; did you mean training.max_steps?"),
+    ("model=pretrained model.pretrained=./missing", "model.pretrained=./missing: there is no such folder."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.system) for case in (SIZES[0], SIZES[-1])),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:-1]),
+    ],
+)
+def test_under_torchrun_the_summary_quotes_the_sentence(overrides: str, message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    recipe = [str(ROOT / "recipes" / "train_ft.py"), "--config-name", "smoke", f"output_dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [*command, *recipe, *overrides.split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert f"\n{message}\n" in done.stderr, done.stderr  # above torchrun's summary, which quotes it
+    assert done.stderr.count(message) >= 2
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "run").exists()
