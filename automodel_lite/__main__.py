@@ -9,7 +9,6 @@ import os
 import runpy
 import sys
 from importlib import import_module
-from typing import NoReturn
 
 from automodel_lite.cli.line import RECIPES, RECIPES_PACKAGE, TOOLS
 from automodel_lite.errors import MISTAKE_EXIT, did_you_mean
@@ -24,7 +23,18 @@ def main() -> None:
     if name == "--version":
         name, rest = "train", ["--version"]
     if name in TOOLS:
-        _run_tool(name, rest)
+        from automodel_lite.cli import run_recipe, run_tool
+
+        sys.argv = [sys.argv[0] if "-sc" in rest else f"automodel-lite {name}", *rest]
+        if name == "validate":
+            run_recipe("recipes.train_ft:main", [*rest, "dry_run=true"])
+        if name == "run" and rest[:1] not in ([], ["-h"], ["--help"]):
+            run_recipe(rest[0], rest[1:])
+        if name == "run":
+            print("usage: automodel-lite run PACKAGE.MODULE:FUNCTION --config-name PRESET [key=value ...]")
+            raise SystemExit(0 if rest else 2)
+        tool = import_module(f"automodel_lite.cli.{name if name in ('convert', 'slurm', 'schema') else 'help'}")
+        run_tool(vars(tool)[name], rest)
     if name not in RECIPES and not name.startswith("-"):
         near = did_you_mean(name, [*RECIPES, *TOOLS]) or "."
         print(f"automodel-lite {name[:80]!a}: no such command{near} automodel-lite --help lists them.", file=sys.stderr)
@@ -37,21 +47,6 @@ def main() -> None:
     module, _ = RECIPES[name]
     sys.argv = [f"automodel-lite {name}", *rest]
     runpy.run_module(f"{RECIPES_PACKAGE}.{module}", run_name="__main__")
-
-
-def _run_tool(name: str, arguments: list[str]) -> NoReturn:
-    from automodel_lite.cli import run_recipe, run_tool
-
-    sys.argv = [sys.argv[0] if "-sc" in arguments else f"automodel-lite {name}", *arguments]
-    if name == "validate":
-        run_recipe("recipes.train_ft:main", [*arguments, "dry_run=true"])
-    if name == "run" and arguments[:1] not in ([], ["-h"], ["--help"]):
-        run_recipe(arguments[0], arguments[1:])
-    if name == "run":
-        print("usage: automodel-lite run PACKAGE.MODULE:FUNCTION --config-name PRESET [key=value ...]")
-        raise SystemExit(0 if arguments else 2)
-    module = import_module(f"automodel_lite.cli.{name if name in ('convert', 'slurm', 'schema') else 'help'}")
-    run_tool(vars(module)[name], arguments)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def one_line(error: object, limit: int = 300) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of the configuration as it is typed: null, true, 0.1."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -17,12 +17,12 @@ _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def world_size() -> int:
     """Processes of this job, as torchrun or srun started them; 1 without a launcher."""
-    return launched("WORLD_SIZE", 1)
+    return launch_variable("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """This process' number in the job."""
-    return launched("RANK", 0)
+    return launch_variable("RANK", 0)
 
 
 def is_first_here() -> bool:
@@ -30,7 +30,7 @@ def is_first_here() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def launched(name: str, default: int) -> int:
+def launch_variable(name: str, default: int) -> int:
     """A number that the launcher sets; raises ConfigError."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"\d{1,9}", text, flags=re.ASCII) or (name.endswith("SIZE") and int(text) == 0):
@@ -43,9 +43,9 @@ def launched(name: str, default: int) -> int:
 
 def check_launched() -> None:
     """Raises ConfigError for launcher variables that are invalid or inconsistent, before a rank waits for others."""
-    launched("LOCAL_WORLD_SIZE", 1)
+    launch_variable("LOCAL_WORLD_SIZE", 1)
     for name in ("RANK", "LOCAL_RANK"):
-        if launched(name, 0) >= world_size():
+        if launch_variable(name, 0) >= world_size():
             raise ConfigError(
                 f"the environment has {name}={os.environ[name]} of WORLD_SIZE={world_size()} processes, which "
                 f"count from 0: torchrun and srun set both; without them, unset {name} and WORLD_SIZE."
@@ -58,7 +58,7 @@ def check_launched() -> None:
             "automodel-lite train --nproc, which set them; for one process, unset "
             f"{'WORLD_SIZE' if 'RANK' not in os.environ else 'RANK'}."
         )
-    if "RANK" in os.environ and not 0 < launched("MASTER_PORT", 0) < 1 << 16:
+    if "RANK" in os.environ and not 0 < launch_variable("MASTER_PORT", 0) < 1 << 16:
         raise ConfigError(f"the environment has MASTER_PORT={os.environ['MASTER_PORT']}: ports are 1 to 65535.")
 
 

@@ -20,7 +20,7 @@ from automodel_lite.config import schema
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.signatures import arguments_of, options_of
 from automodel_lite.config.values import describe
-from automodel_lite.errors import shown
+from automodel_lite.errors import format_value
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 INTRODUCTION = """\
@@ -73,7 +73,7 @@ def _schema_table(kind: type, prefix: str, names: list[str]) -> str:
     for name in names:
         item = by_name[name]
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
-        text = "must be set" if default == REQUIRED else f"`{shown(default)}`"
+        text = "must be set" if default == REQUIRED else f"`{format_value(default)}`"
         is_resumable = not resumable.isdisjoint({prefix.rstrip("."), f"{prefix}{name}"})
         row = (f"`{prefix}{name}`", _type(hints[name]), text, "yes" if is_resumable else "", comments.get(name, ""))
         rows.append(row)
@@ -95,7 +95,7 @@ def _left_out(body: str) -> Iterator[str]:
         return
     for name, item in options_of(target[2]).items():
         if not re.search(rf"^ *{name}:", body, flags=re.MULTILINE):
-            yield f"{f'{target[1]}{name}: {shown(item.default)}':<26} # {item.comment}"
+            yield f"{f'{target[1]}{name}: {format_value(item.default)}':<26} # {item.comment}"
 
 
 def _comment_and_body(path: Path) -> tuple[str, str]:

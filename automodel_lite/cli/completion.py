@@ -17,7 +17,7 @@ from automodel_lite.cli.compose import Loader, compose, without_hydra
 from automodel_lite.cli.line import RECIPES, parser
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, shown
+from automodel_lite.errors import ConfigError, format_value
 
 _PROGRAM = re.compile(r"^\s*(?:[\w./-]*python[\d.]*\s+\S+|\S+)\s*")
 
@@ -80,5 +80,5 @@ def _settings(sources: Sources, preset: str | None, overrides: list[str], word: 
     prefix = f"{folder}." if folder else ""
     plain: Any = OmegaConf.to_container(node, resolve=False)
     for name, value in plain.items():
-        after = "." if isinstance(value, dict) else f"={shown(value).replace(' ', '') if is_set else ''}"
+        after = "." if isinstance(value, dict) else f"={format_value(value).replace(' ', '') if is_set else ''}"
         yield f"{prefix}{name}{after}"

@@ -25,12 +25,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_lite.cli.line import allow_new_key, chosen_options, group_of, option_problem, split
+from automodel_lite.cli.line import allow_new_key, group_of, option_problem, options_in, split
 from automodel_lite.cli.sources import Sources, check_preset, groups_of, read
 from automodel_lite.config.components import CONF_DIR, flatten
 from automodel_lite.config.schema import Config
 from automodel_lite.config.signatures import with_options
-from automodel_lite.errors import ConfigError, shown
+from automodel_lite.errors import ConfigError, format_value
 
 # As plain values: against the dataclass itself Hydra would stop at the first wrong type, config.check lists them all.
 hydra_version.setbase("1.3")  # as `@hydra.main(version_base="1.3")` does
@@ -177,7 +177,7 @@ def _unreadable(error: OverrideParseException) -> str:
     )
 
 
-def beaten_options(raw: DictConfig, sources: Sources, overrides: Sequence[str]) -> Iterator[str]:
+def overridden_options(raw: DictConfig, sources: Sources, overrides: Sequence[str]) -> Iterator[str]:
     """Yields a line for each key of an option that was chosen on the command line and that a preset sets otherwise.
 
     >>> optimizer.lr=0.003 (the preset's, over 0.001 of optimizer/adamw_8bit.yaml)
@@ -187,9 +187,10 @@ def beaten_options(raw: DictConfig, sources: Sources, overrides: Sequence[str]) 
     for text in overrides:
         group = group_of(text, known)
         others = [other for other in overrides if other != text]
-        for option in chosen_options(text) if group in known else ():
+        for option in options_in(text) if group in known else ():
             path = sources.file(f"{group}/{option}")
             own = OmegaConf.to_container(read(path), resolve=False) if path else {}
             for key, value in flatten(own, str(group).replace("/", ".")):
                 if key in values and values[key] != value and not is_typed(key, others):
-                    yield f"{key}={shown(values[key])} (the preset's, over {shown(value)} of {group}/{option}.yaml)"
+                    now, own_value = format_value(values[key]), format_value(value)
+                    yield f"{key}={now} (the preset's, over {own_value} of {group}/{option}.yaml)"

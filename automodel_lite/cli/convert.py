@@ -16,7 +16,7 @@ import yaml
 
 from automodel_lite.cli.line import argument_parser
 from automodel_lite.cli.sources import Sources, groups_of
-from automodel_lite.errors import ConfigError, one_line, shown
+from automodel_lite.errors import ConfigError, format_value, one_line
 
 
 def convert(argv: list[str]) -> int:
@@ -103,14 +103,14 @@ def preset_of(peer: str, theirs: Mapping[str, Any], name: str) -> tuple[str, lis
         answer = answer_to(peer, key)
         if isinstance(answer, dict):  # by value, or by that of a list's one item
             of_value = value[0] if isinstance(value, list) and len(value) == 1 else value
-            answer = answer.get(shown(of_value), answer.get("*"))
+            answer = answer.get(format_value(of_value), answer.get("*"))
         if answer is None or answer.startswith(("by hand", "none")):
             # where nothing was asked for, nothing is missing
             is_asked = value not in (None, False, [], {}, "")
-            unsaid += [f"{key}={shown(value)}: {answer or 'not known here'}"] if is_asked else []
+            unsaid += [f"{key}={format_value(value)}: {answer or 'not known here'}"] if is_asked else []
         elif not answer.startswith("- ") and value not in (None, "", [], {}):
             twice = _set(answer, value, groups, chosen, settings)
-            unsaid += [f"{key}={shown(value)}: {twice}"] if twice else []
+            unsaid += [f"{key}={format_value(value)}: {twice}"] if twice else []
     defaults: list[Any] = ["finetune", *({f"override {group}": option} for group, option in sorted(chosen.items()))]
     tree: dict[str, Any] = {"defaults": [*defaults, "_self_"]}
     for key, value in settings.items():
@@ -138,6 +138,6 @@ def _set(answer: str, value: Any, groups: Mapping[str, Any], chosen: dict[str, s
         if not is_set and isinstance(ours, float) and ours.is_integer():
             ours = int(ours)  # 3.0 epochs
         if key in settings and settings[key] != ours and key != "name":
-            return f"{key} is {shown(settings[key])} already, by another key"
+            return f"{key} is {format_value(settings[key])} already, by another key"
         settings[key] = ours
     return ""

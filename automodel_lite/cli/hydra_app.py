@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from automodel_lite.cli.completion import answer_query
-from automodel_lite.cli.compose import Loader, beaten_options, check_overrides, compose, without_hydra
+from automodel_lite.cli.compose import Loader, check_overrides, compose, overridden_options, without_hydra
 from automodel_lite.cli.exit_codes import end, hide_secrets
 from automodel_lite.cli.help import help_of
 from automodel_lite.cli.line import read_line, versions
@@ -45,12 +45,12 @@ def run_recipe(main: str, argv: list[str] | None = None) -> NoReturn:
 
     def work() -> int:
         SIGNALS.install()  # no sooner: only in here a signal ends the process with a sentence
-        return answer(main, sys.argv[1:] if argv is None else argv)
+        return run_command_line(main, sys.argv[1:] if argv is None else argv)
 
     end(work)
 
 
-def answer(main: str, argv: Sequence[str]) -> int:
+def run_command_line(main: str, argv: Sequence[str]) -> int:
     """Runs what the command line asks for; returns the exit code."""
     line, recipe = read_line(argv), Recipe(main)
     if line.html and recipe.name != "inspect_data":
@@ -106,7 +106,7 @@ def run(recipe: Recipe, raw: DictConfig, line: Namespace, sources: Sources) -> i
     if not recipe.is_ours and any(target.startswith(package) for target in targets):
         raw.security.allow_targets = [*raw.security.allow_targets, package.rstrip(".")]
     config = check_config(raw, recipe.extra_type())
-    for text in beaten_options(raw, sources, line.overrides) if is_shown() else ():
+    for text in overridden_options(raw, sources, line.overrides) if is_shown() else ():
         print_above_bars(f"settings   {text}")
     with activity("importing torch and transformers"):
         main = recipe.function()

@@ -98,9 +98,9 @@ def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: b
         )
     if group is None or group not in known or value is None or text.startswith("~") or "$" in value or "(" in value:
         return None
-    if not chosen_options(text) and not value.strip().startswith(("[", "{")):
+    if not options_in(text) and not value.strip().startswith(("[", "{")):
         return f"{text}: choose an option of the group: {', '.join(known[group])}."
-    for option in chosen_options(text):
+    for option in options_in(text):
         folder, _, name = option.rpartition("/")
         if name not in known.get("/".join(filter(None, [group, folder])), ()):
             near = did_you_mean(option, known[group]) or "."
@@ -109,7 +109,7 @@ def option_problem(text: str, known: Mapping[str, Sequence[str]], is_multirun: b
     return None
 
 
-def chosen_options(override: str) -> list[str]:
+def options_in(override: str) -> list[str]:
     """The options that `group=option` or `group=a,b` names."""
     value = split(override)[1] or ""
     options = [option.strip(" '\"").removesuffix(".yaml") for option in value.strip("[]").split(",")]

@@ -1,8 +1,4 @@
-"""The JSON schema of presets, for editors: keys, types, allowed values, defaults and comments.
-
-automodel-lite schema > automodel_lite.schema.json      # and in a preset, as its first line:
-# yaml-language-server: $schema=automodel_lite.schema.json
-"""
+"""The JSON schema of presets, for editors: keys, types, allowed values, defaults and comments."""
 
 from __future__ import annotations
 

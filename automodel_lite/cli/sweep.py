@@ -36,7 +36,7 @@ from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.launched import check_alone
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.durable import write_atomically
-from automodel_lite.run.folder import SWEEP_COMMAND, RunFolder, typed_command
+from automodel_lite.run.folder import SWEEP_COMMAND, RunFolder, command_line
 from automodel_lite.run.stopping import PREEMPTED_EXIT, StoppedEarly
 
 _SHOWN = ("step", "loss", "tokens_per_s", "answers_right")
@@ -46,7 +46,7 @@ def run_sweep(loader: Loader, main: str, line: Namespace) -> int:
     """Runs all jobs and prints their table. Raises ConfigError; RunStoppedError when jobs have failed."""
     check_alone()
     check_overrides(loader, line.overrides, is_multirun=True)
-    os.environ[SWEEP_COMMAND] = typed_command()
+    os.environ[SWEEP_COMMAND] = command_line()
     # what is the same for all jobs is not part of a job's name
     fixed = ",".join(split(text)[0] for text in line.overrides if not is_sweep(text))
     own = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", "hydra.mode=MULTIRUN"]

@@ -25,7 +25,7 @@ from automodel_lite.config.components import (
 from automodel_lite.config.schema import Config, Part
 from automodel_lite.config.signatures import arguments_of, missing_extra, options_of, with_options
 from automodel_lite.config.values import value_problems
-from automodel_lite.errors import ConfigError, did_you_mean, shown
+from automodel_lite.errors import ConfigError, did_you_mean, format_value
 from automodel_lite.redact import secret_in
 
 NEEDED = ("dataset", "tokenizer", "packed_sequence", "model", "loss", "optimizer", "lr_scheduler")
@@ -54,7 +54,7 @@ def check_config(raw: DictConfig, extra: type | None = None) -> Config:
         problems += _schema_problems(plain["extra"], extra, "extra.")
     elif extra is None and plain.get("extra"):
         leaf, value = _first_leaf("extra", plain["extra"])
-        problems.append(f"{leaf}={shown(value)}: unknown key: this recipe has no keys of its own.")
+        problems.append(f"{leaf}={format_value(value)}: unknown key: this recipe has no keys of its own.")
     problems.sort(key=lambda line: ": unknown key" not in line)  # typos first
     allowed = OmegaConf.select(raw, "security.allow_targets", throw_on_missing=False) or []
     parts = [(key, node) for key, node in walk(plain) if isinstance(node, dict) and "_target_" in node]
@@ -98,16 +98,16 @@ def _schema_problems(node: Mapping[str, Any], schema: type, prefix: str) -> Iter
         if key not in hints:
             leaf, leaf_value = _first_leaf(path, value)
             known = known_keys() if schema is Config or not prefix.startswith("extra.") else known_keys(schema, prefix)
-            yield f"{leaf}={shown(leaf_value)}: unknown key{did_you_mean(leaf, known) or '.'}"
+            yield f"{leaf}={format_value(leaf_value)}: unknown key{did_you_mean(leaf, known) or '.'}"
         elif is_dataclass(hints[key]):
             if isinstance(value, dict):
                 yield from _schema_problems(value, hints[key], f"{path}.")
             else:
-                yield f"{path}={shown(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
+                yield f"{path}={format_value(value)} is a group of keys: set {path}.{fields(hints[key])[0].name}=..."
         elif hints[key] == Part:
             if not isinstance(value, dict):
                 option = _FIRST_OPTION.get(path, "_target_")
-                yield f"{path}={shown(value)}: {path} is a part with options, such as {path}.{option}=..."
+                yield f"{path}={format_value(value)}: {path} is a part with options, such as {path}.{option}=..."
         else:
             yield from value_problems(path, value, hints[key])
 
@@ -136,7 +136,7 @@ def _missing_parts(plain: dict[str, Any]) -> Iterator[str]:
         elif isinstance(part, dict) and (group in SEVERAL or not is_part):
             for name, value in part.items():
                 if group not in SEVERAL or not isinstance(value, dict) or "_target_" not in value:
-                    yield _stray(group, name, value, [])
+                    yield _unknown_argument(group, name, value, [])
 
 
 def _target_problems(parts: list[tuple[str, dict[str, Any]]], allowed: Sequence[str]) -> list[str]:
@@ -169,7 +169,7 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
         if name == "_target_" or (name not in arguments and "**" in arguments):
             continue
         if name not in arguments:
-            yield _stray(key, name, value, [f"{key}.{argument}" for argument in arguments])
+            yield _unknown_argument(key, name, value, [f"{key}.{argument}" for argument in arguments])
         elif CodePath in (hint, *typing.get_args(hint)) and value is not None:
             if problem := code_problem(f"{key}.{name}", value, allowed):
                 yield problem
@@ -177,11 +177,11 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
             yield from value_problems(f"{key}.{name}", value, hint)
 
 
-def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
+def _unknown_argument(key: str, name: str, value: Any, options: Sequence[str]) -> str:
     """The sentence for an argument that the chosen option does not take; another one of the group may."""
-    path = f"{key}.{name}"
+    path, value = f"{key}.{name}", format_value(value)
     if near := did_you_mean(path, options):
-        return f"{path}={shown(value)}: unknown key{near}"
+        return f"{path}={value}: unknown key{near}"
     texts = {file.stem: file.read_text() for file in sorted((CONF_DIR / key).glob("*.yaml"))}
     takers = [
         f"{key}={option}"
@@ -190,8 +190,8 @@ def _stray(key: str, name: str, value: Any, options: Sequence[str]) -> str:
         or any(name in options_of(target) for target in re.findall(r"^\s*_target_:\s*([\w.]+)", text, re.MULTILINE))
     ]
     if takers:
-        return f"{path}={shown(value)} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
-    return f"{path}={shown(value)}: unknown key; if the preset sets it, ~{path} removes it."
+        return f"{path}={value} is an option of {' or '.join(takers)}: choose that, or remove it, ~{path}."
+    return f"{path}={value}: unknown key; if the preset sets it, ~{path} removes it."
 
 
 def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:

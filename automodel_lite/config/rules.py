@@ -68,7 +68,7 @@ class Condition:
         return self.text
 
 
-def _holds(text: str, condition: Callable[[Any], bool]) -> Condition:
+def _condition(text: str, condition: Callable[[Any], bool]) -> Condition:
     return Condition(lambda value: None if condition(value) else f"{text}.", text)
 
 
@@ -76,25 +76,25 @@ _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _NAME = re.compile(r"\w[\w.,=+@ -]*")
 PLAUSIBLE = Condition(lambda value: "at most 1,000,000,000." if value > 10**9 else None)
 """A number of steps, documents or processes: a larger one is a slip, and may ask for memory that nobody has."""
-REPO_NAME = _holds("owner/name", lambda value: bool(_REPO.fullmatch(value)))  # of the Hugging Face hub
-PAIR = _holds("a list of 2 values", lambda value: len(value) == 2)
-FIRST_AND_LAST = _holds(
+REPO_NAME = _condition("owner/name", lambda value: bool(_REPO.fullmatch(value)))  # of the Hugging Face hub
+PAIR = _condition("a list of 2 values", lambda value: len(value) == 2)
+FIRST_AND_LAST = _condition(
     "the first and the last step, such as [10,12]", lambda value: len(value) == 2 and 1 <= value[0] <= value[1]
 )
-FOLDER_NAME = _holds(
+FOLDER_NAME = _condition(
     f"a plain folder name (letters, digits, _-.=+@) of at most {MAX_NAME_BYTES} bytes: set output_dir=... for a path",
     lambda value: bool(_NAME.fullmatch(value)) and len(value.encode()) <= MAX_NAME_BYTES,
 )
 
 
-def _over_the_cores(value: int) -> str | None:
+def _cores_problem(value: int) -> str | None:
     """Processes or threads: at most as many as this machine has cores, and four on any machine."""
     cores = len(os.sched_getaffinity(0))
     most = max(4, cores)
     return f"at most {most}: this machine has {cores} cores." if value > most else None
 
 
-def _no_path(value: str) -> str | None:
+def _path_problem(value: str) -> str | None:
     """The name of a file, a folder, or a set of the hub: neither empty nor longer than the file system allows."""
     if not value.strip():
         return "a path, and it is empty: was a shell variable not set?"
@@ -106,7 +106,7 @@ def _no_path(value: str) -> str | None:
     return None
 
 
-def _no_duration(value: str | int) -> str | None:
+def _duration_problem(value: str | int) -> str | None:
     """`1:30:00`, `2-12:00:00` (days first) or a number of seconds, over 0."""
     try:
         return "over 0." if seconds_of(value) <= 0 else None
@@ -114,9 +114,9 @@ def _no_duration(value: str | int) -> str | None:
         return "hours:minutes:seconds, such as 1:30:00, or a number of seconds."
 
 
-UP_TO_THE_CORES = Condition(_over_the_cores, "at most the cores of the machine")
-PATH = Condition(_no_path)
-DURATION = Condition(_no_duration, "hours:minutes:seconds, or seconds")
+UP_TO_THE_CORES = Condition(_cores_problem, "at most the cores of the machine")
+PATH = Condition(_path_problem)
+DURATION = Condition(_duration_problem, "hours:minutes:seconds, or seconds")
 
 
 def argument(kind: type, *rules: Any) -> Callable[[str], Any]:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from automodel_lite.errors import shown
+from automodel_lite.errors import format_value
 
 _LISTS = (list, tuple, Sequence)
 _GROUPS = (dict, Mapping)
@@ -25,12 +25,12 @@ _NAMES: dict[Any, str] = {
 def value_problems(path: str, value: Any, hint: Any) -> Iterator[str]:
     """Yields what is wrong with a value: its type, or a rule that stands in the type."""
     if not matches(value, hint):
-        yield f"{path}={shown(value)} must be {describe(hint)}."
+        yield f"{path}={format_value(value)} must be {describe(hint)}."
         return
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         texts = [rule.problem(value) for rule in args[1:]]
-        yield from (f"{path}={shown(value)} must be {text}" for text in texts if text)
+        yield from (f"{path}={format_value(value)} must be {text}" for text in texts if text)
         yield from value_problems(path, value, args[0])
     elif origin in _UNIONS:
         yield from value_problems(path, value, next(arg for arg in args if matches(value, arg)))

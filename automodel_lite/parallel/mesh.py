@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from automodel_lite.config.schema import MeshConfig
 from automodel_lite.config.sizes import MeshShape, mesh_shape
 from automodel_lite.errors import ConfigError, one_line
-from automodel_lite.launched import launched, rank, world_size
+from automodel_lite.launched import launch_variable, rank, world_size
 
 T = TypeVar("T")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # ranks in this order, those of tp next to each other
@@ -93,7 +93,7 @@ def launchers_store() -> dist.Store:
     """Returns the launcher's store, where the ranks meet; raises ConfigError when its address is wrong, with a line
     every 30 s until then.
     """
-    host, port = os.environ["MASTER_ADDR"], launched("MASTER_PORT", 0)
+    host, port = os.environ["MASTER_ADDR"], launch_variable("MASTER_PORT", 0)
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
@@ -116,7 +116,7 @@ def launchers_store() -> dist.Store:
                     f"MASTER_ADDR={host} MASTER_PORT={port} {cause} ({one_line(error, 120)}): set the same free port "
                     "on every node."
                 ) from None
-            if launched("LOCAL_RANK", 0) == 0:
+            if launch_variable("LOCAL_RANK", 0) == 0:
                 text = f"[rank {rank()}] waiting for rank 0 at {host}:{port} ({waited_s:.0f} s)"
                 print(text, file=sys.stderr, flush=True)
         else:
@@ -160,7 +160,7 @@ def threads_of(num_threads: int) -> tuple[int, str]:
     """(threads, why): as set, else OMP_NUM_THREADS, else this process's share of the cores that it may use."""
     if num_threads:
         return num_threads, "training.num_threads"
-    ranks, asked = launched("LOCAL_WORLD_SIZE", 1), os.environ.get("OMP_NUM_THREADS", "")
+    ranks, asked = launch_variable("LOCAL_WORLD_SIZE", 1), os.environ.get("OMP_NUM_THREADS", "")
     # launchers set it to 1 for several ranks where nobody has chosen: that 1 says nothing
     if re.fullmatch(r"[1-9]\d{0,3}", asked, flags=re.ASCII) and not (ranks > 1 and asked == "1"):
         return int(asked), "OMP_NUM_THREADS"
@@ -185,7 +185,7 @@ def init_mesh(config: MeshConfig) -> Mesh:
     then those of many ranks.
     """
     shape = mesh_shape(config, world_size())
-    local_rank = launched("LOCAL_RANK", 0)
+    local_rank = launch_variable("LOCAL_RANK", 0)
     # SLURM may show each task its own GPU alone (--gpus-per-task=1): then it is number 0 to all of them
     index = local_rank % max(torch.cuda.device_count(), 1)
     device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import automodel_lite
 from automodel_lite.config.components import flatten
 from automodel_lite.errors import MISTAKE_EXIT, ConfigError, DataError, PeerError, RanksDifferError, one_line
-from automodel_lite.launched import ProcessId, launched, rank, this_process, world_size
+from automodel_lite.launched import ProcessId, launch_variable, rank, this_process, world_size
 from automodel_lite.parallel.mesh import LINE_EVERY_S, launchers_store
 from automodel_lite.redact import scrub
 
@@ -116,7 +116,7 @@ class Peers:
             next_line += LINE_EVERY_S
             late = [number for number in ranks if not store.check([f"{topic}/{number}"])]
             absent = [number for number in late if not store.check([f"process/{number}"])]
-            text = f"{_named(absent)}: not started" if absent else f"{_named(late)}: still reading"
+            text = f"{_format_ranks(absent)}: not started" if absent else f"{_format_ranks(late)}: still reading"
             if now >= began + (_START_S if absent else _LATEST_S):
                 raise PeerError(f"{text} after {now - began:.0f} s: look at the nodes of this job.", 1)
             _print(f"waiting for {text} ({now - began:.0f} s)")
@@ -165,8 +165,8 @@ class Peers:
         store = self._store
         assert store is not None
         # the ranks of this host: whether their processes live can be seen
-        first = max(0, rank() - launched("LOCAL_RANK", 0))
-        last = min(first + launched("LOCAL_WORLD_SIZE", world_size()), world_size())
+        first = max(0, rank() - launch_variable("LOCAL_RANK", 0))
+        last = min(first + launch_variable("LOCAL_WORLD_SIZE", world_size()), world_size())
         neighbors: dict[int, ProcessId] = {}
         beats: dict[int, tuple[int, float]] = {}
         looks = 0
@@ -254,7 +254,7 @@ def _no_store(error: BaseException) -> PeerError:
     return PeerError(f"the launcher's store is gone, as rank 0 or the launcher has ended: {one_line(error)}", 1)
 
 
-def _named(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     """`rank 3`, `ranks 3, 5`, at most eight of them."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
@@ -262,5 +262,5 @@ def _named(ranks: list[int]) -> str:
 
 def _print(text: str) -> None:
     """One line per node."""
-    if launched("LOCAL_RANK", 0) == 0:
+    if launch_variable("LOCAL_RANK", 0) == 0:
         print(f"{'' if rank() == 0 else f'[rank {rank()}] '}{text}", file=sys.stderr, flush=True)

@@ -47,9 +47,8 @@ def step_of(path: Path) -> int | None:
 
 def clean(folder: Path) -> None:
     """Removes what killed saves and deletions have left."""
-    for pattern in (".tmp-*", ".old-*"):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in (*folder.glob(".tmp-*"), *folder.glob(".old-*")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def survey(folder: Path) -> tuple[list[Path], list[str]]:

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.interface import tolerance_std
-from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.interpreter import trim_malloc
 from automodel_lite.models.layers import has_fp8, local
 from automodel_lite.models.loss import CrossEntropy, LossModel
@@ -91,21 +89,6 @@ _PROBE_TOKENS = 16
 _FP8_STD = 0.5
 """Standard deviations that a model whose products round to fp8 may be off from its own weights in bf16: an 80-step
 llama_tiny is off by 0.17; another model by 3 and more."""
-
-
-def check_exportable(lm: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError at the start for what would fail after the training: the small files are written once."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            generation_config(lm.config, lm.generation_config, tokenizer).save_pretrained(folder)
-            lm.config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        except (ValueError, TypeError) as error:
-            reason = one_line(error, 400)
-            raise ConfigError(
-                f"checkpoint.export_hf=true: the export at the end would fail, {reason} Fix generation_config.json "
-                "or config.json of the model, or set checkpoint.export_hf=false."
-            ) from None
 
 
 def export_adapter(

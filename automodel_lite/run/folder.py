@@ -34,7 +34,7 @@ from automodel_lite.config.components import flatten
 from automodel_lite.config.rules import OneOf
 from automodel_lite.config.schema import Config, resumable_settings
 from automodel_lite.config.signatures import with_options
-from automodel_lite.errors import ConfigError, one_line, shown
+from automodel_lite.errors import ConfigError, format_value, one_line
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.run.checkpoint_folder import is_stale
 from automodel_lite.run.durable import write_atomically
@@ -80,7 +80,7 @@ class RunFolder:
         if changes := self._changes(config):
             raise ConfigError(
                 f"{self.path} was started with different settings:\n"
-                + "\n".join(f"  {key}: was {shown(old)}, now {shown(new)}" for key, old, new in changes)
+                + "\n".join(f"  {key}: was {format_value(old)}, now {format_value(new)}" for key, old, new in changes)
                 + "\nStart a new run with name=..., or continue this one with checkpoint.accept_changes=true."
             )
 
@@ -100,13 +100,13 @@ class RunFolder:
             training=replace(config.training, global_batch_size=global_batch_size),
             packed_sequence={**config.packed_sequence, "slot_multiple": slot_multiple},
         )
-        with self.being_written():
+        with self.explain_os_errors():
             self.logs.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, config_yaml(config))
             self.checkpoints.mkdir(exist_ok=True)  # last: it says that a run has begun
 
     @contextmanager
-    def being_written(self) -> Iterator[None]:
+    def explain_os_errors(self) -> Iterator[None]:
         """Raises ConfigError for what the file system refuses: a full disk, a folder that is read-only."""
         try:
             yield
@@ -114,7 +114,7 @@ class RunFolder:
             raise ConfigError(f"output_dir={self.path} cannot be written: {error.strerror}.") from None
 
     @property
-    def shown(self) -> str:
+    def display_path(self) -> str:
         """The path as one types it: relative to the working directory where it is inside."""
         with suppress(OSError):  # the working directory may be gone
             if self.path.is_relative_to(Path.cwd()):
@@ -123,7 +123,7 @@ class RunFolder:
 
     def write_facts(self, lines: Sequence[tuple[str, str]]) -> None:
         """run.json: the command line, and the (topic, text) lines that the run printed at its start."""
-        facts = {"command": scrub(typed_command()), "lines": [[topic, scrub(text)] for topic, text in lines]}
+        facts = {"command": scrub(command_line()), "lines": [[topic, scrub(text)] for topic, text in lines]}
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")
 
     def next_commands(self, state: str) -> list[str]:
@@ -135,8 +135,8 @@ class RunFolder:
         if state != "finished":
             return []
         script = Path(sys.executable).with_name("automodel-lite")
-        ours = _typed(script) if script.exists() else f"{_typed(Path(sys.executable))} -m automodel_lite"
-        run = shlex.quote(self.shown)
+        ours = _program_name(script) if script.exists() else f"{_program_name(Path(sys.executable))} -m automodel_lite"
+        run = shlex.quote(self.display_path)
         fresh = [name for name in ("hf", "adapter") if (self.path / name).is_dir() and not is_stale(self.path / name)]
         generate, export = f'{ours} generate {run} "..."', f"{ours} export {run}"
         if not fresh:
@@ -219,7 +219,7 @@ class RunFolder:
         )
 
 
-def typed_command() -> str:
+def command_line() -> str:
     """The command line of this run, of the sweep or the launcher where there is one, as it can be typed again here."""
     if SWEEP_COMMAND in os.environ:
         return os.environ[SWEEP_COMMAND]
@@ -230,10 +230,10 @@ def typed_command() -> str:
     python, *rest = argv
     if rest and "/" in python and Path(rest[0]).absolute().parent == Path(python).absolute().parent:
         python, *rest = rest  # a script that was installed beside its interpreter
-    return shlex.join([_typed(Path(python)), *rest])
+    return shlex.join([_program_name(Path(python)), *rest])
 
 
-def _typed(program: Path) -> str:
+def _program_name(program: Path) -> str:
     """Its name, if that is what the shell finds; otherwise its path."""
     found = shutil.which(program.name)
     return program.name if found and Path(found).parent == program.parent else str(program)

@@ -199,7 +199,7 @@ def open_metrics(
     that does not start costs a warning. Every rank calls it.
     """
     is_first = ranks.is_first
-    with folder.being_written():
+    with folder.explain_os_errors():
         jsonl = JsonlLogger(folder.metrics, is_silent=not is_first, say=say)
     metrics = MetricsLog(jsonl, say, ranks if config.callbacks else None, dict(state))
     values = plain(config) if is_first else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from automodel_lite.config.components import build
@@ -10,8 +11,7 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.errors import ConfigError, RunStoppedError, is_lost_peer, is_out_of_memory, one_line
 from automodel_lite.models.generate import load_generator
 from automodel_lite.models.source import is_remote_code
-from automodel_lite.run.export import check_exportable as check_model_exportable
-from automodel_lite.run.export import export_adapter, export_hf
+from automodel_lite.run.export import export_adapter, export_hf, generation_config
 from automodel_lite.telemetry.callbacks import MetricsLog
 from automodel_lite.telemetry.console import Console
 from automodel_lite.tools.hub import push, write_card
@@ -22,9 +22,21 @@ from automodel_lite.training.guards import Guards
 
 
 def check_exportable(config: Config, built: BuiltModel, data: PackSource) -> None:
-    """Raises ConfigError at the start for an export that would fail after the training."""
-    if config.checkpoint.export_hf:
-        check_model_exportable(built.model.loss_model.lm, data.tokenizer)
+    """Raises ConfigError at the start for what would fail after the training: the small files are written once."""
+    if not config.checkpoint.export_hf:
+        return
+    lm = built.model.loss_model.lm
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            generation_config(lm.config, lm.generation_config, data.tokenizer).save_pretrained(folder)
+            lm.config.save_pretrained(folder)
+            data.tokenizer.save_pretrained(folder)
+        except (ValueError, TypeError) as error:
+            reason = one_line(error, 400)
+            raise ConfigError(
+                f"checkpoint.export_hf=true: the export at the end would fail, {reason} Fix generation_config.json "
+                "or config.json of the model, or set checkpoint.export_hf=false."
+            ) from None
 
 
 def finish(
@@ -36,9 +48,9 @@ def finish(
     run.watchdog.enter("exporting")
     run.check_finite(built.model.parameters())
     if run.config.checkpoint.export_hf:
-        exported = _exported(run, built, data)
+        exported = _export(run, built, data)
         loader = "peft.PeftModel" if built.adapter else "AutoModelForCausalLM"
-        console.say("exported", f"{run.folder.shown}/{exported.name}: loads with {loader}.from_pretrained")
+        console.say("exported", f"{run.folder.display_path}/{exported.name}: loads with {loader}.from_pretrained")
         if run.ranks.is_first:
             if run.config.evaluation:  # with the exported folder, as a user would load it; on the CPU: the GPU is full
                 is_remote = is_remote_code(type(built.model.loss_model.lm))
@@ -59,13 +71,13 @@ def finish(
         step, newest = run.state.num_steps, run.checkpointer.newest_name
         is_saved = run.checkpointer.holds(step)
         run.folder.write_status("finished", step, metrics.end_reason or "", newest, is_saved)
-    console.print(f"finished at step {run.state.num_steps} of {run.max_steps}: {run.folder.shown}")
+    console.print(f"finished at step {run.state.num_steps} of {run.max_steps}: {run.folder.display_path}")
     if page.is_drawn:
-        console.say("report", f"{run.folder.shown}/report.html")
+        console.say("report", f"{run.folder.display_path}/report.html")
     console.commands("next", run.folder.next_commands("finished"))
 
 
-def _exported(run: Guards, built: BuiltModel, data: PackSource) -> Path:
+def _export(run: Guards, built: BuiltModel, data: PackSource) -> Path:
     """hf/ or adapter/; raises RunStoppedError with the way to export the checkpoint later."""
     model, step, adapter = built.model, run.state.num_steps, run.folder.path / "adapter"
     try:

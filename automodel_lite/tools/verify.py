@@ -1,8 +1,5 @@
-"""Do two ways of computing a step give the same loss and the same gradients? Differences, verdicts, a table.
-
-The first layers of a model, for checks that need its arithmetic but not its size.
-
-A small sample of the packs that training would read, for recipes/verify.py.
+"""Do two ways of computing a step give the same loss and the same gradients? Differences, verdicts, a table; the first
+layers of a model, for checks that need its arithmetic but not its size; a small sample of the packs of a training.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from automodel_lite.config.sizes import global_batch_size_of
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError
-from automodel_lite.launched import launched
+from automodel_lite.launched import launch_variable
 from automodel_lite.models.loss import LossShape
 from automodel_lite.parallel.sharding import copies_of_experts
 from automodel_lite.training.plan import ModelPlan, Parts
@@ -157,7 +157,7 @@ def check_weights_fit(plan: ModelPlan, device: torch.device) -> None:
         limit = Path("/sys/fs/cgroup/memory.max")  # of the container that this process is in
         text = limit.read_text().strip() if limit.is_file() else ""
         have = min(have, int(text)) if text.isdecimal() else have
-        need *= launched("LOCAL_WORLD_SIZE", 1)
+        need *= launch_variable("LOCAL_WORLD_SIZE", 1)
     if need > have:
         raise ConfigError(
             f"the model has {plan.size.parameters:,} parameters: its weights alone are {gib(need)} on each {where}, "

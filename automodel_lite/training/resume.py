@@ -120,7 +120,7 @@ def open_folder(
     folder, step = guards.folder, guards.state.num_steps
     if guards.ranks.is_first:
         folder.open(guards.config, data.shape.global_batch_size, data.packer.slot_multiple)
-        with folder.being_written():
+        with folder.explain_os_errors():
             folder.write_status("running", step, checkpoint=guards.checkpointer.newest_name)
             folder.write_facts(lines)
             if report:

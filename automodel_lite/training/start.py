@@ -301,7 +301,7 @@ def data_lines(data: PackSource) -> list[Line]:
 
 def position_line(guards: Guards, max_steps: int) -> str:
     """`runs/x: fresh, steps 1 to 200, next checkpoint after step 100`, or from where it goes on."""
-    folder, checkpoint, step = guards.folder.shown, guards.checkpointer.newest_name, guards.state.num_steps
+    folder, checkpoint, step = guards.folder.display_path, guards.checkpointer.newest_name, guards.state.num_steps
     save_every = guards.config.checkpoint.every_steps
     origin = f"continues from {checkpoint}" if checkpoint else "fresh"
     if step >= max_steps:

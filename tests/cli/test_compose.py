@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from automodel_lite.cli import compose_config, run_recipe
-from automodel_lite.cli.compose import Loader, beaten_options, compose
-from automodel_lite.cli.hydra_app import answer
+from automodel_lite.cli.compose import Loader, compose, overridden_options
+from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.errors import ConfigError
 from tests.ranks import in_a_process
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 def lines(folder: Path, preset: str, *overrides: str) -> list[str]:
     sources = Sources.of(str(folder))
-    return list(beaten_options(compose(Loader(sources), preset, overrides), sources, overrides))
+    return list(overridden_options(compose(Loader(sources), preset, overrides), sources, overrides))
 
 
 def test_the_preset_wins_and_the_line_names_both_values(folder: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_file_sets_nothing_that_runs_or_writes(
     flags = flags or ["--multirun", "seed=0,1"] if more else flags
     (tmp_path / "strange.yaml").write_text(f"defaults: [smoke, _self_]\nhydra:\n  {group}:{rest}\n")
     with pytest.raises(ConfigError, match="is set in a file, but only the command line may") as error:
-        answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *more, *flags])
+        run_command_line("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange", *more, *flags])
     assert str(error.value).startswith(key)
     assert [path.name for path in tmp_path.iterdir()] == ["strange.yaml"]
 
@@ -141,7 +141,7 @@ def test_an_option_of_a_sweep_is_checked_too(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "mine.yaml").write_text("defaults: [smoke, _self_]\n")
     line = ["--config-dir", ".", "--config-name", "mine", "--multirun", "optimizer=adamw,evil"]
     with pytest.raises(ConfigError, match="may set it"):
-        answer("recipes.train_ft:main", line)
+        run_command_line("recipes.train_ft:main", line)
     assert not (tmp_path / "out").exists()
 
 

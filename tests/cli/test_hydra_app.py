@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import run_recipe
-from automodel_lite.cli.hydra_app import answer, choose_allocator
+from automodel_lite.cli.hydra_app import choose_allocator, run_command_line
 from automodel_lite.errors import ConfigError
 from tests.ranks import in_a_process
 
@@ -24,7 +24,7 @@ def _own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with suppress(SystemExit):  # Hydra's own end of --help
-        answer("recipes.train_ft:main", argv)
+        run_command_line("recipes.train_ft:main", argv)
     return capsys.readouterr().out
 
 
@@ -96,7 +96,7 @@ REFUSED = [
 @pytest.mark.parametrize(("argv", "sentence"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
 def test_it_is_refused_in_a_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
-        answer("recipes.train_ft:main", argv)
+        run_command_line("recipes.train_ft:main", argv)
     assert str(error.value) == sentence
 
 
@@ -118,7 +118,7 @@ def test_a_preset_does_not_import_packages_for_its_options(tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match=r"hydra.searchpath=.'pkg://antigravity'. is set in a file, but only the command line may"
     ):
-        answer("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange"])
+        run_command_line("recipes.train_ft:main", ["--config-dir", ".", "--config-name", "strange"])
     assert "antigravity" not in sys.modules
 
 

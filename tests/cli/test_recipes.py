@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.cli import compose_config, run_recipe
-from automodel_lite.cli.hydra_app import answer
+from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
@@ -120,7 +120,7 @@ def test_a_recipe_without_keys_of_its_own_takes_none() -> None:
 )
 def test_a_recipe_that_is_not_there_is_a_sentence(main: str, said: str, site: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        answer(main, ["--config-name", "smoke"])
+        run_command_line(main, ["--config-name", "smoke"])
     assert str(error.value).startswith(said)
 
 
@@ -131,7 +131,7 @@ def test_recipes_without_a_run_need_no_name(recipe: str) -> None:
 
 
 def test_its_help_and_its_presets(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer("my_package.kd:main", ["--help"]) == 0
+    assert run_command_line("my_package.kd:main", ["--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Distil a model: an example.\n\nusage: automodel-lite run my_package.kd:main --config-name")
     assert "  kd  " in said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from automodel_lite.cli.hydra_app import answer
+from automodel_lite.cli.hydra_app import run_command_line
 from automodel_lite.cli.sweep import folder_name, results_of, table
 from automodel_lite.errors import ConfigError
 
@@ -83,7 +83,7 @@ def test_each_job_has_ranks_of_its_own(tmp_path: Path):
 def test_a_sweep_is_refused_in_several_processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 processes would each do all of this work"):
-        answer("recipes.train_ft:main", ["--config-name", "smoke", "--multirun", "seed=0,1"])
+        run_command_line("recipes.train_ft:main", ["--config-name", "smoke", "--multirun", "seed=0,1"])
 
 
 def test_a_job_of_a_sweep_runs_on_one_node(tmp_path: Path):

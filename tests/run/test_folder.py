@@ -14,7 +14,7 @@ import pytest
 
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, RunStoppedError
-from automodel_lite.run.folder import RunFolder, typed_command
+from automodel_lite.run.folder import RunFolder, command_line
 from automodel_lite.run.lock import RunLock
 from tests.run.test_durable import Faults
 from tests.runs import losses_by_step, quick_config, train_quick
@@ -157,11 +157,11 @@ TYPED = {
 def test_the_command_of_a_run_can_be_typed_again(monkeypatch: pytest.MonkeyPatch, words: list[str], command: str):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(sys, "orig_argv", words)
-    assert typed_command() == command
+    assert command_line() == command
 
 
 def test_the_command_of_a_rank_is_its_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    code = "from automodel_lite.run.folder import typed_command; print(typed_command())"
+    code = "from automodel_lite.run.folder import command_line; print(command_line())"
     launcher = tmp_path / "launcher.py"
     launcher.write_text(f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}])")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

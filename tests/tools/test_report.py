@@ -8,7 +8,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.tools.report import (
     LiveReport,
-    _thinned,
+    _thin,
     differences,
     facts_of,
     packing_of,
@@ -143,7 +143,7 @@ def test_what_is_noted_and_what_to_do_next(tmp_path: Path):
 def test_long_curves_keep_their_spikes():
     values = [1.0] * 100_000
     values[54_321] = 99.0
-    steps, kept = _thinned(list(range(100_000)), values)
+    steps, kept = _thin(list(range(100_000)), values)
     assert len(steps) <= 1502
     assert kept[steps.index(54_321)] == 99.0
     assert (steps[0], steps[-1]) == (0, 99_999)

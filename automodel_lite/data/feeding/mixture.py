@@ -17,7 +17,7 @@ from automodel_lite.data.reading.documents import Documents, DocumentSet, Questi
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import ConcatenatedRows
 from automodel_lite.data.tokens.token_rows import Rows, TokenizedData
-from automodel_lite.errors import ConfigError, shown
+from automodel_lite.errors import ConfigError, format_value
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 MOST_REPEATS = 1000  # more is a typing mistake, and takes memory for each time
@@ -188,7 +188,7 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
     source = Source(**{key: value for key, value in settings.items() if value is not None or key == "dataset"})
     if isinstance(source.dataset, Mapping | str | None):
         raise ConfigError(
-            f"dataset.sources.{name}.dataset={shown(source.dataset)} must be a block with a _target_, such as "
+            f"dataset.sources.{name}.dataset={format_value(source.dataset)} must be a block with a _target_, such as "
             "{_target_: automodel_lite.data.reading.files.FilesDataset, path: chat.jsonl}."
         )
     if isinstance(source.dataset, StreamingDataset):
@@ -201,7 +201,7 @@ def _source(name: str, settings: Mapping[str, Any]) -> Source:
         value, rule = settings[key], _RULES[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or rule.problem(value):
-            raise ConfigError(f"dataset.sources.{name}.{key}={shown(value)} must be a number {rule}.")
+            raise ConfigError(f"dataset.sources.{name}.{key}={format_value(value)} must be a number {rule}.")
     return source
 
 

@@ -84,8 +84,8 @@ def page_of(records: list[RunRecord], refresh_s: int | None = None) -> str:
         keys = [*_CURVES, *(f"{kind}{key[8:]}" for kind in _VALIDATED for key in record.validation_keys())]
         about = {
             "name": record.name,
-            "curves": {key: curve for key in keys if (curve := _thinned(*record.curve(key)))[0]},
-            "axes": {name: _thinned(*curve) for name, curve in record.axes().items()},
+            "curves": {key: curve for key in keys if (curve := _thin(*record.curve(key)))[0]},
+            "axes": {name: _thin(*curve) for name, curve in record.axes().items()},
             "phases": record.time_s(),
             "lengths": record.lengths,
             "packSize": record.packing.get("packed_sequence_size", 0),
@@ -183,7 +183,7 @@ def packing_of(record: RunRecord) -> list[tuple[str, str]]:
     return lines
 
 
-def _thinned(steps: list[int], values: list[float]) -> Curve:
+def _thin(steps: list[int], values: list[float]) -> Curve:
     """At most MOST_POINTS points: of every stretch the lowest and the highest, so that no spike is lost."""
     if len(steps) <= MOST_POINTS:
         return steps, values
