@@ -161,8 +161,9 @@ def _part_problems(key: str, part: dict[str, Any], allowed: Sequence[str]) -> It
         arguments = arguments_of(path)
     except ConfigError as error:
         text = str(error)
-        is_missing = text.startswith(f"{path} needs the package")
-        yield f"{key}{text.removeprefix(path)}" if is_missing else f"{key}.{text}"
+        if text.startswith(f"{path} needs the package"):
+            text = f"{key}{text.removeprefix(path)}"
+        yield text if text.startswith(key) else f"{key}.{text}"
         return
     for name, value in part.items():
         hint = arguments[name].hint if name in arguments else None

@@ -145,7 +145,7 @@ def test_the_best_one_stays(tmp_path: Path) -> None:
     saves = checkpointer(tmp_path, keep_last=1, keep_best=1)
     for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0)):
         saves.save(step, trained.model, trained.optimizer, {"step": step, "val_loss": loss})
-    assert sorted(p.name for p in saves.folder.iterdir()) == ["step_00000002", "step_00000004"]
+    assert sorted(p.name for p in saves.run.checkpoints.iterdir()) == ["step_00000002", "step_00000004"]
 
 
 def test_a_pickle_in_place_of_a_file_is_not_run(tmp_path: Path) -> None:
