@@ -312,6 +312,18 @@ class AttentionPlan(Tensors):
     def _cuts(self) -> dict[int, Segments]:
         return {}
 
+    @cached_property
+    def sizes(self) -> tuple[Tensor, Tensor] | None:
+        """The boundaries, and a tensor as long as the longest segment, for layers that are compiled: sizes of their
+        graph, which may be others in each batch. None where attention takes more than that.
+        """
+        if self.exchange is not None or self.tree is not None:
+            return None
+        longest = self.segments.cu_q.new_empty(()).expand(max(self.segments.max_q, 2))
+        for tensor in (self.segments.cu_q, longest):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return self.segments.cu_q, longest
+
     def cut(self, chunk: int | None) -> Segments:
         """The segments of a layer with chunked attention: made once, for all such layers. None is a layer without."""
         if chunk is None:

@@ -35,6 +35,17 @@ NOW: ContextVar[ThdBatch | None] = ContextVar("documents", default=None)
 """None outside a model, and in one that was called without boundaries."""
 
 
+class InGraph:
+    """What a compiled layer reads while it runs, as inputs of its graph: `AttentionPlan.sizes`; None = nothing, its
+    attention breaks the graph and reads NOW.
+    """
+
+    sizes: tuple[Tensor, Tensor] | None = None
+
+
+IN_GRAPH = InGraph()
+
+
 class WithinDocuments:
     """A forward that holds the documents it is called with, and takes them out of the arguments."""
 

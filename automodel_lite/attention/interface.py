@@ -15,15 +15,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_lite.attention.documents import NOW, hold_documents, install_mixers, install_rows
-from automodel_lite.attention.kernel import AttentionKernel, ReferenceAttention, over_tree
+from automodel_lite.attention.documents import IN_GRAPH, NOW, hold_documents, install_mixers, install_rows
+from automodel_lite.attention.kernel import AttentionKernel, GraphKernel, ReferenceAttention, over_tree
 from automodel_lite.attention.positions import install_rotations, refuse_rotations, scale_queries
 from automodel_lite.attention.spec import (
     UNPACKED,
@@ -124,7 +123,7 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     install_rotations(model)
     text = model.config.get_text_config()
     if any(shape.num_heads for shape in layer_shapes(text)):
-        transformers.AttentionInterface.register(kernel.name, torch.compiler.disable(packed_attention(kernel)))
+        transformers.AttentionInterface.register(kernel.name, compilable(kernel, packed_attention(kernel)))
         # Of a composite, the language model alone: some towers look their attention up in a table of their own.
         of_text = {key: kernel.name for key in model.config.sub_configs if config_value(model.config, key) is text}
         model.set_attn_implementation({"": kernel.name, **of_text} if of_text else kernel.name)
@@ -135,9 +134,36 @@ def install(model: transformers.PreTrainedModel, kernel: AttentionKernel) -> Non
     install_mixers(model)
 
 
+def compilable(kernel: AttentionKernel, attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., Any]:
+    """What a compiled layer calls: `attend`, outside of its graph, or inside the operation of a `GraphKernel` for plain
+    documents. A layer has been called uncompiled before, as the isolation probe does, which makes all checks.
+    """
+    outside = torch.compiler.disable(attend)
+    if not isinstance(kernel, GraphKernel):
+        return outside
+
+    def forward(module: Any, *qkv: Tensor, scaling: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        sizes = IN_GRAPH.sizes
+        if sizes is None or not getattr(module, "attends_in_graph", False):
+            return outside(module, *qkv, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        q, k, v = _heads_last(*qkv[:3])
+        options = AttentionOptions(q.shape[-1] ** -0.5 if scaling is None else scaling, module.packed_window)
+        return kernel.attend_in_graph(q, k, v, sizes, options)[None], None
+
+    return forward
+
+
+def _heads_last(*qkv: Tensor) -> list[Tensor]:
+    """[1, H, T, D] -> [T, H, D], in autocast's dtype: rotations leave queries and keys in fp32, and values in bf16.
+    Kernels need one dtype (FlashAttention not fp32), and context parallelism sends half the bytes.
+    """
+    device = qkv[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return [x.to(dtype or x.dtype).squeeze(0).transpose(0, 1) for x in qkv]
+
+
 def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, None]]:
     """The kernel with the signature that transformers' attention layers call."""
-    kinds: WeakKeyDictionary[nn.Module, tuple[int | None, int | None]] = WeakKeyDictionary()  # window, chunk
 
     def forward(
         module: nn.Module,
@@ -159,15 +185,14 @@ def packed_attention(kernel: AttentionKernel) -> Callable[..., tuple[Tensor, Non
             raise ConfigError(f"{type(module).__name__} got no documents: call the model with ThdBatch.model_inputs().")
         _refuse_what_packing_cannot(module, query, attention_mask, dropout, is_causal)
         # What the config says of a layer is read at its first forward: configs are slow to ask, layers many.
-        if module not in kinds:
-            kinds[module] = _window(module, sliding_window), layer_chunk(module.config, module.layer_idx)  # type: ignore[arg-type]
-        window, chunk = kinds[module]
-        # In autocast's dtype: rotations leave queries and keys in fp32, and values in bf16. Kernels need one dtype
-        # (FlashAttention not fp32), and context parallelism sends half the bytes.
-        device = query.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        q, k, v = (x.to(dtype or x.dtype).squeeze(0).transpose(0, 1) for x in (query, key, value))
-        q = scale_queries(module, q, documents.position_ids)
+        of_layer: Any = module
+        if "packed_window" not in vars(module):
+            of_layer.packed_window = _window(module, sliding_window)
+            of_layer.packed_chunk = layer_chunk(of_layer.config, of_layer.layer_idx)
+        window, chunk = of_layer.packed_window, of_layer.packed_chunk
+        unscaled, k, v = _heads_last(query, key, value)
+        q = scale_queries(module, unscaled, documents.position_ids)
+        of_layer.attends_in_graph = chunk is None and q is unscaled
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         plan = documents.attention
         inputs = AttentionInputs(q, k, v, plan.cut(chunk), AttentionOptions(scale, window, softcap, s_aux))

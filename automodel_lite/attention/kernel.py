@@ -60,6 +60,16 @@ class BlockKernel(Protocol):
 
 
 @runtime_checkable
+class GraphKernel(Protocol):
+    """A kernel that can be part of a compiled layer: one operation, whose numbers of documents and tokens may vary."""
+
+    def attend_in_graph(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sizes: tuple[Tensor, Tensor], options: AttentionOptions
+    ) -> Tensor:
+        """Plain packing, with `AttentionPlan.sizes`."""
+
+
+@runtime_checkable
 class TreeKernel(Protocol):
     """A kernel that takes one integer per key, until when it is seen, where documents branch: no key is there twice."""
 

@@ -7,7 +7,7 @@ are looked up once, when the kernel is built.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class VarlenAttention:
         varlen_attn: Callable[..., Any] = varlen_attn,
     ) -> None:
         self.varlen_attn = varlen_attn
-        self.parameters: Set[str] = inspect.signature(varlen_attn).parameters.keys()
+        # before 2.12 heads were not compared, and FlashAttention groups them by itself
+        self.compares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
         self.implementation = implementation
         if implementation is not None:
             try:
@@ -72,7 +73,7 @@ class VarlenAttention:
                 asked = f"implementation={self.implementation} on this GPU ({capability[0]}.{capability[1]})"
                 cure = f"it needs compute capability {needs}: leave attention.implementation at null"
                 raise refuse(self, asked, cure)
-        if self.implementation == "FA4" and "enable_gqa" not in self.parameters:
+        if self.implementation == "FA4" and not self.compares_heads:
             # there its backward refuses every window, and "no window, but causal" is one to it
             cure = "torch>=2.12 can; or leave attention.implementation at null"
             raise refuse(self, f"implementation=FA4 on torch {torch.__version__}", cure)
@@ -83,12 +84,24 @@ class VarlenAttention:
         """See `AttentionKernel`."""
         if options.softcap is not None or options.sinks is not None:
             raise refuse(self, "softcap or attention sinks", "use attention=flex")
+        return self._attend(q_THD, k_THD, v_THD, _without_decoding(segments), options)
+
+    def attend_in_graph(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sizes: tuple[Tensor, Tensor], options: AttentionOptions
+    ) -> Tensor:
+        """See `GraphKernel`: torch's operation, with the layout that its shapes under compilation promise."""
+        cu, longest = sizes[0], sizes[1].shape[0]
+        q, k, v = (x.contiguous() for x in (q_THD, k_THD, v_THD))
+        return self._attend(q, k, v, Segments(cu, cu, longest, longest), options)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
         # (w, 0) sees w keys besides the query's own
         window_size = (-1, 0) if options.window is None else (options.window - 1, 0)
         more: dict[str, Any] = {"scale": options.scale, "window_size": window_size}
-        if "enable_gqa" in self.parameters:  # before, heads were not compared, and FlashAttention groups them by itself
-            more["enable_gqa"] = q_THD.shape[1] != k_THD.shape[1]
-        return self.varlen_attn(q_THD, k_THD, v_THD, *_without_decoding(segments), **more)
+        if self.compares_heads:
+            more["enable_gqa"] = q.shape[1] != k.shape[1]
+        out: Tensor = self.varlen_attn(q, k, v, *segments, **more)
+        return out
 
     def block(self, inputs: AttentionInputs, causal: bool) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`; the operation under `varlen_attn`, whose backward does not take the log-sum-exp."""

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from automodel_lite.attention.documents import WithContext, layer_lists
+from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import strict_graphs
 
@@ -67,8 +67,9 @@ KEPT_FRAC = 0.5
 
 
 def compile_layers(layers: list[nn.Module], backend: str = "inductor", kept_frac: float = 1.0) -> Callable[[], None]:
-    """Compiles each layer's forward; attention is left out of the graphs, with the boundaries of the documents, so that
-    packs of other documents need no new graph. A graph too many is an error, never a silent return to eager.
+    """Compiles each layer's forward, in one graph where its attention can be part of it (`GraphKernel`); else attention
+    is left out, with the boundaries of the documents. Packs of other documents need no new graph: one too many is an
+    error, never a silent return to eager.
 
     kept_frac  of what each graph would keep for its backward pass; the partitioner chooses what is computed again. For
                the whole process, as graphs are made when shapes come
@@ -78,13 +79,26 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor", kept_frac
     torch._functorch.config.activation_memory_budget = kept_frac
     plain: list[tuple[Any, Any]] = [(layer, layer.forward) for layer in layers]
     for layer, forward in plain:
-        layer.forward = torch.compile(forward, backend=backend)
+        layer.forward = _with_sizes(torch.compile(forward, backend=backend))
 
     def undo() -> None:
         for layer, forward in plain:
             layer.forward = forward
 
     return undo
+
+
+def _with_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        documents = NOW.get()
+        IN_GRAPH.sizes = documents.attention.sizes if documents else None
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            IN_GRAPH.sizes = None
+
+    return forward
 
 
 def has_fp8(model: nn.Module) -> bool:
