@@ -97,6 +97,7 @@ NOTES = """\
 | change | before | after | numbers |
 |---|---|---|---|
 | fp8 all-gathers, scales computed once a step (`training.fp8=tensorwise`) | 8 bytes a weight are sent: two gathers in bf16, gradients in fp32; every gathered weight is rounded to fp8 on every rank, forward and backward | 6 bytes (5 where layers are gathered once), and each rank rounds its shard once a step; one more all-reduce of 4 bytes per matrix; 1 byte per weight of a rank's part is held | the same bits: losses and gradient norms of two emulated gloo ranks, six kinds of run |
+| `varlen` attention inside the graph of its layer | 4 graphs for the layers of a Llama, in training; queries and keys leave one and enter the next | 1 graph, and 1 for validation: rotation, casts and copies can fuse up to the kernel, 1 to 2 % by the bytes. The boundaries and the longest document are sizes of the graph, so that nothing is filled up with empty documents, and 12 packs of 1 to 48 documents need no new graph | the same bits on a CPU (torch's operation with a CPU kernel); as many values are kept for the backward pass |
 
 ## Considered and not built
 
@@ -105,8 +106,7 @@ What was counted for Llama-3.1-8B, 8,192 tokens, at the rates above; a GPU may s
 | change | counted | why not |
 |---|---|---|
 | weights resident in bf16, fp32 masters in the optimizer, on one GPU | 2 bytes a weight are moved for casts where 18 are (12 with `advanced.reshard_after_forward=false`): 38 ms of a step of 0.6 s or more, and the same 16 bytes a weight in memory | exact with one micro-batch alone: several are summed in fp32, which takes 2 bytes more. It would need optimizers and checkpoints of its own, while the setting spares a third of it with all of them |
-| gathering two layers ahead where layers are resharded | no byte and no launch less; 0.4 GiB more is held (70B: 1.6 GiB) | the host is ahead of the device, so one layer hides the traffic already. Where layers stay gathered two are gathered ahead, at no cost |
-| varlen attention inside the graph of its layer, boundaries padded to a fixed number | one graph per layer and pass where two are; attention stays a kernel of its own, so only rotation and copies could fuse: 1 to 2 % by the bytes | each pack's boundaries would become inputs of the graph, and a kernel that is not there on a CPU would have to be trusted with empty documents |""".splitlines()
+| gathering two layers ahead where layers are resharded | no byte and no launch less; 0.4 GiB more is held (70B: 1.6 GiB) | the host is ahead of the device, so one layer hides the traffic already. Where layers stay gathered two are gathered ahead, at no cost |""".splitlines()
 
 
 @dataclass(frozen=True)
