@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -300,16 +301,15 @@ def _open_file(path: Path, split: str, options: ReadOptions) -> RawRows:
 def _in_cache(path: Path, name: str, write: Callable[[Path, str, Path], None]) -> Path:
     """Writes a file anew in the cache, once, so that any row of it can be read at once."""
     key = {"file": str(stamp(path)), "as": write.__name__}
-    build = lambda folder: write(path, name, folder / "data")  # noqa: E731 - one call
-    return build_once(cache_root(), "decompressed", name, key, build).folder / "data"
+    return build_once(cache_root(), "decompressed", name, key, partial(write, path, name)).folder / "data"
 
 
-def _decompress(path: Path, name: str, target: Path) -> None:
+def _decompress(path: Path, name: str, folder: Path) -> None:
     codec = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(path.suffix.lower())  # the others are lzma's
     try:
         with (
             pyarrow.CompressedInputStream(str(path), codec) if codec else lzma.open(path) as packed,
-            target.open("wb") as plain,
+            (folder / "data").open("wb") as plain,
         ):
             shutil.copyfileobj(packed, plain, 2**20)
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:

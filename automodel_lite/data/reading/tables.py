@@ -60,12 +60,12 @@ class TableRows:
         return f"{self.name}[{index + 1}]"
 
 
-def parquet_to_arrow(path: Path, name: str, target: Path) -> None:
-    """Writes the rows of a Parquet file as an Arrow file, which any row can be read from at once."""
+def parquet_to_arrow(path: Path, name: str, folder: Path) -> None:
+    """Writes the rows of a Parquet file as an Arrow file, `data`, which any row can be read from at once."""
     try:
         parquet = pyarrow.parquet.ParquetFile(path, memory_map=False)
         check_names(parquet.schema_arrow.names, name)
-        with pyarrow.ipc.new_file(str(target), parquet.schema_arrow) as writer:
+        with pyarrow.ipc.new_file(str(folder / "data"), parquet.schema_arrow) as writer:
             for batch in parquet.iter_batches(BLOCK_ROWS):
                 writer.write_batch(batch)
     except DataError:
