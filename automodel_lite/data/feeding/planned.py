@@ -41,7 +41,7 @@ def check_masked(name: str, plan: PackPlan, counts: Mapping[str, RowCounts], max
     own = sum((count for key, count in counts.items() if key == name or key.endswith(f"/{name}")), RowCounts())
     num_bad = own.num_bad + own.num_empty + own.num_fully_masked + plan.counts.masked_documents
     num_documents = max(own.num_documents, plan.counts.documents)
-    if plan.counts.masked_documents and num_bad > max_bad_frac * num_documents:
+    if num_bad > max_bad_frac * num_documents:
         raise DataError(
             f"{name}: {plan.counts.masked_documents:,} of {num_documents:,} documents have nothing trained on within "
             f"packed_sequence.packed_sequence_size={plan.packed_sequence_size}: their prompts alone fill a pack; "
@@ -94,8 +94,10 @@ class PlannedPacks(PackSource):
         sets = {"train": packs_of(0)} | {f"val/{name}": packs for name, packs in val_packs.items()}
         for name, packs in sets.items():
             counts = packs.plan.counts
-            packer.check_dropped(counts.dropped_tokens, counts.tokens, name, packs.rows.lengths)
-            check_masked(name, packs.plan, tokens.counts, job.settings.max_bad_frac)
+            if counts.dropped_tokens:
+                packer.check_dropped(counts.dropped_tokens, counts.tokens, name, packs.rows.lengths)
+            if counts.masked_documents:
+                check_masked(name, packs.plan, tokens.counts, job.settings.max_bad_frac)
         size, (epochs, _) = batches.global_batch_size, epochs_of(config.training, len(tokens.train))
         if config.training.global_batch_size == "auto" and config.training.max_steps is None:
             # few documents are few packs: steps are worth more than their size

@@ -280,7 +280,8 @@ def plan_packs(
     Raises ConfigError for settings that cannot work, DataError for lengths that cannot.
     """
     lengths = _checked(lengths, packed_sequence_size, strategy, overlong, max_packs, slot_multiple)
-    slot_multiple = slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
+    if slot_multiple > 1:
+        slot_multiple_of(packed_sequence_size, slot_multiple, cp_size=1)
     pack, cuts_documents, is_ragged = STRATEGIES[strategy]
     # Documents that fit, in slots, the unit of the strategies; then what the packs hold, in tokens again.
     pool, counts = _fit(lengths, packed_sequence_size, "" if cuts_documents else overlong, has_labels)

@@ -176,7 +176,7 @@ def detect(columns: Sequence[str], format_name: str | OwnFormat | None, renames:
         if column not in columns:
             names = printable(", ".join(columns))
             raise ConfigError(f"dataset.columns.{canonical}={column} is not a column of the data, which has {names}.")
-    if format_name is None:
+    if format_name is None and any(REJECTED.search(name) for name in columns):
         _check_preferences(columns, renames)
     candidates = [known for known in FORMATS if format_name in (None, known.name)]
     if not candidates:
@@ -221,7 +221,7 @@ def _check_preferences(columns: Sequence[str], renames: Mapping[str, str]) -> No
     rejected = [name for name in columns if REJECTED.search(name)]
     chosen = [name for name in columns if CHOSEN.search(name) and name not in rejected]
     named = set(renames.values())
-    if not rejected or (not ANSWERS.isdisjoint(renames) and not named & set(rejected)):
+    if not ANSWERS.isdisjoint(renames) and not named & set(rejected):
         return
     wanted = [*chosen, *(name for name in columns if name not in rejected), "..."][0 if chosen else -2]
     wanted, pairs = printable(wanted), printable(", ".join([*chosen, *rejected]))

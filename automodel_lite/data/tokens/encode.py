@@ -80,10 +80,8 @@ class ChatRenderer:
         # `{%- generation -%}` as a character that the rendering then holds, white space control kept: a quarter faster
         # than the tracker of transformers, which measures all the text so far at each marker.
         marked = [
-            _MARKER.sub(
-                lambda m: f"{{%{m[1]} if true %}}{chr(0xFDD1 if m[2] else 0xFDD0)}{{% endif {m[3]}%}}", template
-            )
-            for template in plain
+            _MARKER.sub(lambda m: f"{{%{m[1]} if true %}}{chr(0xFDD1 if m[2] else 0xFDD0)}{{% endif {m[3]}%}}", one)
+            for one in plain
         ]
         # (template, the same with marks; None where it has no markers), by whether the chat has tools
         self._templates = [(one, other if other != one else None) for one, other in zip(plain, marked)]
