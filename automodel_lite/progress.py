@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 LINE_EVERY_S = 10.0
 BAR_AFTER_S = 0.5
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:,}/{total:,}{unit} [{elapsed}<{remaining}]"
-_NOTED = _BAR.replace("]", "{postfix}]")
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:,}/{total:,}{unit} [{elapsed}<{remaining}{postfix}]"
 
 
 def is_shown() -> bool:
@@ -59,7 +58,6 @@ class Progress(AbstractContextManager["Progress"]):
     def note(self, text: str) -> None:
         """Shows `text` beside the bar, which is drawn at once."""
         if self._bar is not None:
-            self._bar.bar_format = _NOTED
             self._bar.delay = 0.0  # what was shown before BAR_AFTER_S is cleared at the end too
             self._bar.set_postfix_str(text)
 

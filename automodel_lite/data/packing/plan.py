@@ -104,13 +104,8 @@ def pack_best_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed
     return Packed(*assign(fewest_bins(histogram_of(slots, size), size, seed), slots, size, seed, epoch))
 
 
-def pack_next_fit(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-    """The order of the dataset, one open pack: a document that does not fit closes it."""
-    return Packed(np.arange(len(slots)), next_fit(slots, size))
-
-
 def next_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Offsets of packs in the order given, int64 [packs + 1]."""
+    """Returns offsets of packs in the order given, int64 [packs + 1]: a document that does not fit closes its pack."""
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     offsets = array("q", [0])
@@ -133,11 +128,6 @@ def pack_wrapped(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
     return Packed(seeded_order(len(slots), seed, epoch), np.append(np.arange(0, total, size), total))
 
 
-def one_per_row(slots: np.ndarray, size: int, seed: int, epoch: int) -> Packed:
-    """No packing: every document is a row, in the order of the dataset."""
-    return Packed(np.arange(len(slots)), np.arange(len(slots) + 1))
-
-
 class Strategy(NamedTuple):
     """Which documents share a pack.
 
@@ -154,9 +144,9 @@ class Strategy(NamedTuple):
 STRATEGIES = {
     "exact_fill": Strategy(pack_exact_fill),
     "best_fit": Strategy(pack_best_fit),
-    "next_fit": Strategy(pack_next_fit),
+    "next_fit": Strategy(lambda slots, size, *_: Packed(np.arange(len(slots)), next_fit(slots, size))),
     "wrapped": Strategy(pack_wrapped, cuts_documents=True),
-    "none": Strategy(one_per_row, is_ragged=True),
+    "none": Strategy(lambda slots, *_: Packed(np.arange(len(slots)), np.arange(len(slots) + 1)), is_ragged=True),
 }
 STRATEGY_NAMES = ("exact_fill", "best_fit", "next_fit", "wrapped", "none")
 

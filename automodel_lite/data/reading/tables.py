@@ -27,9 +27,8 @@ class TableRows:
         self._block: tuple[int, list[RawRow]] = (-1, [])
         self._file = WholeFile(path)
         try:
-            source = pyarrow.memory_map(str(path))
             try:
-                reader = pyarrow.ipc.open_file(source)
+                reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
             except pyarrow.ArrowInvalid:  # written as a stream
                 reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
             self._table = reader.read_all()
