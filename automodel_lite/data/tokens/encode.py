@@ -295,25 +295,20 @@ class Renderer:
         stop_tokens += [self._eos] if self._eos else []
         self.stop_ids = frozenset(tokenizer.get_vocab()[token] for token in stop_tokens)
 
-    def special_in(self, document: Document) -> str:
-        """Returns a special token that stands in the text of a document, where it becomes a real one; or nothing."""
-        if self._special is None:
-            return ""
-        said = [m["content"] for m in document.get("messages", ()) if m["role"] not in _ASSISTANTS]
-        for text in (*said, document.get("system", ""), document.get("prompt", ""), document.get("text", "")):
-            if found := self._special.search(text):
-                return found[0]
-        return ""
-
-    def unused_in(self, document: Document, renderings: Sequence[Rendering]) -> list[str]:
-        """Returns columns of the document's row, and texts of its turns by their keys, that no rendering holds."""
-        unused = list(document.get(UNUSED, ()))
-        for message in document.get("messages", ()):
+    def remarks(self, document: Document, renderings: Sequence[Rendering]) -> tuple[str, list[str]]:
+        """Returns a special token that stands in the text of a document, where it becomes a real one, or nothing; and
+        columns of its row, and texts of its turns by their keys, that no rendering holds.
+        """
+        turns, unused = document.get("messages", ()), list(document.get(UNUSED, ()))
+        said = [message["content"] for message in turns if message["role"] not in _ASSISTANTS]
+        said += [document.get(key, "") for key in ("system", "prompt", "text")]
+        found = map(self._special.search, said) if self._special else ()
+        for message in turns:
             for key in message.keys() - _TURN_KEYS:
                 value = message[key]
                 if isinstance(value, str) and not any(value.strip() in rendering.text for rendering in renderings):
                     unused.append(f"{key} of a turn")
-        return unused
+        return next((match[0] for match in found if match), ""), unused
 
     def renderings(self, document: Document) -> list[Rendering]:
         """The renderings of one document; more than one for a chat whose template rewrites earlier turns, two for a

@@ -139,9 +139,9 @@ class DocumentTokenizer:
                         renderings += of_document
                         num_rows[-1] = len(of_document)
                         num_split += len(of_document) > len(parts) + ("chosen" in document)
-                        if token := self._renderer.special_in(document):
-                            specials.append(f"{place}: {token}")
-                        for name in self._renderer.unused_in(document, of_document):
+                        special, names = self._renderer.remarks(document, of_document)
+                        specials += [f"{place}: {special}"] if special else []
+                        for name in names:
                             unused.setdefault(name, place)
                     # Rows of one document share a group; those of a given pack are of any sources.
                     group = ALONE if num_rows[-1] == 1 or is_given else number

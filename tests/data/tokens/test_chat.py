@@ -173,7 +173,7 @@ def test_the_template_of_trained_tokenizers_writes_every_part() -> None:
     ids=["user", "assistant", "prompt", "text"],
 )
 def test_special_tokens_in_a_text_are_found(document: dict, token: str) -> None:
-    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).special_in(document) == token
+    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, [])[0] == token
 
 
 def test_reasoning_of_earlier_turns_is_trained_in_its_place() -> None:
